@@ -1,0 +1,50 @@
+"""What a launcher tells its workers, and workers read: the `RINGWEAVE_*` environment variables, each named here once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+CLUSTER = "RINGWEAVE_CLUSTER"
+NODE = "RINGWEAVE_NODE"
+RUN_DIR = "RINGWEAVE_RUN_DIR"
+REPLACE_BACKEND = "RINGWEAVE_REPLACE_BACKEND"
+SCHEDULE = "RINGWEAVE_SCHEDULE"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerEnvironment:
+    """The part of a worker's environment that is ringweave's own; honoured under any launcher."""
+
+    cluster_path: Path | None = None
+    """The cluster file; None means that nobody described the machines."""
+    node: str | None = None
+    """Name of the node that this worker is on; None means that it is found from host name or address."""
+    run_dir: Path | None = None
+    """Where events and run.json go; set by `ringweave run` alone, so its presence says who launched the worker."""
+    replace_backend: bool = False
+    """An explicit "gloo" or "nccl" in the script becomes ringweave too."""
+    schedule: str | None = None
+    """Name of the schedule that every large enough collective must use; None leaves the choice to the planner."""
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> "WorkerEnvironment":
+        """Read the variables; an empty one counts as absent."""
+        cluster, run_dir = environ.get(CLUSTER), environ.get(RUN_DIR)
+        return cls(
+            cluster_path=Path(cluster) if cluster else None,
+            node=environ.get(NODE) or None,
+            run_dir=Path(run_dir) if run_dir else None,
+            replace_backend=environ.get(REPLACE_BACKEND) == "1",
+            schedule=environ.get(SCHEDULE) or None,
+        )
+
+    def to_environ(self) -> dict[str, str]:
+        """The variables that say the same; absent values are left out."""
+        pairs = {
+            CLUSTER: str(self.cluster_path or ""),
+            NODE: self.node or "",
+            RUN_DIR: str(self.run_dir or ""),
+            REPLACE_BACKEND: "1" if self.replace_backend else "",
+            SCHEDULE: self.schedule or "",
+        }
+        return {name: value for name, value in pairs.items() if value}
