@@ -1,0 +1,92 @@
+"""The event log of a run: one JSON object per line, appended by every process of the run."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ringweave.errors import explain
+from ringweave.telemetry.kinds import KINDS
+
+Event = dict[str, Any]
+
+
+class EventLog:
+    """Appends events to one file; any number of processes may do so at once.
+
+    Each event is one write to a file opened for appending, so lines of different processes never mix. The file is
+    opened for each event: events are rare, and nothing has to be closed or survive a fork.
+    """
+
+    def __init__(self, path: str | Path, clock: Callable[[], float] = time.time) -> None:
+        self.path = Path(path)
+        self._clock = clock
+
+    def write(self, kind: str, **fields: object) -> None:
+        """Append one event.
+
+        Args:
+            kind: A name in `kinds.KINDS`.
+            fields: Exactly the fields of that kind.
+
+        Raises:
+            ValueError: The kind is unknown, or the fields are not those of the kind.
+        """
+        _check(kind, fields)
+        line = json.dumps({"time": self._clock(), "kind": kind, **fields}) + "\n"
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)
+
+
+def read(path: str | Path) -> Iterator[Event]:
+    """The events in the file, oldest first; none if there is no file. Torn lines are skipped."""
+    path = Path(path)
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            event = _parse(line)
+            if event is not None:
+                yield event
+
+
+def read_last_attempt(path: str | Path) -> list[Event]:
+    """The events since the last `run_started`: those of the newest attempt in a run directory."""
+    events: list[Event] = []
+    for event in read(path):
+        if event["kind"] == "run_started":
+            events.clear()
+        events.append(event)
+    return events
+
+
+def _check(kind: str, fields: dict[str, object]) -> None:
+    if kind not in KINDS:
+        raise ValueError(
+            explain("event kind", got=kind, expected=f"one of {', '.join(KINDS)}", do="Add it to kinds.py")
+        )
+    wanted = KINDS[kind].fields.keys()
+    if fields.keys() != wanted:
+        raise ValueError(
+            explain(
+                f"fields of event {kind}",
+                got=", ".join(sorted(fields)),
+                expected=", ".join(sorted(wanted)),
+                do="Write exactly the fields that kinds.py lists",
+            )
+        )
+
+
+def _parse(line: str) -> Event | None:
+    if not line.endswith("\n"):
+        return None
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "kind" in event else None

@@ -1,0 +1,130 @@
+"""The table of event kinds: the one place that says which events exist and what their fields mean.
+
+`docs/events.md` is generated from it, and the writer refuses whatever is not in it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """One kind of event."""
+
+    meaning: str
+    """What has happened when such an event is in the log."""
+    written_by: str
+    """Who writes it: the launcher, or a worker's backend."""
+    fields: Mapping[str, str]
+    """Name -> meaning of every field beside `time` and `kind`; all of them are present in every event of the kind."""
+
+
+_RANK = "global rank of the worker"
+_NODE = "name of the worker's node in the cluster file"
+_GROUP = "name of the process group, the same on all its ranks"
+
+KINDS: Mapping[str, Kind] = {
+    "run_started": Kind(
+        meaning="An attempt of a run begins; what follows, up to the next one, belongs to this attempt.",
+        written_by="launcher",
+        fields={
+            "attempt": "1 for the first run in this directory, then 2, 3, ...",
+            "command": "the program and its arguments, as a list",
+            "cluster": "name of the cluster",
+            "world_size": "number of workers",
+        },
+    ),
+    "worker_started": Kind(
+        meaning="The process of a worker was started.",
+        written_by="launcher",
+        fields={
+            "rank": _RANK,
+            "node": _NODE,
+            "local_rank": "index of the worker on its node",
+            "pid": "process id, which is its process group and session as well",
+        },
+    ),
+    "worker_exited": Kind(
+        meaning="The process of a worker ended.",
+        written_by="launcher",
+        fields={
+            "rank": _RANK,
+            "node": _NODE,
+            "exit_code": "exit code, or null if a signal ended it",
+            "signal": "name of the signal that ended it, or null",
+            "stopped": "true if it ended after the launcher had begun to stop the workers",
+        },
+    ),
+    "run_ended": Kind(
+        meaning="All workers have ended and nothing of them is left.",
+        written_by="launcher",
+        fields={
+            "outcome": "`done`, `failed` or `interrupted`",
+            "exit_code": "exit code of `ringweave run`",
+            "wall_s": "seconds since the attempt's `run_started`",
+            "cause": "first cause of a failure in words, or null",
+        },
+    ),
+    "group_formed": Kind(
+        meaning="A rank became a member of a process group.",
+        written_by="worker",
+        fields={
+            "rank": _RANK,
+            "group": _GROUP,
+            "node": _NODE,
+            "members": "global ranks of the group, in group order",
+            "nodes": "node names of the members, in the same order",
+        },
+    ),
+    "schedule_agreed": Kind(
+        meaning="The ranks of a group compared the schedule that they are about to use, and it is the same on all.",
+        written_by="worker",
+        fields={
+            "rank": _RANK,
+            "group": _GROUP,
+            "schedule": "name of the schedule",
+            "digest": "digest of the schedule's operations, equal on all ranks",
+            "bytes": "size of the message it was chosen for",
+        },
+    ),
+    "collectives": Kind(
+        meaning="How many collectives a rank has run so far. Cumulative: the last event of each rank and group counts.",
+        written_by="worker",
+        fields={
+            "rank": _RANK,
+            "group": _GROUP,
+            "by_schedule": "schedule name -> `collectives` (how many), `bytes` (sum of their message sizes), "
+            "`messages` (how many messages this rank sent)",
+        },
+    ),
+    "communication_failed": Kind(
+        meaning="A collective could not be run; the worker gets the same text as an exception.",
+        written_by="worker",
+        fields={"rank": _RANK, "node": _NODE, "group": _GROUP, "text": "the error's text, naming the peer if known"},
+    ),
+}
+
+
+def to_markdown() -> str:
+    """The text of `docs/events.md`."""
+    sections = [_section(name, kind) for name, kind in KINDS.items()]
+    return _HEAD + "\n".join(sections)
+
+
+_HEAD = """# Events
+
+`RUN_DIR/events.jsonl` holds one JSON object per line. Every event has `time` (seconds since 1970) and `kind`; the other
+fields are those of its kind, all of them always present. Lines are appended whole, by several processes; a process that
+is killed while it writes may leave one torn line, which readers skip. A further attempt in the same directory appends.
+
+This file is generated from `src/ringweave/telemetry/kinds.py`; `pytest tests/telemetry --update-golden`
+writes it.
+
+"""
+
+
+def _section(name: str, kind: Kind) -> str:
+    rows = "\n".join(f"| `{field}` | {meaning} |" for field, meaning in kind.fields.items())
+    return (
+        f"## {name}\n\n{kind.meaning} Written by the {kind.written_by}.\n\n| field | meaning |\n| --- | --- |\n{rows}\n"
+    )

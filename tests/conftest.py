@@ -1,0 +1,23 @@
+"""What all tests share."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the golden files instead of comparing")
+
+
+@pytest.fixture
+def check_golden(request: pytest.FixtureRequest) -> Callable[[Path, str], None]:
+    """`check_golden(path, text)`: the file holds exactly this text; with --update-golden it is written."""
+
+    def check(path: Path, text: str) -> None:
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert path.read_text(encoding="utf-8") == text, f"{path} differs; run pytest with --update-golden if it should"
+
+    return check

@@ -1,0 +1,90 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ringweave.telemetry import KINDS, EventLog, read, read_last_attempt
+from ringweave.telemetry.kinds import to_markdown
+
+ROOT = Path(__file__).parents[2]
+
+
+def exited(rank: int) -> dict[str, object]:
+    return {"rank": rank, "node": "a0", "exit_code": 0, "signal": None, "stopped": False}
+
+
+def started(attempt: int) -> dict[str, object]:
+    return {"attempt": attempt, "command": ["train.py"], "cluster": "two", "world_size": 2}
+
+
+WRITE_MANY = """
+import sys
+from ringweave.telemetry import EventLog
+for _ in range(200):
+    EventLog(sys.argv[1]).write("communication_failed", rank=0, node="a0", group="world", text="x" * 1000)
+"""
+
+
+def test_an_event_is_one_json_line_with_time_and_kind(tmp_path: Path) -> None:
+    EventLog(tmp_path / "events.jsonl", clock=lambda: 12.5).write("worker_exited", **exited(3))
+    text = (tmp_path / "events.jsonl").read_text()
+    assert text.endswith("\n")
+    assert json.loads(text) == {"time": 12.5, "kind": "worker_exited", **exited(3)}
+    assert list(read(tmp_path / "events.jsonl")) == [json.loads(text)]
+
+
+def test_an_unknown_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"event kind: 'worker_exit', expected one of run_started, .*Add it to kinds"):
+        EventLog(tmp_path / "e").write("worker_exit", rank=0)
+    assert not (tmp_path / "e").exists()
+
+
+@pytest.mark.parametrize("change", [{"rank": None}, {"more": 1}])
+def test_missing_and_undocumented_fields_are_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    fields = exited(0) | change
+    fields = {name: value for name, value in fields.items() if not (name == "rank" and value is None)}
+    expected = r"fields of event worker_exited: .*, expected exit_code, node, rank, signal, stopped\. Write exactly"
+    with pytest.raises(ValueError, match=expected):
+        EventLog(tmp_path / "e").write("worker_exited", **fields)
+
+
+def test_no_file_holds_no_events(tmp_path: Path) -> None:
+    assert list(read(tmp_path / "absent")) == []
+
+
+@pytest.mark.parametrize(
+    "torn", [b'{"time": 1, "ki', b'{"time": 1, "kind": "x"}', b"\xff\xfe\x00garbage", b"[1]\n", b"{}\n"]
+)
+def test_torn_lines_are_skipped(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "events.jsonl"
+    EventLog(path).write("worker_exited", **exited(0))
+    with path.open("ab") as file:
+        file.write(torn)
+    assert [event["rank"] for event in read(path)] == [0]
+
+
+def test_the_last_attempt_begins_at_the_last_run_started(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    for attempt in (1, 2):
+        log.write("run_started", **started(attempt))
+        log.write("worker_exited", **exited(attempt))
+    assert [event["kind"] for event in read_last_attempt(path)] == ["run_started", "worker_exited"]
+    assert read_last_attempt(path)[0]["attempt"] == 2
+
+
+def test_lines_of_several_processes_never_mix(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    writers = [subprocess.Popen([sys.executable, "-c", WRITE_MANY, path]) for _ in range(2)]
+    assert [writer.wait() for writer in writers] == [0, 0]
+    assert len(list(read(path))) == 400 == len(path.read_text().splitlines())
+
+
+def test_the_documentation_is_the_table(check_golden) -> None:
+    check_golden(ROOT / "docs" / "events.md", to_markdown())
+
+
+def test_every_field_has_a_meaning() -> None:
+    assert all(meaning for kind in KINDS.values() for meaning in kind.fields.values())
