@@ -16,6 +16,8 @@ A text reads `<what failed>: <value we got>, expected <what is allowed>. <What t
 User errors are printed without a traceback; a traceback always means a bug of ours.
 """
 
+import reprlib
+
 
 class RingweaveError(Exception):
     """Base of every error that ringweave raises on purpose; `exit_code` is what a command ends with."""
@@ -62,13 +64,39 @@ def explain(what: str, *, got: object, expected: str, do: str, where: str = "") 
 
     Args:
         what: What failed, without a full stop: `nic rate of node a0`.
-        got: The offending value, shown as Python would show it.
+        got: The offending value, shown as Python would show it, but never at more than about a line's length.
         expected: What is allowed, completing "expected ...".
-        do: What to do about it, one sentence without a full stop.
+        do: What to do about it; a full stop is added unless it ends in a question mark.
         where: File and key, or rank and step; empty where there is none.
 
     Returns:
         `<what>: <got>, expected <expected>. <do>. [<where>]`
     """
+    stop = "" if do.endswith(("?", ".")) else "."
     place = f" [{where}]" if where else ""
-    return f"{what}: {got!r}, expected {expected}. {do}.{place}"
+    return f"{what}: {shorten(got)}, expected {expected}. {do}{stop}{place}"
+
+
+def shorten(got: object) -> str:
+    """The value as Python shows it, on one line and with the middle of anything long left out."""
+    return _ONE_LINE.repr(got)
+
+
+class _OneLine(reprlib.Repr):
+    """A `repr` of bounded length for the values that strangers hand us."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 80
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = 4
+        self.maxlevel = 3
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to print integers of some thousands of digits.
+        return super().repr_int(x, level) if x.bit_length() < 256 else f"<an integer of {x.bit_length()} bits>"
+
+    def repr_instance(self, x: object, level: int) -> str:
+        return " ".join(super().repr_instance(x, level).split())
+
+
+_ONE_LINE = _OneLine()

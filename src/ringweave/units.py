@@ -1,28 +1,47 @@
-"""Rates and sizes as people write them, and back.
+"""Rates, sizes and times as people write them, and back.
 
 Rates are bits per second and always carry a unit (`200Mbit/s`); sizes are bytes (`25MB` = 25e6, `25MiB`); inside the
-program every rate is in bytes per second and every time in seconds.
+program every rate is in bytes per second and every time in seconds. Every `format_x` is exact: parsing its text gives
+the same number again.
 """
 
+import math
 import re
+from collections.abc import Callable
+from decimal import Decimal
 
 from ringweave.errors import UsageError, explain
 
-_BIT_UNITS = {"bit/s": 1.0, "kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9, "Tbit/s": 1e12}
-_BYTE_UNITS = {
-    "": 1,
-    "B": 1,
-    "kB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
+_BIT_UNITS = {
+    "bit/s": Decimal(1),
+    "kbit/s": Decimal(10**3),
+    "Mbit/s": Decimal(10**6),
+    "Gbit/s": Decimal(10**9),
+    "Tbit/s": Decimal(10**12),
 }
-_TIME_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
-_NUMBER_AND_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([^\s0-9]*)\s*")
+_BYTE_UNITS = {
+    "": Decimal(1),
+    "B": Decimal(1),
+    "kB": Decimal(10**3),
+    "MB": Decimal(10**6),
+    "GB": Decimal(10**9),
+    "TB": Decimal(10**12),
+    "KiB": Decimal(2**10),
+    "MiB": Decimal(2**20),
+    "GiB": Decimal(2**30),
+    "TiB": Decimal(2**40),
+}
+_TIME_UNITS = {
+    "": Decimal(1),
+    "s": Decimal(1),
+    "ms": Decimal("1e-3"),
+    "us": Decimal("1e-6"),
+    "µs": Decimal("1e-6"),
+    "ns": Decimal("1e-9"),
+}
+_MAX_BYTES = 2**63 - 1
+# Three digits of exponent keep the arithmetic small whatever is typed; no rate or size needs more.
+_NUMBER_AND_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,3})?|\.[0-9]+)\s*([^\s0-9]*)\s*")
 
 
 def parse_rate(text: str) -> float:
@@ -32,77 +51,72 @@ def parse_rate(text: str) -> float:
         text: A number and one of `bit/s`, `kbit/s`, `Mbit/s`, `Gbit/s`, `Tbit/s`.
 
     Raises:
-        UsageError: No unit, an unknown unit, or a rate that is not positive.
+        UsageError: No unit, an unknown unit, or a rate that is not positive and finite.
     """
-    value, unit = _split(text, "rate")
-    if unit not in _BIT_UNITS:
-        raise UsageError(_refusal("rate", text, _BIT_UNITS, example="200Mbit/s"))
-    if not 0 < value < float("inf"):
-        raise UsageError(_refusal("rate", text, _BIT_UNITS, example="200Mbit/s"))
-    return value * _BIT_UNITS[unit] / 8
+    bytes_per_s = float(_scaled(text, "rate", _BIT_UNITS, example="200Mbit/s") / 8)
+    if not 0 < bytes_per_s < math.inf:
+        raise UsageError(_refusal("rate", text, "a positive number", _BIT_UNITS, example="200Mbit/s"))
+    return bytes_per_s
 
 
 def parse_bytes(text: str | int) -> int:
     """Bytes from a size; a bare number is bytes.
 
     Raises:
-        UsageError: An unknown unit, a negative size, or a fraction of a byte.
+        UsageError: An unknown unit, a negative size, a fraction of a byte, or more than 2**63 - 1 bytes.
     """
-    value, unit = _split(str(text), "size")
-    if unit not in _BYTE_UNITS or not value * _BYTE_UNITS[unit] == int(value * _BYTE_UNITS[unit]):
-        raise UsageError(_refusal("size", text, _BYTE_UNITS, example="25MB"))
-    return int(value * _BYTE_UNITS[unit])
+    size = _scaled(str(text), "size", _BYTE_UNITS, example="25MB")
+    if size > _MAX_BYTES or size != int(size):
+        raise UsageError(_refusal("size", text, "a whole number of bytes below 2**63", _BYTE_UNITS, example="25MB"))
+    return int(size)
 
 
 def parse_seconds(text: str | float) -> float:
     """Seconds from a time; a bare number is seconds.
 
     Raises:
-        UsageError: An unknown unit or a negative time.
+        UsageError: An unknown unit, or a time that is negative or infinite.
     """
-    value, unit = _split(str(text), "time")
-    if unit not in _TIME_UNITS:
-        raise UsageError(_refusal("time", text, _TIME_UNITS, example="50us"))
-    return value * _TIME_UNITS[unit]
+    seconds = float(_scaled(str(text), "time", _TIME_UNITS, example="50us"))
+    if seconds == math.inf:
+        raise UsageError(_refusal("time", text, "a finite number", _TIME_UNITS, example="50us"))
+    return seconds
 
 
 def format_rate(bytes_per_s: float) -> str:
     """`200Mbit/s`: the largest unit in which the number is at least 1, exact when parsed again."""
-    return _largest_unit(bytes_per_s * 8, list(_BIT_UNITS.items()))
+    return _largest_unit(bytes_per_s * 8, _BIT_UNITS, lambda bits_per_s: float(bits_per_s / 8) == bytes_per_s)
 
 
 def format_bytes(num_bytes: int) -> str:
-    """`25MB`: a decimal size, exact when parsed again."""
-    decimal = [(unit, float(factor)) for unit, factor in _BYTE_UNITS.items() if unit and "i" not in unit]
-    return _largest_unit(num_bytes, decimal)
+    """`25MB`: the largest decimal unit in which the number is at least 1, exact when parsed again."""
+    decimal = {unit: factor for unit, factor in _BYTE_UNITS.items() if unit and "i" not in unit}
+    return _largest_unit(num_bytes, decimal, lambda size: size == num_bytes)
 
 
 def format_seconds(seconds: float) -> str:
     """`50us`: the largest unit in which the number is at least 1, exact when parsed again."""
-    units = [("ns", 1e-9), ("us", 1e-6), ("ms", 1e-3), ("s", 1.0)]
-    return _largest_unit(seconds, units)
+    units = {unit: _TIME_UNITS[unit] for unit in ("s", "ms", "us", "ns")}
+    return _largest_unit(seconds, units, lambda time: float(time) == seconds)
 
 
-def _split(text: str, noun: str) -> tuple[float, str]:
+def _scaled(text: str, noun: str, units: dict[str, Decimal], *, example: str) -> Decimal:
     match = _NUMBER_AND_UNIT.fullmatch(text)
-    if match is None:
-        raise UsageError(
-            explain(noun, got=text, expected="a number followed by a unit", do=f"Write the {noun} as number and unit")
-        )
-    return float(match.group(1)), match.group(2)
+    if match is None or match.group(2) not in units:
+        raise UsageError(_refusal(noun, text, "a number", units, example=example))
+    return Decimal(match.group(1)) * units[match.group(2)]
 
 
-def _refusal(noun: str, text: object, units: dict[str, float] | dict[str, int], *, example: str) -> str:
+def _refusal(noun: str, text: object, number: str, units: dict[str, Decimal], *, example: str) -> str:
     names = ", ".join(unit for unit in units if unit)
-    return explain(noun, got=text, expected=f"a positive number with one of {names}", do=f"Write it like {example}")
+    return explain(noun, got=text, expected=f"{number} with one of {names}", do=f"Write it like {example}")
 
 
-def _largest_unit(value: float, units: list[tuple[str, float]]) -> str:
-    """The shortest exact text: units from large to small, first one that gives at least 1 and survives a round trip."""
-    for unit, factor in reversed(units):
-        scaled = value / factor
-        text = f"{scaled:.15g}"
-        if scaled >= 1 and float(text) * factor == value:
-            return f"{text}{unit}"
-    unit, factor = units[0]
-    return f"{value / factor!r}{unit}"
+def _largest_unit(value: float, units: dict[str, Decimal], is_exact: Callable[[Decimal], bool]) -> str:
+    """The first unit (from large to small) that gives at least 1 and loses nothing; else the plain one, all digits."""
+    for unit, factor in sorted(units.items(), key=lambda pair: pair[1], reverse=True):
+        scaled = value / float(factor)
+        number = f"{scaled:.15g}"
+        if (scaled >= 1 or (value == 0 and factor == 1)) and is_exact(Decimal(number) * factor):
+            return f"{number}{unit}"
+    return f"{value!r}{next(unit for unit, factor in units.items() if factor == 1)}"
