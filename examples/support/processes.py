@@ -1,0 +1,43 @@
+"""The few things a script must know about the processes that train together."""
+
+import os
+
+import torch
+
+ALONE = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
+
+
+def default_to_one() -> None:
+    """Lets `python script.py`, without a launcher, train as a world of one process."""
+    if "RANK" not in os.environ:
+        os.environ.update(ALONE)
+
+
+def pick_device() -> torch.device:
+    """Returns this process's own GPU where there are enough for all on this node, else the CPU."""
+    local_rank, local_world_size = (
+        int(os.environ.get(name, ALONE[name])) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    )
+    return torch.device("cuda", local_rank) if torch.cuda.device_count() >= local_world_size else torch.device("cpu")
+
+
+def share_of(batch: int, global_rank: int, world_size: int) -> slice:
+    """Returns the part of a global batch that is this rank's, the same size for every rank.
+
+    Raises:
+        ValueError: the batch does not divide evenly, so that the mean over ranks would not be the mean over samples.
+    """
+    if batch % world_size:
+        raise ValueError(
+            f"batch is {batch}, expected a multiple of the world size {world_size}. "
+            f"Choose --batch {batch // world_size * world_size or world_size}. [--batch]"
+        )
+    num_samples = batch // world_size
+    return slice(global_rank * num_samples, (global_rank + 1) * num_samples)
