@@ -1,1 +1,1 @@
-"""Room."""
+"""The command line: one short file per verb."""

@@ -1,0 +1,22 @@
+"""The table of verbs: what `ringweave` lists, loaded only when one of them is called."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verb:
+    """One verb of the command line."""
+
+    module: str
+    """Module of `ringweave.cli` that has it, as a command called `command`."""
+    help: str
+    """One line for the list of verbs."""
+    answers: bool
+    """It takes --json."""
+
+
+VERBS: Mapping[str, Verb] = {
+    "run": Verb(module="run", help="Run a PyTorch program on several workers.", answers=False),
+    "doctor": Verb(module="doctor", help="Say what is here and works, and how to mend what does not.", answers=True),
+}

@@ -1,0 +1,1 @@
+"""Launcher for workers on this machine."""

@@ -1,0 +1,144 @@
+"""Workers on this machine."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from ringweave import environment
+from ringweave.errors import LaunchError
+from ringweave.launch.launcher import Exit, Launcher, WorkerState
+from ringweave.launch.local import bootstrap, leftovers
+from ringweave.launch.local.merging import Console, LogFile, MergedStream, Stream
+from ringweave.launch.local.pump import Pump
+from ringweave.launch.workers import WorkerGroup, WorkerSpec
+
+LEAVE_S = 0.5
+TERM_S = 0.5
+DRAIN_S = 1.0
+_OURS = (environment.CLUSTER, environment.NODE, environment.RUN_DIR, environment.REPLACE_BACKEND, environment.SCHEDULE)
+
+
+class LocalLauncher(Launcher):
+    """Starts each worker in a session of its own. A context manager: when it is left, nothing of the run is left.
+
+    Workers die with this process, whatever kills it. They are not waited for until the end: while an ended worker is a
+    zombie, its process group id cannot be reused, so a signal to the group never meets a stranger.
+    """
+
+    def __init__(
+        self,
+        log_paths: Callable[[int], Path],
+        console: Console,
+        environ: Mapping[str, str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._log_paths, self._console, self._environ, self._clock = log_paths, console, environ, clock
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._exits: dict[int, Exit] = {}
+        self._stopping = False
+        self._pump = Pump()
+        self._logs: list[LogFile] = []
+        self._spared = leftovers.descendants()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not all(state.exit for state in self.observe()):
+            self.stop(signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+        left = leftovers.end_descendants(self._spared, leave_s=LEAVE_S, term_s=TERM_S)
+        self._pump.close(DRAIN_S)
+        for log in self._logs:
+            log.close()
+        if left:
+            pids = ", ".join(str(process.pid) for process in left)
+            raise LaunchError(f"processes {pids} do not end, even after SIGKILL. Look at them with ps. [launch/local]")
+
+    def start(self, group: WorkerGroup) -> None:
+        """Start all workers; their output is read from now on."""
+        leftovers.adopt_orphans()
+        for worker in group.workers:
+            self._start_one(worker, group.argv)
+        self._pump.start()
+
+    def pid(self, global_rank: int) -> int:
+        """Process id of a worker, which is also its process group and session."""
+        return self._processes[global_rank].pid
+
+    def observe(self) -> Sequence[WorkerState]:
+        """The state of every worker now."""
+        for global_rank, process in enumerate(self._processes):
+            if global_rank not in self._exits:
+                self._look_at(global_rank, process)
+        return [WorkerState(global_rank=i, exit=self._exits.get(i)) for i in range(len(self._processes))]
+
+    def stop(self, how: signal.Signals) -> None:
+        """Send a signal to every worker's process group, ended workers' groups included."""
+        self.observe()
+        self._stopping = True
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, how)
+
+    def logs(self, global_rank: int, num_lines: int) -> list[str]:
+        """The last lines of the worker's log file."""
+        text = self._log_paths(global_rank).read_bytes()[-64 * 1024 :].decode(errors="replace")
+        return text.splitlines()[-num_lines:]
+
+    def _start_one(self, worker: WorkerSpec, argv: tuple[str, ...]) -> None:
+        log = LogFile(self._log_paths(worker.global_rank))
+        self._logs.append(log)
+        command = [sys.executable, "-I", "-S", bootstrap.__file__, str(os.getpid()), *argv]
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=_environ(self._environ, worker),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise LaunchError(f"worker {worker.global_rank} could not be started: {error}. [{argv[0]}]") from error
+        self._processes.append(process)
+        streams: tuple[tuple[IO[bytes] | None, Stream], ...] = ((process.stdout, "stdout"), (process.stderr, "stderr"))
+        for pipe, stream in streams:
+            assert pipe is not None
+            self._pump.add(pipe, MergedStream(self._console, stream, worker.global_rank, log))
+
+    def _look_at(self, global_rank: int, process: subprocess.Popen[bytes]) -> None:
+        seen = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if seen is None:
+            return
+        by_itself = seen.si_code == os.CLD_EXITED
+        self._exits[global_rank] = Exit(
+            exit_code=seen.si_status if by_itself else None,
+            signal_name=None if by_itself else _signal_name(seen.si_status),
+            time_s=self._clock(),
+            stopped=self._stopping,
+        )
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+def _environ(inherited: Mapping[str, str], worker: WorkerSpec) -> dict[str, str]:
+    """The worker's variables over ours, without what an outer launcher left; a user's OMP_NUM_THREADS stays."""
+    kept = {k: v for k, v in inherited.items() if k not in _OURS and not k.startswith("TORCHELASTIC_")}
+    own = {k: v for k, v in worker.environ.items() if not (k == "OMP_NUM_THREADS" and k in kept)}
+    return kept | own

@@ -1,0 +1,81 @@
+"""run.json: what ran, on what, how it ended, and by which schedules its collectives went."""
+
+import importlib.metadata
+import json
+import os
+import platform
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ringweave.telemetry import Event
+
+Counts = dict[str, int]
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what computes; torch's without importing it, None if it is not installed."""
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch = None
+    return {"ringweave": importlib.metadata.version("ringweave"), "python": platform.python_version(), "torch": torch}
+
+
+def update(path: Path, changes: Mapping[str, object]) -> None:
+    """Set keys of the record and leave all others, so that the script may add its own to the same file.
+
+    The file is replaced in one go: a reader sees the old or the new record. One that is not JSON is kept beside it.
+    """
+    record = {**_read(path), **changes}
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    beside.replace(path)
+
+
+def summarize(events: Iterable[Event]) -> dict[str, object]:
+    """`collectives_by_schedule` and `plan` from the events of one attempt."""
+    events = list(events)
+    return {"collectives_by_schedule": count_collectives(events), "plan": list_agreed(events)}
+
+
+def count_collectives(events: Iterable[Event]) -> dict[str, Counts]:
+    """Schedule name -> collectives, bytes, messages over the whole run.
+
+    A collective is one, however many ranks take part: its number and message size are those that the lowest rank of
+    each group reports. Messages are summed over all ranks.
+    """
+    last = {(event["group"], event["rank"]): event["by_schedule"] for event in events if event["kind"] == "collectives"}
+    lowest: dict[str, int] = {}
+    for group, global_rank in last:
+        lowest[group] = min(global_rank, lowest.get(group, global_rank))
+    totals: dict[str, Counts] = defaultdict(lambda: {"collectives": 0, "bytes": 0, "messages": 0})
+    for (group, global_rank), by_schedule in last.items():
+        for name, counts in by_schedule.items():
+            total = totals[name]
+            total["messages"] += counts["messages"]
+            if global_rank == lowest[group]:
+                total["collectives"] += counts["collectives"]
+                total["bytes"] += counts["bytes"]
+    return dict(totals)
+
+
+def list_agreed(events: Iterable[Event]) -> list[dict[str, Any]]:
+    """Every schedule that a group agreed on, once: group, schedule, digest, bytes."""
+    keys = ("group", "schedule", "digest", "bytes")
+    agreed = {tuple(event[key] for key in keys): None for event in events if event["kind"] == "schedule_agreed"}
+    return [dict(zip(keys, values, strict=True)) for values in agreed]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError:
+        record = None
+    if isinstance(record, dict):
+        return record
+    path.replace(path.with_name(path.name + ".unreadable"))
+    return {}

@@ -1,0 +1,178 @@
+"""Which processes a run consists of, as data: decided here, started by a launcher.
+
+Pure: any launcher (this machine, Slurm, Kubernetes) starts the same specs, and elastic supervision can compute them
+again for another cluster.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ringweave.environment import WorkerEnvironment
+from ringweave.errors import UsageError, explain
+
+
+class NodeLike(Protocol):
+    """What is needed of a node of a cluster."""
+
+    @property
+    def name(self) -> str:
+        """Name of the node."""
+        ...
+
+    @property
+    def devices(self) -> Sequence[object]:
+        """Its devices; each gets one worker."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """What every worker runs."""
+
+    target: str
+    """Path of a script, or name of a module."""
+    arguments: tuple[str, ...] = ()
+    """Passed through untouched."""
+    is_module: bool = False
+    """Run the target as `python -m` does."""
+
+    def argv(self, python: str) -> tuple[str, ...]:
+        """The command line, with the given interpreter."""
+        flag = ("-m",) if self.is_module else ()
+        return (python, *flag, self.target, *self.arguments)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meeting:
+    """Where the workers of a run find each other."""
+
+    host: str
+    """Address that rank 0 listens on and all others can reach (MASTER_ADDR)."""
+    port: int
+    """Port there, free on rank 0's node (MASTER_PORT)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerSpec:
+    """One process to be started."""
+
+    global_rank: int
+    local_rank: int
+    """Index among the workers of its node, and of its device there."""
+    node: str
+    """Name of its node."""
+    environ: Mapping[str, str]
+    """Variables that it gets on top of the environment it is started in."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerGroup:
+    """All processes of a run, by global rank."""
+
+    argv: tuple[str, ...]
+    """Command line of every worker."""
+    workers: tuple[WorkerSpec, ...]
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return len(self.workers)
+
+
+def parse_counts(text: str) -> list[int]:
+    """Workers per node from `4` (one node) or `3,2` (two nodes).
+
+    Raises:
+        UsageError: Not a comma-separated list of positive whole numbers.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise UsageError(
+            explain(
+                "--workers",
+                got=text,
+                expected="one positive whole number per node, separated by commas",
+                do="Write 4 for four workers on one node, or 3,2 for two nodes with three and two",
+            )
+        )
+    return [int(part) for part in parts]
+
+
+def lay_out(
+    nodes: Sequence[NodeLike], argv: tuple[str, ...], meeting: Meeting, *, num_cpus: int, common: WorkerEnvironment
+) -> WorkerGroup:
+    """One worker per device, ranks counted through the nodes in cluster order.
+
+    Args:
+        nodes: Nodes of the cluster, all taken to share one machine's CPUs.
+        argv: Command line of every worker.
+        meeting: Where the workers find each other.
+        num_cpus: CPUs of the machine; each worker's share becomes OMP_NUM_THREADS.
+        common: What all workers are told; the node is filled in for each.
+
+    Returns:
+        The group, environ as torchrun would set it, plus ringweave's own variables.
+    """
+    world_size = sum(len(node.devices) for node in nodes)
+    shared = {
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": meeting.host,
+        "MASTER_PORT": str(meeting.port),
+        "GROUP_WORLD_SIZE": str(len(nodes)),
+        "OMP_NUM_THREADS": str(max(1, num_cpus // max(1, world_size))),
+        "PYTHONUNBUFFERED": "1",
+    }
+    places = [
+        (node_index, node, local_rank)
+        for node_index, node in enumerate(nodes)
+        for local_rank in range(len(node.devices))
+    ]
+    workers = tuple(
+        WorkerSpec(
+            global_rank=global_rank,
+            local_rank=local_rank,
+            node=node.name,
+            environ=shared | _own_variables(global_rank, local_rank, node_index, node, common),
+        )
+        for global_rank, (node_index, node, local_rank) in enumerate(places)
+    )
+    return WorkerGroup(argv=argv, workers=workers)
+
+
+def _own_variables(
+    global_rank: int, local_rank: int, node_index: int, node: NodeLike, common: WorkerEnvironment
+) -> dict[str, str]:
+    told = WorkerEnvironment(
+        cluster_path=common.cluster_path,
+        node=node.name,
+        run_dir=common.run_dir,
+        replace_backend=common.replace_backend,
+        schedule=common.schedule,
+    )
+    return {
+        "RANK": str(global_rank),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(len(node.devices)),
+        "GROUP_RANK": str(node_index),
+        "NODE_RANK": str(node_index),
+        **told.to_environ(),
+    }
+
+
+def find_script(program: Program) -> None:
+    """Refuse a script that is not there before anything is started.
+
+    Raises:
+        UsageError: The script is not a file.
+    """
+    if not program.is_module and not Path(program.target).is_file():
+        raise UsageError(
+            explain(
+                "script",
+                got=program.target,
+                expected="the path of a Python file",
+                do="Check the path, or put -m before the name to run a module; options of ringweave come first",
+            )
+        )
