@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from support import bigram, evaluation, gpt, pictures, processes, report, text
+from support import bigram, evaluation, files, gpt, pictures, processes, report, text
 from support.checkpoints import Checkpoints
 
 SIZES = [(field.name, field.default) for field in dataclasses.fields(gpt.GPTConfig)]
@@ -101,7 +101,7 @@ def write_up(options: argparse.Namespace, model: gpt.GPT, corpus: text.Corpus, l
         "train_bytes": len(corpus.train),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
     }
-    report.merge_into_json(options.out / "run.json", numbers)
+    files.merge_into_json(options.out / "run.json", numbers)
     (options.out / "sample.txt").write_bytes(sample)
     pictures.draw_losses(options.out, numbers)
     print(f"{sample.decode(errors='replace')}\n\nheld out: {numbers['held_out_nats_per_byte']:.3f} nats per byte")

@@ -9,6 +9,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as states
 
+from support import files
+
 NUM_KEPT = 2
 METADATA = ".metadata"  # torch writes it last, when every rank's part is on disk
 
@@ -32,7 +34,7 @@ class Checkpoints:
         if dist.get_rank() == 0:
             shutil.rmtree(complete, ignore_errors=True)
             writing.rename(complete)
-            replace_text(self.folder / "latest", complete.name)
+            files.replace_text(self.folder / "latest", complete.name)
             for old in self._complete()[:-NUM_KEPT]:
                 shutil.rmtree(old)
 
@@ -64,13 +66,6 @@ class Checkpoints:
 
     def _complete(self) -> list[Path]:
         return sorted(folder for folder in self.folder.glob("step-*") if (folder / METADATA).exists())
-
-
-def replace_text(path: Path, content: str) -> None:
-    """Writes `path` in one move: a reader sees the old content or the new, never half of it."""
-    aside = path.with_name(path.name + ".writing")
-    aside.write_text(content)
-    aside.replace(path)
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer, train_step: int) -> dict:

@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
-from support import report
+from support import files, report
 
 BLUE, ORANGE, GREY = "#9db8d9", "#d9541e", "#555555"
 DARK_BLUE = "#1f4e8c"
@@ -12,9 +10,11 @@ DARK_BLUE = "#1f4e8c"
 
 def draw_losses(folder: Path, numbers: dict[str, float]) -> None:
     """Writes `loss.png` from the curves in `folder`, with the bigram model as a line to get below."""
+    from matplotlib.figure import Figure  # slow to import, and only one rank draws
+
     bigram = numbers["bigram_nats_per_byte"]
-    steps, losses = report.read_curve(folder / report.LOSSES)
-    held_out_steps, held_out = report.read_curve(folder / report.HELD_OUT)
+    steps, losses = files.read_curve(folder / report.LOSSES)
+    held_out_steps, held_out = files.read_curve(folder / report.HELD_OUT)
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     axes.plot(steps, losses, color=BLUE, linewidth=0.8, label="training, each step")
