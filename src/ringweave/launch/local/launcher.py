@@ -11,10 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
+import psutil
+
 from ringweave import environment
 from ringweave.errors import LaunchError
 from ringweave.launch.launcher import Exit, Launcher, WorkerState
-from ringweave.launch.local import bootstrap, leftovers
+from ringweave.launch.local import bootstrap, guard, leftovers
 from ringweave.launch.local.merging import Console, LogFile, MergedStream, Stream
 from ringweave.launch.local.pump import Pump
 from ringweave.launch.workers import WorkerGroup, WorkerSpec
@@ -46,6 +48,7 @@ class LocalLauncher(Launcher):
         self._pump = Pump()
         self._logs: list[LogFile] = []
         self._spared = leftovers.descendants()
+        self._guard: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -61,6 +64,7 @@ class LocalLauncher(Launcher):
         self._pump.close(DRAIN_S)
         for log in self._logs:
             log.close()
+        self._tell_guard(b"done")
         if left:
             pids = ", ".join(str(process.pid) for process in left)
             raise LaunchError(f"processes {pids} do not end, even after SIGKILL. Look at them with ps. [launch/local]")
@@ -68,6 +72,7 @@ class LocalLauncher(Launcher):
     def start(self, group: WorkerGroup) -> None:
         """Start all workers; their output is read from now on."""
         leftovers.adopt_orphans()
+        self._start_guard()
         for worker in group.workers:
             self._start_one(worker, group.argv)
         self._pump.start()
@@ -96,6 +101,22 @@ class LocalLauncher(Launcher):
         text = self._log_paths(global_rank).read_bytes()[-64 * 1024 :].decode(errors="replace")
         return text.splitlines()[-num_lines:]
 
+    def _start_guard(self) -> None:
+        command = [sys.executable, "-I", "-S", guard.__file__]
+        self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._spared.add(psutil.Process(self._guard.pid))
+
+    def _tell_guard(self, word: bytes) -> None:
+        if self._guard is None or self._guard.stdin is None:
+            return
+        with contextlib.suppress(BrokenPipeError):
+            self._guard.stdin.write(word)
+            self._guard.stdin.flush()
+        if word == b"done":
+            with contextlib.suppress(BrokenPipeError):
+                self._guard.stdin.close()
+            self._guard.wait()
+
     def _start_one(self, worker: WorkerSpec, argv: tuple[str, ...]) -> None:
         log = LogFile(self._log_paths(worker.global_rank))
         self._logs.append(log)
@@ -112,6 +133,7 @@ class LocalLauncher(Launcher):
         except OSError as error:
             raise LaunchError(f"worker {worker.global_rank} could not be started: {error}. [{argv[0]}]") from error
         self._processes.append(process)
+        self._tell_guard(b"%d\n" % process.pid)
         streams: tuple[tuple[IO[bytes] | None, Stream], ...] = ((process.stdout, "stdout"), (process.stderr, "stderr"))
         for pipe, stream in streams:
             assert pipe is not None

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import psutil
 
 PR_SET_CHILD_SUBREAPER = 36
+POLL_S = 0.05
 
 
 def adopt_orphans() -> None:
@@ -52,7 +53,7 @@ def _wait_gone(spared: set[psutil.Process], timeout_s: float) -> list[psutil.Pro
     while left := _reap(descendants() - spared):
         if time.monotonic() >= deadline:
             return left
-        time.sleep(0.02)
+        time.sleep(POLL_S)
     return []
 
 
