@@ -43,6 +43,7 @@ class Checkpoints:
         latest = self.latest()
         if latest is None:
             return 0
+        optimizer.zero_grad()  # torch leaves out the optimizer's moments, silently, while there are gradients
         state = _state(model, optimizer, 0)
         dcp.load(state, checkpoint_id=latest)
         states.set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])

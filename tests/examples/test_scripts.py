@@ -1,0 +1,105 @@
+"""The examples as a reader runs them: real processes under torch's own launcher."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("[0-9]*.py"))
+STEPS, KILL_AFTER = 120, 50
+TINY = "--layers 1 --width 32 --heads 2 --context 32 --batch 8 --max-bytes 300000 --held-out-windows 16"
+OFTEN = f"--steps {STEPS} --checkpoint-every 20 --evaluate-every 40"
+PNG_SIGNATURE = b"\x89PNG"
+
+
+def start(script: str, num_workers: int, arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_workers}"]
+    return subprocess.Popen(
+        [*command, str(EXAMPLES / script), *arguments.split()],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run(script: str, num_workers: int, arguments: str) -> str:
+    process = start(script, num_workers, arguments)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, output
+    return output
+
+
+def num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def kill_one_worker(process: subprocess.Popen[str], *, when_lines: int, in_file: Path) -> None:
+    """Sends SIGKILL to one worker once `in_file` has enough lines."""
+    while num_lines(in_file) < when_lines:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.005)
+    psutil.Process(process.pid).children()[-1].send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_run_that_is_killed_and_resumed_repeats_the_uninterrupted_one(tmp_path):
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    resumed.mkdir()
+    (resumed / "run.json").write_text('{"written_by": "another program"}')
+
+    killed = start("01_train_text.py", 2, f"{TINY} {OFTEN} --out {resumed}")
+    kill_one_worker(killed, when_lines=KILL_AFTER, in_file=resumed / "losses.jsonl")
+    assert killed.returncode != 0
+    assert KILL_AFTER <= num_lines(resumed / "losses.jsonl") < STEPS
+
+    run("01_train_text.py", 2, f"{TINY} {OFTEN} --out {resumed} --resume")
+    output = run("01_train_text.py", 2, f"{TINY} {OFTEN} --out {whole}")
+    for curve in ("losses.jsonl", "held_out.jsonl"):
+        assert (resumed / curve).read_text() == (whole / curve).read_text()
+    assert num_lines(whole / "losses.jsonl") == STEPS
+
+    numbers = json.loads((resumed / "run.json").read_text())
+    assert numbers["written_by"] == "another program"
+    assert numbers["resumed_after_step"] in (40, 60, 80, 100)
+    assert numbers["held_out_nats_per_byte"] == json.loads((whole / "run.json").read_text())["held_out_nats_per_byte"]
+    assert (whole / "loss.png").read_bytes().startswith(PNG_SIGNATURE)
+    assert (whole / "sample.txt").read_bytes().startswith(b"import ")
+    assert re.search(r"loss \d", output)
+    assert "a bigram model: " in output
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_digits_are_learned_by_four_workers(tmp_path):
+    output = run("02_digits.py", 4, f"--out {tmp_path}")
+    accuracy = json.loads((tmp_path / "run.json").read_text())["test_accuracy"]
+    assert accuracy > 0.95
+    assert f"test accuracy: {accuracy:.1%}" in output
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_too_little_training_is_a_failure_and_needs_no_launcher():
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "02_digits.py", "--steps=2"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "expected more than 95%. Try more --steps." in done.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_examples_are_ordinary_scripts(script):
+    sources = [script, *(EXAMPLES / "support").glob("*.py")]
+    assert not [path.name for path in sources if "ringweave" in path.read_text().lower()]
+    assert "dist.init_process_group()" in script.read_text()
