@@ -62,11 +62,17 @@ def call(argv: list[str]) -> int:
         click.echo(error.format_message(), err=True)
         return 2
     except click.ClickException as error:
-        return _refuse(error.format_message(), 2, argv)
+        return _refuse(_usage_text(error), 2, argv)
     except click.Abort:
         return _refuse("interrupted", 1, argv)
     except RingweaveError as error:
         return _refuse(str(error), error.exit_code, argv)
+
+
+def _usage_text(error: click.ClickException) -> str:
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    text = error.format_message()
+    return f"{text} See {context.command_path} --help." if context and "--help" not in text else text
 
 
 def _refuse(text: str, exit_code: int, argv: list[str]) -> int:

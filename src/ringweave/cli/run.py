@@ -41,7 +41,8 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     the rank in front of each line. When a worker fails the others are ended, and the first cause is reported.
     """
     program = Program(target=script, arguments=arguments, is_module=is_module)
-    workers.find_script(program)
+    workers.check_target(program)
+    _check_schedule(schedule)
     cluster, text = _cluster(counts, cluster_path)
     request = runs.Request(
         program=program,
@@ -63,6 +64,13 @@ def _cluster(counts: str | None, path: str | None) -> tuple[topology.Cluster, st
         return topology.load(path), Path(path).read_text(encoding="utf-8")
     cluster = topology.one_machine(workers.parse_counts("1" if counts is None else counts))
     return cluster, topology.dumps(cluster)
+
+
+def _check_schedule(name: str | None) -> None:
+    if name is not None:
+        from ringweave import schedules  # brings numpy, which most runs need not wait for here
+
+        schedules.check_name(name, where="--schedule")
 
 
 def _run_dir(given: str | None, script: str) -> RunDir:

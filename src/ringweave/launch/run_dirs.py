@@ -10,6 +10,7 @@ RUN_DIR/attempts/1/         run.json, cluster.yaml and logs of the first attempt
 """
 
 import fcntl
+import itertools
 import os
 import shutil
 from collections.abc import Iterator
@@ -54,17 +55,22 @@ class RunDir:
 
 
 def fresh(parent: Path, target: str, now: datetime) -> RunDir:
-    """A new directory `<parent>/<date-time>-<script>`, created; a number is added if it is taken."""
+    """A new directory `<parent>/<date-time>-<script>`, created; a number is added if it is taken.
+
+    Raises:
+        UsageError: None can be created here.
+    """
     name = f"{now:%Y%m%d-%H%M%S}-{Path(target).stem}"
-    for suffix in ["", *(f"-{number}" for number in range(2, 1000))]:
+    for number in itertools.count(1):
+        run_dir = RunDir(root=(parent / (name if number == 1 else f"{name}-{number}")).absolute())
         try:
-            (parent / (name + suffix)).mkdir(parents=True)
+            run_dir.root.mkdir(parents=True)
         except FileExistsError:
             continue
-        return RunDir(root=(parent / (name + suffix)).absolute())
-    raise UsageError(
-        explain("run directory", got=name, expected="a name not taken a thousand times", do="Give a --run-dir")
-    )
+        except OSError as error:
+            raise UsageError(_refusal(run_dir, "one that can be created", f"({error.strerror}) Give a")) from error
+        break
+    return run_dir
 
 
 @contextmanager

@@ -166,7 +166,8 @@ def _announce(request: Request, group: WorkerGroup, attempt: int, stderr: TextIO
     nodes = ", ".join(f"{node.name} ({len(node.devices)})" for node in request.cluster.nodes[:8])
     more = ", ..." if len(request.cluster.nodes) > 8 else ""
     where = _shown(request.run_dir.root)
-    lines = [f"ringweave: {group.world_size} workers on {nodes}{more}; files in {shlex.quote(where)}"]
+    workers = "1 worker" if group.world_size == 1 else f"{group.world_size} workers"
+    lines = [f"ringweave: {workers} on {nodes}{more}; files in {shlex.quote(where)}"]
     if attempt > 1:
         lines.append(
             f"ringweave: attempt {attempt}; files of attempt {attempt - 1} are in {where}/attempts/{attempt - 1}"

@@ -4,8 +4,10 @@ Pure: any launcher (this machine, Slurm, Kubernetes) starts the same specs, and 
 again for another cluster.
 """
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Protocol
 
@@ -161,12 +163,21 @@ def _own_variables(
     }
 
 
-def find_script(program: Program) -> None:
-    """Refuse a script that is not there before anything is started.
+def check_target(program: Program) -> None:
+    """Refuse a program that is not there before anything is started.
 
     Raises:
-        UsageError: The script is not a file.
+        UsageError: The script is not a file, or the module is not to be found from here.
     """
+    if program.is_module and not _has_module(program.target.split(".")[0]):
+        raise UsageError(
+            explain(
+                "module",
+                got=program.target,
+                expected="a module that `python -m` finds from this directory",
+                do="Check its name and the current directory, or leave out -m to run a script",
+            )
+        )
     if not program.is_module and not Path(program.target).is_file():
         raise UsageError(
             explain(
@@ -176,3 +187,11 @@ def find_script(program: Program) -> None:
                 do="Check the path, or put -m before the name to run a module; options of ringweave come first",
             )
         )
+
+
+def _has_module(name: str) -> bool:
+    """Found as workers will find it: in the current directory first. Imports nothing."""
+    try:
+        return bool(PathFinder.find_spec(name, [str(Path.cwd())]) or importlib.util.find_spec(name))
+    except (ImportError, ValueError):
+        return False

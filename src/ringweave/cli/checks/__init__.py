@@ -1,0 +1,1 @@
+"""What `ringweave doctor` looks at, and what it makes of it."""
