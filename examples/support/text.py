@@ -4,6 +4,7 @@ Every rank reads the same files in the same order, so nothing has to be download
 """
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,12 +36,12 @@ def load_corpus(max_bytes: int, device: torch.device) -> Corpus:
 
 
 def find_documents() -> Iterator[bytes]:
-    """Yields the text of every source file, document and help topic of this Python."""
-    root = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(root.rglob("*")):
-        skipped = SKIPPED_FOLDERS.intersection(path.relative_to(root).parts) or path.name.startswith(SKIPPED_PREFIX)
-        if path.suffix in SUFFIXES and path.is_file() and not skipped:
-            yield path.read_bytes()
+    """Yields the text of every source file, document and help topic of this Python, in no order."""
+    for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = set(folders) - SKIPPED_FOLDERS
+        for path in (Path(folder, name) for name in names):
+            if path.suffix in SUFFIXES and not path.name.startswith(SKIPPED_PREFIX):
+                yield path.read_bytes()
     try:
         from pydoc_data.topics import topics
     except ImportError:  # some distributions package the help topics apart
