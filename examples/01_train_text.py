@@ -62,7 +62,7 @@ def train(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed)
     model = gpt.GPT(gpt.GPTConfig(**{name: getattr(options, name) for name, _ in SIZES})).to(device)
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     # DDP regroups its gradients after the first backward pass. With one pass thrown away, all that count add up in
     # the same order, and a resumed run repeats the uninterrupted one bit for bit.

@@ -19,7 +19,7 @@ class GPTConfig:
     """Length of the vector that stands for one byte; divisible by twice the heads."""
     heads: int = 4
     """Attention heads in a block."""
-    context: int = 128
+    context: int = 64
     """How many bytes the model sees at once."""
 
 

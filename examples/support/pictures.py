@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
+
 from support import files, report
 
-BLUE, ORANGE, GREY = "#9db8d9", "#d9541e", "#555555"
-DARK_BLUE = "#1f4e8c"
+PALE, BLUE, ORANGE, GREY = "#b9cde5", "#1f4e8c", "#d9541e", "#555555"
+SMOOTHED_STEPS = 21
 
 
 def draw_losses(folder: Path, numbers: dict[str, float]) -> None:
@@ -13,41 +15,36 @@ def draw_losses(folder: Path, numbers: dict[str, float]) -> None:
     from matplotlib.figure import Figure  # slow to import, and only one rank draws
 
     bigram = numbers["bigram_nats_per_byte"]
-    steps, losses = files.read_curve(folder / report.LOSSES)
+    train_steps, losses = files.read_curve(folder / report.LOSSES)
     held_out_steps, held_out = files.read_curve(folder / report.HELD_OUT)
+    last_step, end, beside = train_steps[-1], held_out[-1], {"textcoords": "offset points", "va": "center"}
+
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(steps, losses, color=BLUE, linewidth=0.8, label="training, each step")
-    axes.plot(steps, smooth(losses), color=DARK_BLUE, linewidth=1.8, label="training, smoothed")
-    axes.plot(held_out_steps, held_out, "o-", color=ORANGE, markersize=5, linewidth=1, label="held out")
-    axes.axhline(bigram, color=GREY, linestyle="--", linewidth=1.2, label=f"bigram, held out: {bigram:.3f}")
-    if held_out:
-        axes.annotate(
-            f"{held_out[-1]:.3f}",
-            (held_out_steps[-1], held_out[-1]),
-            xytext=(0, 9),
-            textcoords="offset points",
-            ha="right",
-            color=ORANGE,
-            fontweight="bold",
-        )
-    axes.set(xlabel="train step", ylabel="loss (nats per byte, measured)", xlim=(0, max(steps, default=1) * 1.01))
-    axes.set_title(
-        f"{numbers['parameters'] / 1e6:.2f} M parameters on {numbers['world_size']} workers, "
-        f"{numbers['train_s']:.0f} s, {numbers['samples_per_s']:.0f} samples/s (measured)",
-        loc="left",
-        fontsize=10,
-    )
+    axes.axhline(bigram, color=GREY, linestyle="--", linewidth=1.2)
+    axes.annotate(f"bigram\n{bigram:.3f}", (last_step, bigram), xytext=(10, 0), color=GREY, **beside)
+    axes.plot(train_steps, losses, color=PALE, linewidth=1, label="training batch")
+    axes.plot(train_steps, smooth(losses), color=BLUE, linewidth=1.8, label=f"mean of {SMOOTHED_STEPS} steps")
+    axes.plot(held_out_steps, held_out, "o", color=ORANGE, markersize=6, clip_on=False, zorder=5, label="held-out text")
+    axes.annotate(f"GPT\n{end:.3f}", (last_step, end), xytext=(10, 0), color=ORANGE, weight="bold", **beside)
+    axes.set(xlabel="train step", ylabel="loss (nats per byte, measured)")
+    axes.set(xlim=(0, last_step), ylim=(0.9 * min(losses), max(1.6 * bigram, 1.1 * end)))
+    axes.set_title(describe(numbers), loc="left", fontsize=10)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(folder / "loss.png")
 
 
-def smooth(values: list[float], weight: float = 0.9) -> list[float]:
-    """Returns the exponential moving average, corrected for its start."""
-    smoothed, average, total = [], 0.0, 0.0
-    for value in values:
-        average, total = weight * average + (1 - weight) * value, weight * total + (1 - weight)
-        smoothed.append(average / total)
-    return smoothed
+def describe(numbers: dict[str, float]) -> str:
+    """Returns the title: how big, on how many workers, how long."""
+    return (
+        f"A GPT of {numbers['parameters'] / 1e6:.2f} M parameters on the standard library's text: "
+        f"{numbers['world_size']} workers, {numbers['train_s']:.0f} s, {numbers['samples_per_s']:.0f} samples/s"
+    )
+
+
+def smooth(values: list[float]) -> np.ndarray:
+    """Returns the mean of the values around each value, of fewer near the ends."""
+    window = np.ones(min(SMOOTHED_STEPS, len(values)))
+    return np.convolve(values, window, mode="same") / np.convolve(np.ones(len(values)), window, mode="same")
