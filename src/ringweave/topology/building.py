@@ -38,7 +38,10 @@ def build(entry: ClusterEntry) -> Cluster:
         )
     except ProblemsError as error:
         origins = [index for index, group in enumerate(nodes) for _ in group]
-        raise ProblemsError(tuple(_in_the_file(problem, origins) for problem in error.problems)) from error
+        # Nodes that count made have the same mistake at the same place; it is told once.
+        found = reversed([_in_the_file(problem, origins) for problem in error.problems])
+        once = {problem.path: problem for problem in found}
+        raise ProblemsError(tuple(once.values())) from error
 
 
 class _Builder:

@@ -57,10 +57,7 @@ def read(text: str) -> Document:
     except YAMLError as error:
         raise ProblemsError((_syntax_problem(text, error),)) from error
     except RecursionError as error:
-        problem = Problem(
-            path=(), what="depth", got=text, expected="a few levels", do="Close the brackets that are open at the start"
-        )
-        raise ProblemsError((problem,)) from error
+        raise ProblemsError((_depth_problem(text),)) from error
     return document
 
 
@@ -144,3 +141,10 @@ def _syntax_problem(text: str, error: YAMLError) -> Problem:
     reason = " ".join(str(getattr(error, "problem", "") or error).split())[:120]
     printable = "".join(char if char.isprintable() else "?" for char in reason)
     return Problem(path=(), what="YAML", got=got, expected=f"{_WELL_FORMED} ({printable})", do=_SYNTAX, line=line)
+
+
+def _depth_problem(text: str) -> Problem:
+    rows = text.splitlines()
+    line = 1 + max(range(len(rows)), key=lambda index: sum(map(rows[index].count, "[{-?")))
+    do = "Close the brackets, and write one item a line; this line has most of them"
+    return Problem(path=(), what="depth", got=rows[line - 1], expected="a few levels", do=do, line=line)
