@@ -59,11 +59,14 @@ def to_text(ending: Ending, *, wall_s: float, log_of: str) -> str:
     """
     if ending.outcome == "done":
         return ""
-    head = f"ringweave: {ending.outcome} after {wall_s:.1f} s: {ending.cause}."
     first = first_cause(ending.deaths)
     if ending.outcome == "interrupted" or first is None:
-        return head.replace(f": {ending.cause}", f", {ending.cause}") + "\n"
-    lines = [head, *_hint(first), f"Last lines of {log_of.format(rank=first.global_rank)}:"]
+        return f"ringweave: interrupted after {wall_s:.1f} s by {ending.interrupts[0].name}.\n"
+    lines = [
+        f"ringweave: failed after {wall_s:.1f} s: {ending.cause}.",
+        *_hint(first),
+        f"Last lines of {log_of.format(rank=first.global_rank)}:",
+    ]
     lines += [f"    {line}" for line in first.last_lines[-NUM_LINES:]] or ["    (it printed nothing)"]
     lines += _others(ending.deaths, first)
     return "\n".join(lines) + "\n"

@@ -48,11 +48,10 @@ class Supervision:
             now_s: The time.
         """
         if len(interrupts) > self._num_interrupts:
-            is_first = self._num_interrupts == 0
             self._num_interrupts = len(interrupts)
-            return self._send(interrupts[-1] if is_first else signal.SIGKILL, self._patience.interrupt_s, now_s)
+            return self._send(interrupts[-1] if self._last is None else signal.SIGKILL, now_s)
         if self._harder_s is not None:
-            return self._send(signal.SIGKILL, self._patience.kill_s, now_s) if now_s >= self._harder_s else None
+            return self._send(signal.SIGKILL, now_s) if now_s >= self._harder_s else None
         return self._after_failure(states, now_s)
 
     def is_over(self, states: Sequence[WorkerState], now_s: float) -> bool:
@@ -63,12 +62,14 @@ class Supervision:
     def _after_failure(self, states: Sequence[WorkerState], now_s: float) -> signal.Signals | None:
         failed = [state.exit.time_s for state in states if state.exit and not state.exit.is_good]
         if failed and now_s >= min(failed) + self._patience.grace_s:
-            return self._send(signal.SIGTERM, self._patience.term_s, now_s)
+            return self._send(signal.SIGTERM, now_s, wait_s=self._patience.term_s)
         return None
 
-    def _send(self, how: signal.Signals, wait_s: float, now_s: float) -> signal.Signals | None:
+    def _send(self, how: signal.Signals, now_s: float, wait_s: float | None = None) -> signal.Signals | None:
         if self._last is signal.SIGKILL:
             return None
+        if wait_s is None:
+            wait_s = self._patience.kill_s if how is signal.SIGKILL else self._patience.interrupt_s
         self._last, self._harder_s = how, now_s + wait_s
         return how
 

@@ -59,7 +59,8 @@ class LocalLauncher(Launcher):
         if not all(state.exit for state in self.observe()):
             self.stop(signal.SIGKILL)
         for process in self._processes:
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel holds it; reported below
+                process.wait(timeout=LEAVE_S)
         left = leftovers.end_descendants(self._spared, leave_s=LEAVE_S, term_s=TERM_S)
         self._pump.close(DRAIN_S)
         for log in self._logs:

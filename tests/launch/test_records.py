@@ -1,0 +1,69 @@
+import importlib.metadata
+import json
+from pathlib import Path
+
+from ringweave.launch import records
+
+
+def collectives(rank: int, group: str, **by_schedule: tuple[int, int, int]) -> dict:
+    names = ("collectives", "bytes", "messages")
+    counts = {name: dict(zip(names, values, strict=True)) for name, values in by_schedule.items()}
+    return {"kind": "collectives", "rank": rank, "group": group, "by_schedule": counts}
+
+
+def test_a_collective_of_a_group_counts_once_and_messages_of_all_ranks_add_up() -> None:
+    events = [collectives(rank, "world", ring=(10, 1000, 60 + rank), host=(2, 8, 0)) for rank in (2, 1, 3)]
+    assert records.count_collectives(events) == {
+        "ring": {"collectives": 10, "bytes": 1000, "messages": 186},
+        "host": {"collectives": 2, "bytes": 8, "messages": 0},
+    }
+
+
+def test_the_last_event_of_each_rank_and_group_counts() -> None:
+    events = [collectives(0, "world", ring=(1, 100, 6)), collectives(0, "world", ring=(5, 500, 30))]
+    assert records.count_collectives(events) == {"ring": {"collectives": 5, "bytes": 500, "messages": 30}}
+
+
+def test_groups_add_up() -> None:
+    events = [
+        collectives(0, "a", ring=(1, 100, 6)),
+        collectives(2, "b", ring=(2, 20, 4)),
+        collectives(3, "b", ring=(9, 90, 5)),
+    ]
+    assert records.count_collectives(events) == {"ring": {"collectives": 3, "bytes": 120, "messages": 15}}
+
+
+def test_other_events_count_nothing() -> None:
+    assert records.summarize([{"kind": "run_started"}]) == {"collectives_by_schedule": {}, "plan": []}
+
+
+def test_every_agreement_is_listed_once() -> None:
+    agreed = {"kind": "schedule_agreed", "group": "world", "schedule": "ring", "digest": "ab", "bytes": 100}
+    events = [agreed | {"rank": 0}, agreed | {"rank": 1}, agreed | {"rank": 0, "bytes": 200}]
+    assert records.list_agreed(events) == [
+        {"group": "world", "schedule": "ring", "digest": "ab", "bytes": 100},
+        {"group": "world", "schedule": "ring", "digest": "ab", "bytes": 200},
+    ]
+
+
+def test_keys_of_others_survive_an_update(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    records.update(path, {"outcome": "running", "schedule": None})
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"loss": 2.5}))
+    records.update(path, {"outcome": "done"})
+    assert json.loads(path.read_text()) == {"outcome": "done", "schedule": None, "loss": 2.5}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_a_record_that_cannot_be_read_is_kept_beside(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    for text in ('{"half', "[]"):
+        path.write_text(text)
+        records.update(path, {"outcome": "done"})
+        assert json.loads(path.read_text()) == {"outcome": "done"}
+        assert (tmp_path / "run.json.unreadable").read_text() == text
+
+
+def test_versions_come_without_importing_torch() -> None:
+    assert records.versions()["torch"] == importlib.metadata.version("torch")
+    assert records.versions()["ringweave"] == importlib.metadata.version("ringweave")

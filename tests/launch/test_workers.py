@@ -1,0 +1,96 @@
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ringweave.environment import WorkerEnvironment
+from ringweave.errors import UsageError
+from ringweave.launch.workers import Meeting, Program, check_target, lay_out, parse_counts
+
+
+@dataclass(frozen=True)
+class Node:
+    name: str
+    devices: tuple[int, ...]
+
+
+def laid_out(*counts: int, num_cpus: int = 8):
+    nodes = [Node(f"a{index}", (0,) * count) for index, count in enumerate(counts)]
+    common = WorkerEnvironment(cluster_path=Path("/c.yaml"), run_dir=Path("/r"), schedule="ring")
+    return lay_out(nodes, ("python", "x.py"), Meeting(host="h", port=5), num_cpus=num_cpus, common=common)
+
+
+def test_ranks_count_through_the_nodes() -> None:
+    group = laid_out(3, 2)
+    assert group.world_size == 5
+    assert [(w.global_rank, w.node, w.local_rank) for w in group.workers] == [
+        (0, "a0", 0),
+        (1, "a0", 1),
+        (2, "a0", 2),
+        (3, "a1", 0),
+        (4, "a1", 1),
+    ]
+
+
+def test_a_worker_is_told_all_it_needs() -> None:
+    assert laid_out(3, 2).workers[4].environ == {
+        "RANK": "4",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "5",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "NODE_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "5",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "RINGWEAVE_CLUSTER": "/c.yaml",
+        "RINGWEAVE_NODE": "a1",
+        "RINGWEAVE_RUN_DIR": "/r",
+        "RINGWEAVE_SCHEDULE": "ring",
+    }
+
+
+@pytest.mark.parametrize(("num_cpus", "threads"), [(1, "1"), (9, "1"), (10, "2"), (64, "12")])
+def test_cpus_are_shared_among_the_workers(num_cpus: int, threads: str) -> None:
+    assert laid_out(3, 2, num_cpus=num_cpus).workers[0].environ["OMP_NUM_THREADS"] == threads
+
+
+@pytest.mark.parametrize(("text", "counts"), [("4", [4]), ("3,2", [3, 2]), (" 1 , 1,1", [1, 1, 1])])
+def test_counts(text: str, counts: list[int]) -> None:
+    assert parse_counts(text) == counts
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "two", "3,", "3,0", "1.5", "3 2", "3;2", "²", "٣"])
+def test_wrong_counts_say_what_is_expected(text: str) -> None:
+    expected = r"--workers: .*, expected one positive whole number per node, separated by commas\. Write 4 for four"
+    with pytest.raises(UsageError, match=expected):
+        parse_counts(text)
+
+
+def test_command_lines() -> None:
+    assert Program(target="x.py", arguments=("-m", "1")).argv("py") == ("py", "x.py", "-m", "1")
+    assert Program(target="a.b", is_module=True).argv("py") == ("py", "-m", "a.b")
+
+
+def test_a_missing_script_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"script: '.*', expected the path of a Python file\. Check the path, or put -m"
+    ):
+        check_target(Program(target=str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["nosuch", "nosuch.train", "", "../x", "__main__"])
+def test_a_missing_module_is_refused(name: str) -> None:
+    with pytest.raises(
+        UsageError, match=r"module: '.*', expected a module that `python -m` finds from this directory\."
+    ):
+        check_target(Program(target=name, is_module=True))
+
+
+def test_modules_are_found_here_and_in_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trainer.py").touch()
+    monkeypatch.chdir(tmp_path)
+    for name in ("trainer", "json.tool", "this"):
+        check_target(Program(target=name, is_module=True))
