@@ -63,8 +63,8 @@ def test_a_worker_that_fits_nowhere_is_told_both_sides():
         topology.place_rank(CLUSTER, node_name=None, host_name="host9", addresses=["10.1.0.1", "127.0.0.1"])
     assert str(caught.value) == (
         "node of this worker: host name host9, addresses 10.1.0.1, 127.0.0.1, expected the host name or address of one "
-        "node of cluster lab (names a0, a1, B0.example.org; addresses 10.0.0.1, fe80::1). Set RINGWEAVE_NODE to the name "
-        "of the node, or add this host's name or address to the cluster file."
+        "node of cluster lab (names a0, a1, B0.example.org; addresses 10.0.0.1, fe80::1). Set RINGWEAVE_NODE to the "
+        "name of the node, or add this host's name or address to the cluster file."
     )
 
 
