@@ -43,7 +43,7 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, verb.help) for name, verb in VERBS.items()])
 
 
-@click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="ringweave", message="%(prog)s %(version)s")
 def group() -> None:
     """Distributed training on unequal machines and unequal networks, on PyTorch."""

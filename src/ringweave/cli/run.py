@@ -39,6 +39,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
 
     Options come before SCRIPT; everything after it belongs to the script. The output of all workers is merged, with
     the rank in front of each line. When a worker fails the others are ended, and the first cause is reported.
+    A run directory that was used before keeps the earlier run's files in its folder attempts/.
     """
     program = Program(target=script, arguments=arguments, is_module=is_module)
     workers.check_target(program)
@@ -58,11 +59,11 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
 
 def _cluster(counts: str | None, path: str | None) -> tuple[topology.Cluster, str]:
     """The cluster, and the text of its file."""
-    if counts and path:
+    if counts is not None and path is not None:
         raise UsageError("--workers and --cluster: both given, expected one of them. The cluster file says how many.")
-    if path:
+    if path is not None:
         return topology.load(path), Path(path).read_text(encoding="utf-8")
-    cluster = topology.one_machine(workers.parse_counts("1" if counts is None else counts))
+    cluster = topology.one_machine(workers.parse_counts(counts if counts is not None else "1"))
     return cluster, topology.dumps(cluster)
 
 

@@ -1,0 +1,152 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ringweave import __version__
+from ringweave.cli import doctor, main
+from ringweave.cli.verbs import VERBS
+from ringweave.errors import LaunchError, UsageError
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch):
+    """Make `doctor` raise this error."""
+
+    def fail(error: Exception) -> None:
+        def raise_it() -> None:
+            raise error
+
+        monkeypatch.setattr(doctor, "_observe", raise_it)
+
+    return fail
+
+
+@pytest.mark.parametrize("verb", ["", *VERBS])
+def test_help(verb: str, check_golden, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main.call([*([verb] if verb else []), "--help"]) == 0
+    check_golden(GOLDEN / f"help{'-' * bool(verb)}{verb}.txt", capsys.readouterr().out)
+
+
+def test_every_verb_of_the_table_is_there() -> None:
+    context = main.group.make_context("ringweave", ["--help"], resilient_parsing=True)
+    for name, verb in VERBS.items():
+        command = main.group.get_command(context, name)
+        assert command is not None
+        assert ("--json" in {option for p in command.params for option in p.opts}) == verb.answers
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.call(["--version"]) == 0
+    assert capsys.readouterr().out == f"ringweave {__version__}\n"
+
+
+def test_help_loads_no_verb() -> None:
+    code = (
+        "import sys; from ringweave.cli import main; main.call(['--help']);"
+        "loaded = {'ringweave.cli.run', 'ringweave.launch', 'numpy', 'torch', 'pydantic', 'psutil'} & set(sys.modules);"
+        "sys.exit(str(loaded) if loaded else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_verb_loads_torch() -> None:
+    modules = ", ".join(f"ringweave.cli.{verb.module}" for verb in VERBS.values())
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["rnu"], "verb: 'rnu', expected one of run, doctor. Did you mean run? See ringweave --help."),
+        (["fly"], "verb: 'fly', expected one of run, doctor. See ringweave --help."),
+        (["--zzz"], "No such option '--zzz'. See ringweave --help."),
+        (["doctor", "--x"], "No such option '--x'. See ringweave doctor --help."),
+        (["doctor", "--jsn"], "No such option '--jsn'. Did you mean '--json'? See ringweave doctor --help."),
+        (["run"], "Missing argument 'SCRIPT'. See ringweave run --help."),
+        (["run", "--workers"], "Option '--workers' requires an argument."),
+    ],
+)
+def test_wrong_usage(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.call(argv) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", f"ringweave: error: {text}\n")
+
+
+def test_no_verb_at_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.call([]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Verbs:" in captured.err
+
+
+@pytest.mark.parametrize(("error", "exit_code"), [(LaunchError("no room"), 1), (UsageError("no room"), 2)])
+def test_our_errors_are_one_line_with_their_exit_code(failing, error, exit_code, capsys) -> None:
+    failing(error)
+    assert main.call(["doctor"]) == exit_code
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "ringweave: error: no room\n")
+
+
+def test_with_json_an_error_is_a_document_too(failing, capsys) -> None:
+    failing(LaunchError("no room"))
+    assert main.call(["doctor", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == {"error": "no room"}
+    assert main.call(["doctor", "--json", "--x"]) == 2
+    assert json.loads(capsys.readouterr().out) == {"error": "No such option '--x'. See ringweave doctor --help."}
+
+
+def test_json_of_another_program_is_not_ours(capsys) -> None:
+    assert main.call(["run", "/nosuch.py", "--json"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_a_bug_keeps_its_traceback(failing) -> None:
+    failing(ZeroDivisionError("ours"))
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        main.call(["doctor"])
+
+
+def test_an_interrupt_is_work_that_failed(monkeypatch, capsys) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "_observe", interrupt)
+    assert main.call(["doctor"]) == 1
+    assert capsys.readouterr().err.strip() == "ringweave: error: interrupted"
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["nosuch.py"], "script: 'nosuch.py', expected the path of a Python file. Check the path, or put -m before"),
+        (["-m", "nosuch"], "module: 'nosuch', expected a module that `python -m` finds from this directory. Check"),
+        (
+            ["--workers", "0", "x.py"],
+            "--workers: '0', expected one positive whole number per node, separated by commas.",
+        ),
+        (["--workers", "two", "x.py"], "--workers: 'two', expected one positive whole number per node"),
+        (["--workers", "", "x.py"], "--workers: '', expected one positive whole number per node"),
+        (["--workers", "2", "--cluster", "c", "x.py"], "--workers and --cluster: both given, expected one of them."),
+        (["--workers", "", "--cluster", "c", "x.py"], "--workers and --cluster: both given, expected one of them."),
+        (["--cluster", "nosuch.yaml", "x.py"], "nosuch.yaml"),
+        (["--schedule", "rnig", "x.py"], "schedule: 'rnig', expected one of "),
+        (["--run-dir", "x.py", "x.py"], "expected a directory that can be written"),
+    ],
+)
+def test_wrong_input_of_run(argv, text, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").touch()
+    assert main.call(["run", *argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("ringweave: error: ")
+    assert text in captured.err
+    assert not (tmp_path / "runs").exists()
