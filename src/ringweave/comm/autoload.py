@@ -1,9 +1,72 @@
 """Entry point of group `torch.backends`: `import torch` calls `register()`, so scripts need no line about ringweave."""
 
+import functools
+import inspect
+import logging
+import os
+from typing import Any
+
+from ringweave.environment import WorkerEnvironment
+
+_DEVICES = ("cpu", "cuda")
 
 
 def register() -> None:
     """Make the backend "ringweave" known to torch.distributed.
 
-    Imports nothing heavy and never raises: a failure here would break `import torch` for everybody.
+    Imports nothing heavy and never raises: a failure here would break `import torch` for everybody. Under
+    `ringweave run` the backend also becomes the default of groups that name none.
     """
+    try:
+        _register(WorkerEnvironment.from_environ(os.environ))
+    except Exception:
+        logging.getLogger("ringweave").exception(
+            "backend ringweave could not be registered with this torch; torch itself is not affected"
+        )
+
+
+def _register(environment: WorkerEnvironment) -> None:
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return
+    dist.Backend.register_backend("ringweave", _create, extended_api=True, devices=list(_DEVICES))
+    if environment.run_dir is not None:
+        dist.Backend.default_device_backend_map.update(dict.fromkeys(_DEVICES, "ringweave"))
+    if environment.replace_backend:
+        _replace_named_backends()
+
+
+def _create(options: object, backend_options: object) -> object:
+    from ringweave.comm import backend
+
+    return backend.create_group(options, backend_options)
+
+
+def _replace_named_backends() -> None:
+    """Let groups that ask for gloo or nccl by name be ringweave's: `ringweave run --replace-backend`."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    for name in ("init_process_group", "new_group"):
+        replaced = _with_own_backend(getattr(distributed_c10d, name))
+        for module in (distributed_c10d, dist):
+            setattr(module, name, replaced)
+
+
+def _with_own_backend(function: Any) -> Any:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        arguments = inspect.signature(function).bind(*args, **kwargs)
+        named = arguments.arguments.get("backend")
+        if named is not None and _is_host_backend(named):
+            arguments.arguments["backend"] = "ringweave"
+            arguments.arguments.pop("pg_options", None)  # they are the other backend's own
+        return function(*arguments.args, **arguments.kwargs)
+
+    return call
+
+
+def _is_host_backend(named: str) -> bool:
+    """Whether every backend in "gloo", "nccl" or "cpu:gloo,cuda:nccl" is one that runs inside ours."""
+    return {part.rpartition(":")[2] for part in str(named).lower().split(",")} <= {"gloo", "nccl"}

@@ -1,0 +1,162 @@
+"""The backend "ringweave" of torch.distributed: a process group whose allreduce runs by verified schedules.
+
+Everything else that DDP, FSDP2, DeviceMesh and torch.distributed.checkpoint call is done by the host library (Gloo for
+CPU tensors, NCCL for CUDA tensors), which is registered inside the group under its devices.
+"""
+
+import atexit
+import os
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import AllreduceOptions, PrefixStore, ReduceOp, Store, Work
+from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+from ringweave.comm import members, reductions
+from ringweave.comm.choosing import choose
+from ringweave.comm.counters import Counters
+from ringweave.comm.engine import Engine
+from ringweave.comm.faults import FaultBoard
+from ringweave.comm.transport import GlooTransport
+from ringweave.comm.works import NamingWork
+from ringweave.environment import WorkerEnvironment
+from ringweave.schedules import HOST
+from ringweave.telemetry.events import EventLog
+
+NAME = "ringweave"
+
+
+class RingweaveProcessGroup(dist.ProcessGroup):
+    """A process group that runs large CPU allreduces itself and leaves the rest to the host library."""
+
+    def __init__(
+        self, store: Store, own: members.Members, group: str, timeout: timedelta, environment: WorkerEnvironment
+    ) -> None:
+        # torch's stubs lack this constructor, the one that Python subclasses have.
+        super().__init__(own.group_rank, own.group_size)  # pyrefly: ignore
+        self.members = own
+        self._timeout = timeout
+        self._forced = environment.schedule
+        self._host: Any = _register_hosts(self, store, own, timeout)
+        self._reductions: dict[tuple[object, torch.dtype], reductions.Reduction] = {}
+        self._board = FaultBoard(store, own)
+        log = EventLog(environment.run_dir / "events.jsonl") if environment.run_dir else None
+        self._engine = Engine(
+            own,
+            connect=lambda: GlooTransport(PrefixStore("peers/", store), own.group_rank, own.group_size, timeout),
+            board=self._board,
+            counters=Counters(log, own.global_ranks[own.group_rank], group),
+            group=group,
+            log=log,
+        )
+        if log is not None and own.group_rank == 0:
+            place = {"rank": own.global_ranks[0], "node": own.nodes[0]}
+            log.write("group_formed", **place, group=group, members=list(own.global_ranks), nodes=list(own.nodes))
+        atexit.register(_close_at_exit, weakref.ref(self._engine))
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """What `dist.get_backend` and DDP's log call this group."""
+        return NAME
+
+    def allreduce(  # pyrefly: ignore - one signature that takes what torch's three overloads take
+        self, tensors: list[Tensor] | Tensor, opts: Any = None, timeout: timedelta | None = None
+    ) -> Work:
+        """Reduce over the group, in place; takes what torch's own ProcessGroup.allreduce takes.
+
+        Raises:
+            CommunicationError: torch cannot compute this operation on this dtype.
+        """
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        opts = _options(opts, timeout)
+        tensor = tensors[0]
+        if len(tensors) != 1 or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            host: Any = self._get_backend(tensor.device)
+            return host.allreduce(tensors, opts)
+        reduction = self._reduction(opts.reduceOp, tensor.dtype)
+        limit_s = opts.timeout.total_seconds()
+        timeout_s = limit_s if limit_s > 0 else self._timeout.total_seconds()
+        host_can = tensor.is_contiguous() and reductions.host_supports(reduction, tensor.dtype)
+        choice = choose(tensor.nbytes, self.members.group_size, forced=self._forced, host_can=host_can)
+        if choice.schedule == HOST:
+            self._engine.counters.count(HOST, tensor.nbytes, 0)
+            doing = f"allreduce ({reduction.name}, {tensor.numel()} x {tensor.dtype}, {HOST})"
+            return NamingWork(self._host.allreduce(tensors, opts), lambda failure: self._board.explain(failure, doing))
+        return self._engine.allreduce(tensor, reduction, choice, timeout_s)
+
+    def shutdown(self) -> None:
+        """What `destroy_process_group` calls."""
+        self._engine.close()
+
+    def abort(self) -> None:
+        """Break what is in flight."""
+        self._engine.abort()
+
+    def collectives_by_schedule(self) -> dict[str, dict[str, int]]:
+        """{schedule: {collectives, bytes, messages}} that this rank has taken part in so far."""
+        return self._engine.counters.snapshot()
+
+    def _reduction(self, op: Any, dtype: torch.dtype) -> reductions.Reduction:
+        if op.op == ReduceOp.PREMUL_SUM:
+            return reductions.reduction_for(op, dtype)
+        key = (op.op, dtype)
+        if key not in self._reductions:
+            self._reductions[key] = reductions.reduction_for(op, dtype)
+        return self._reductions[key]
+
+
+def create_group(options: Any, _backend_options: object) -> RingweaveProcessGroup:
+    """What torch.distributed calls to make a group of this backend (its extended API).
+
+    Raises:
+        PlacementError: This process fits no node of the cluster.
+        PeerError: Some ranks did not come.
+    """
+    environment = WorkerEnvironment.from_environ(os.environ)
+    global_ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    node = members.own_node(environment, os.environ)
+    own = members.meet(options.store, options.group_rank, global_ranks, node, options.timeout)
+    return RingweaveProcessGroup(options.store, own, str(options.group_id), options.timeout, environment)
+
+
+def _register_hosts(
+    group: dist.ProcessGroup, store: Store, own: members.Members, timeout: timedelta
+) -> ProcessGroupGloo:
+    """Put the host libraries into the group, each under its devices."""
+    kinds = dist.ProcessGroup.BackendType
+    gloo = ProcessGroupGloo(PrefixStore("host/", store), own.group_rank, own.group_size, timeout)
+    gloo._set_sequence_number_for_group()
+    nccl_works = torch.cuda.is_available() and dist.is_nccl_available()
+    group._set_default_backend(kinds.NCCL if nccl_works else kinds.GLOO)
+    group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+    if nccl_works:
+        from torch.distributed.distributed_c10d import ProcessGroupNCCL
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        nccl = ProcessGroupNCCL(PrefixStore("nccl/", store), own.group_rank, own.group_size, options)
+        nccl._set_sequence_number_for_group()
+        group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
+    elif torch.cuda.is_available():
+        group._register_backend(torch.device("cuda"), kinds.GLOO, gloo)
+    return gloo
+
+
+def _options(opts: Any, timeout: timedelta | None) -> AllreduceOptions:
+    if isinstance(opts, AllreduceOptions):
+        return opts
+    made = AllreduceOptions()
+    if opts is not None:
+        made.reduceOp = opts
+    if timeout is not None:
+        made.timeout = timeout
+    return made
+
+
+def _close_at_exit(engine: "weakref.ref[Engine]") -> None:
+    alive = engine()
+    if alive is not None:
+        alive.close()

@@ -1,0 +1,113 @@
+"""Finding out who is at fault when a collective breaks.
+
+A rank only sees that a neighbour closed its connection or stays silent, and that neighbour may itself be a victim. So
+every rank that fails reports it in the store; after a moment, those that did not report are the ones to blame.
+Assumption: the store outlives the fault. Where it does not, its host is to blame.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.distributed import Store
+
+from ringweave.comm.members import Members
+from ringweave.comm.transport import TransferFailedError
+from ringweave.errors import CommunicationError, DisagreementError, PeerError
+
+GRACE_S = 1.0
+"""How long survivors of the same fault get to report: they notice within milliseconds of each other."""
+
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What a rank says when its collective fails."""
+
+    doing: str
+    """The collective in words."""
+    suspect: int | None
+    """Group rank that it could not reach, if that was it."""
+    hung: bool = False
+    """The suspect stayed silent rather than closing its connection."""
+    disagreement: str = ""
+    """The text of a disagreement, which nobody's death explains."""
+
+
+class FaultBoard:
+    """Reports of the members of one group, in its store."""
+
+    def __init__(
+        self,
+        store: Store,
+        members: Members,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._store = store
+        self._members = members
+        self._clock = clock
+        self._sleep = sleep
+
+    def report(self, report: Report) -> None:
+        """Tell the others; says nothing if the store is gone, for then nobody can hear."""
+        fields = {
+            "doing": report.doing,
+            "suspect": report.suspect,
+            "hung": report.hung,
+            "disagreement": report.disagreement,
+        }
+        try:
+            self._store.set(self._key(self._members.group_rank), json.dumps(fields))
+        except RuntimeError:
+            return
+
+    def explain(self, failure: TransferFailedError, doing: str) -> CommunicationError:
+        """Report a failed transfer, wait for what the others report, and name who is to blame."""
+        self.report(Report(doing=doing, suspect=failure.peer, hung=failure.hung))
+        try:
+            reports = self._gather()
+        except RuntimeError:
+            suspects = [0 if failure.peer is None else failure.peer]
+            return self._blame(suspects, failure, doing, "the store of the run is gone as well")
+        for group_rank, report in sorted(reports.items()):
+            if report.disagreement and group_rank != self._members.group_rank:
+                return DisagreementError(f"{report.disagreement} [found by {self._members.name(group_rank)}]")
+        silent = [r for r in range(self._members.group_size) if r not in reports]
+        accused = {report.suspect for report in reports.values()}
+        suspects = [] if failure.peer is None else [failure.peer]
+        blamed = [r for r in silent if r in accused] or silent or suspects or self._others()
+        theirs = reports.get(blamed[0])
+        return self._blame(blamed, failure, doing, f"it failed in {theirs.doing}" if theirs else "")
+
+    def _others(self) -> list[int]:
+        return [r for r in range(self._members.group_size) if r != self._members.group_rank]
+
+    def _gather(self) -> dict[int, Report]:
+        """Everybody's report, or those that came within the grace time."""
+        reports: dict[int, Report] = {}
+        deadline = self._clock() + GRACE_S
+        while True:
+            for group_rank in range(self._members.group_size):
+                key = self._key(group_rank)
+                if group_rank not in reports and self._store.check([key]):
+                    reports[group_rank] = Report(**json.loads(self._store.get(key)))
+            if len(reports) == self._members.group_size or self._clock() >= deadline:
+                return reports
+            self._sleep(_POLL_S)
+
+    def _blame(self, blamed: list[int], failure: TransferFailedError, doing: str, more: str) -> PeerError:
+        verb = "does not answer" if failure.hung else "is gone"
+        plural = {"does not answer": "do not answer", "is gone": "are gone"}[verb] if len(blamed) > 1 else verb
+        addition = f" ({more})" if more else ""
+        own = self._members.name(self._members.group_rank)
+        return PeerError(
+            f"{doing}: {self._members.names(blamed)} {plural}{addition}, expected every rank of the group to take "
+            f"part. Look into the log of that rank first. [{own}: {failure}]"
+        )
+
+    @staticmethod
+    def _key(group_rank: int) -> str:
+        return f"fault/{group_rank}"

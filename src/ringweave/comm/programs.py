@@ -1,0 +1,220 @@
+"""From a rank's part of a schedule to the straight list of instructions that an executor runs.
+
+The message is cut into segments, and each segment runs the whole schedule for itself, so that while one segment is
+being combined the next ones are on the wire. All decisions are taken here, once per message size: which receive is
+posted how far ahead and into which buffer, which send may leave when, what must have completed before a region is
+overwritten. The executor then only follows.
+
+Pieces (one transfer of one segment) carry a key, (round + lag * segment, segment, place in the round), that is the same
+on both sides. Every rank waits in the order of the keys and never for anything that comes later than the piece it
+waits for; so the piece with the smallest key that has not arrived can always move, and there is no deadlock.
+"""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ringweave.schedules.projection import Transfer
+from ringweave.schedules.schedule import How, Schedule
+
+IN_PLACE = -1
+"""Buffer of a receive that lands in the message itself."""
+
+
+class Do(enum.IntEnum):
+    """What an instruction does."""
+
+    POST = 0
+    """Post the receive of a piece, into a scratch buffer or in place."""
+    SEND = 1
+    """Start sending a piece."""
+    ARRIVE = 2
+    """Wait until a posted piece is here; out of a scratch buffer combine it with the message."""
+    LEAVE = 3
+    """Wait until a piece that was sent has left: its region may be overwritten."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One thing to do with one piece: elements `start .. stop` of the message."""
+
+    do: Do
+    piece: int
+    peer: int
+    start: int
+    stop: int
+    buffer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What one rank does for one message size."""
+
+    instructions: tuple[Instruction, ...]
+    num_pieces: int
+    num_buffers: int
+    buffer_elements: int
+    num_sends: int
+    """Messages that this rank puts on the wire."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pipelining:
+    """How a message is cut in time."""
+
+    num_segments: int = 1
+    """Segments that run the schedule independently."""
+    lag: int = 1
+    """Rounds by which a segment trails the one before it in the order of waiting."""
+    window: int = 4
+    """Receives that are posted and not yet waited for."""
+
+    def __post_init__(self) -> None:
+        if self.num_segments < 1 or self.lag < 0 or self.window < 1:
+            raise ValueError(f"pipelining: {self}, expected num_segments >= 1, lag >= 0, window >= 1")
+
+
+@dataclass(slots=True)
+class _Piece:
+    transfer: Transfer
+    start: int
+    stop: int
+    key: tuple[int, int, int]
+    after_arrivals: list[int] = field(default_factory=list)
+    """Pieces that must have arrived before this one is sent, or posted in place."""
+    after_departures: list[int] = field(default_factory=list)
+    """Sent pieces that must have left before this one may touch its region."""
+    place: int = 0
+    """Its place among the receives."""
+
+    @property
+    def in_place(self) -> bool:
+        return self.transfer.how == How.COPY
+
+
+def compile_program(
+    schedule: Schedule, transfers: Sequence[Transfer], num_elements: int, pipelining: Pipelining
+) -> Program:
+    """The instructions of the rank whose transfers these are, for messages of `num_elements`.
+
+    Cost:
+        Linear in transfers x segments x chunks per transfer.
+    """
+    pieces = _cut(schedule, transfers, num_elements, pipelining)
+    emitter = _Emitter(pieces, pipelining.window)
+    emitter.run()
+    sends = sum(piece.transfer.sends for piece in pieces)
+    largest = max((p.stop - p.start for p in pieces if not (p.transfer.sends or p.in_place)), default=0)
+    return Program(tuple(emitter.instructions), len(pieces), emitter.num_buffers, largest, sends)
+
+
+def _cut(schedule: Schedule, transfers: Sequence[Transfer], num_elements: int, pipelining: Pipelining) -> list[_Piece]:
+    """All pieces in the order of their keys, with what each has to come after; empty pieces are left out."""
+    pieces: list[_Piece] = []
+    count = pipelining.num_segments
+    for segment in range(count):
+        begin, end = num_elements * segment // count, num_elements * (segment + 1) // count
+        offsets = [begin + offset for offset in schedule.offsets(end - begin)]
+        for place, transfer in enumerate(transfers):
+            start, stop = offsets[transfer.first_chunk], offsets[transfer.first_chunk + transfer.num_chunks]
+            if start < stop:
+                key = (transfer.round_index + pipelining.lag * segment, segment, place)
+                pieces.append(_Piece(transfer, start, stop, key))
+    pieces.sort(key=lambda piece: piece.key)
+    _find_hazards(pieces)
+    return pieces
+
+
+def _find_hazards(pieces: list[_Piece]) -> None:
+    """Per segment and chunk: reads after writes, writes after reads, writes after writes."""
+    last_write: dict[tuple[int, int], int] = {}
+    reads_since: dict[tuple[int, int], list[int]] = {}
+    for number, piece in enumerate(pieces):
+        transfer = piece.transfer
+        for chunk in range(transfer.first_chunk, transfer.first_chunk + transfer.num_chunks):
+            region = (piece.key[1], chunk)
+            if region in last_write and last_write[region] not in piece.after_arrivals:
+                piece.after_arrivals.append(last_write[region])
+            if transfer.sends:
+                reads_since.setdefault(region, []).append(number)
+            else:
+                piece.after_departures.extend(n for n in reads_since.pop(region, ()) if n not in piece.after_departures)
+                last_write[region] = number
+
+
+class _Emitter:
+    """Walks the receives in the order of their keys and emits everything else as early as it is safe."""
+
+    def __init__(self, pieces: list[_Piece], window: int) -> None:
+        self.instructions: list[Instruction] = []
+        self.num_buffers = 0
+        self._pieces = pieces
+        self._window = window
+        self._receives = [n for n, piece in enumerate(pieces) if not piece.transfer.sends]
+        self._sends: dict[int, list[int]] = {}
+        for number in reversed([n for n, piece in enumerate(pieces) if piece.transfer.sends]):
+            self._sends.setdefault(pieces[number].transfer.peer, []).append(number)
+        self._num_posted = 0
+        self._arrived: set[int] = set()
+        self._leaving: set[int] = set()
+        self._departed: set[int] = set()
+        self._buffer_of: dict[int, int] = {}
+        self._free_buffers: list[int] = []
+
+    def run(self) -> None:
+        """Emit the whole program."""
+        for place, number in enumerate(self._receives):
+            self._send_ready()
+            self._post_ahead(place)
+            piece = self._pieces[number]
+            if piece.transfer.how == How.REDUCE:
+                self._depart(piece.after_departures)
+            buffer = self._buffer_of[number]
+            self._emit(Do.ARRIVE, number, buffer)
+            self._arrived.add(number)
+            if buffer != IN_PLACE:
+                self._free_buffers.append(buffer)
+        self._send_ready()
+        self._depart(sorted(self._leaving))
+        assert not any(self._sends.values()), "a send depends on nothing that arrives"
+
+    def _send_ready(self) -> None:
+        """Every send whose content has arrived leaves, to each peer in the order of the keys."""
+        for waiting in self._sends.values():
+            while waiting and self._arrived.issuperset(self._pieces[waiting[-1]].after_arrivals):
+                number = waiting.pop()
+                self._emit(Do.SEND, number, IN_PLACE)
+                self._leaving.add(number)
+
+    def _post_ahead(self, place: int) -> None:
+        """Post receives in order while the window is open and their regions are free."""
+        turn = self._receives[place]
+        while self._num_posted < min(place + self._window, len(self._receives)):
+            number = self._receives[self._num_posted]
+            piece = self._pieces[number]
+            if piece.in_place:
+                if not self._arrived.issuperset(piece.after_arrivals):
+                    break
+                if any(sent >= turn for sent in piece.after_departures):
+                    break  # it has to wait for a send that comes later than our turn
+                self._depart(piece.after_departures)
+            self._buffer_of[number] = IN_PLACE if piece.in_place else self._take_buffer()
+            self._emit(Do.POST, number, self._buffer_of[number])
+            self._num_posted += 1
+
+    def _take_buffer(self) -> int:
+        if self._free_buffers:
+            return self._free_buffers.pop()
+        self.num_buffers += 1
+        return self.num_buffers - 1
+
+    def _depart(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            if number not in self._departed:
+                self._leaving.remove(number)
+                self._departed.add(number)
+                self._emit(Do.LEAVE, number, IN_PLACE)
+
+    def _emit(self, do: Do, number: int, buffer: int) -> None:
+        piece = self._pieces[number]
+        self.instructions.append(Instruction(do, number, piece.transfer.peer, piece.start, piece.stop, buffer))

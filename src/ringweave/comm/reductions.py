@@ -1,0 +1,141 @@
+"""How two contributions are combined, for every reduce operation and dtype that torch can compute."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from ringweave.errors import CommunicationError, explain
+
+Combine = Callable[[Tensor, Tensor], object]
+"""Combine the second tensor into the first, in place."""
+
+_GLOO_DTYPES = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+    }
+)
+
+_SIGNED_TWIN = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""torch adds and compares these only through their signed twins."""
+
+_FLOAT8 = frozenset(
+    dtype
+    for dtype in (getattr(torch, name, None) for name in dir(torch) if name.startswith("float8_"))
+    if isinstance(dtype, torch.dtype)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A reduce operation on a dtype, in the three parts that every executor needs."""
+
+    name: str
+    """`sum`, `avg`, ...: for texts."""
+    combine: Combine
+    factor: Tensor | float | None = None
+    """Multiply each rank's input with this before anything is sent (PREMUL_SUM)."""
+    averages: bool = False
+    """Divide the result by the number of ranks: AVG, and nothing else."""
+
+    def prepare(self, message: Tensor) -> None:
+        """What happens to this rank's input before the first send."""
+        if self.factor is not None:
+            message.mul_(self.factor)
+
+    def finish(self, message: Tensor, num_ranks: int) -> None:
+        """What happens to the sum after the last receive."""
+        if self.averages and (message.is_floating_point() or message.is_complex()):
+            message.div_(num_ranks)
+        elif self.averages:
+            message.div_(num_ranks, rounding_mode="trunc")
+
+
+def reduction_for(op: Any, dtype: torch.dtype) -> Reduction:
+    """The reduction that `op` means for tensors of `dtype`.
+
+    Raises:
+        CommunicationError: torch cannot compute it, such as a bitwise AND of floats; said before anything is sent.
+    """
+    kind = ReduceOp.RedOpType(int(op.op)) if hasattr(op, "op") else op
+    name = str(kind).rpartition(".")[2].lower()
+    combine = _COMBINES.get(kind)
+    if combine is None:
+        raise CommunicationError(_refusal(name, dtype))
+    if dtype in _FLOAT8:
+        combine = _through_float32(combine)
+    if dtype in _SIGNED_TWIN:
+        combine = _through_signed(combine, _SIGNED_TWIN[dtype], ordered=kind in (ReduceOp.MIN, ReduceOp.MAX))
+    reduction = Reduction(name, combine, _factor(op, kind), kind == ReduceOp.AVG)
+    try:
+        sample = torch.ones(1, dtype=dtype)
+        combine(sample, sample.clone())
+        reduction.finish(sample, 1)
+    except (RuntimeError, TypeError) as cause:
+        raise CommunicationError(_refusal(name, dtype)) from cause
+    return reduction
+
+
+def host_supports(reduction: Reduction, dtype: torch.dtype) -> bool:
+    """Whether Gloo computes this reduction on CPU tensors without our help."""
+    return dtype in _GLOO_DTYPES and reduction.factor is None and not reduction.averages
+
+
+def _through_float32(combine: Combine) -> Combine:
+    def combine_wide(mine: Tensor, arriving: Tensor) -> None:
+        wide = mine.float()
+        combine(wide, arriving.float())
+        mine.copy_(wide)
+
+    return combine_wide
+
+
+def _through_signed(combine: Combine, signed: torch.dtype, *, ordered: bool) -> Combine:
+    """Unsigned numbers as two's complement; flipping the sign bit keeps their order."""
+    sign_bit = torch.iinfo(signed).min if ordered else 0
+
+    def combine_signed(mine: Tensor, arriving: Tensor) -> None:
+        left, right = mine.view(signed), arriving.view(signed) ^ sign_bit
+        left.bitwise_xor_(sign_bit)
+        combine(left, right)
+        left.bitwise_xor_(sign_bit)
+
+    return combine_signed
+
+
+def _factor(op: Any, kind: object) -> Tensor | float | None:
+    if kind != ReduceOp.PREMUL_SUM:
+        return None
+    return op.__getstate__()[1]
+
+
+def _refusal(name: str, dtype: torch.dtype) -> str:
+    return explain(
+        f"reduce operation {name}",
+        got=str(dtype),
+        expected="a dtype for which torch computes it",
+        do="Convert the tensor, or use another operation",
+    )
+
+
+_COMBINES: dict[object, Combine] = {
+    ReduceOp.SUM: lambda mine, arriving: mine.add_(arriving),
+    ReduceOp.AVG: lambda mine, arriving: mine.add_(arriving),
+    ReduceOp.PREMUL_SUM: lambda mine, arriving: mine.add_(arriving),
+    ReduceOp.PRODUCT: lambda mine, arriving: mine.mul_(arriving),
+    ReduceOp.MIN: lambda mine, arriving: torch.minimum(mine, arriving, out=mine),
+    ReduceOp.MAX: lambda mine, arriving: torch.maximum(mine, arriving, out=mine),
+    ReduceOp.BAND: lambda mine, arriving: mine.bitwise_and_(arriving),
+    ReduceOp.BOR: lambda mine, arriving: mine.bitwise_or_(arriving),
+    ReduceOp.BXOR: lambda mine, arriving: mine.bitwise_xor_(arriving),
+}

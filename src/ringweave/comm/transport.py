@@ -1,0 +1,106 @@
+"""Moving pieces between two ranks: the seam, and its implementation on Gloo's peer-to-peer messages."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.distributed import Store, Work
+from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+from ringweave.errors import PeerError
+
+
+class TransferFailedError(Exception):
+    """A message did not get through.
+
+    `peer` is the group rank at the other end, None where it is not known; `hung` tells a time-out from a closed
+    connection.
+    """
+
+    def __init__(self, peer: int | None, text: str, *, hung: bool) -> None:
+        super().__init__(text)
+        self.peer = peer
+        self.hung = hung
+
+    @classmethod
+    def from_gloo(cls, peer: int | None, cause: RuntimeError) -> "TransferFailedError":
+        """What Gloo's error says."""
+        text = _first_line(cause)
+        return cls(peer, text, hung="imed out" in text or "imeout" in text)
+
+
+class Handle(Protocol):
+    """A message under way; torch's `Work` is one."""
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Block until it is through; RuntimeError if it fails or `timeout` passes."""
+        ...
+
+
+class Transport(Protocol):
+    """Peer-to-peer messages within a group; messages of one tag between two ranks stay in order."""
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Handle:
+        """Start sending a contiguous tensor, and return a handle; the tensor must not change until it has left."""
+        ...
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Handle:
+        """Post a receive into a contiguous tensor, and return a handle."""
+        ...
+
+    def wait(self, handle: Handle, peer: int, timeout_s: float) -> None:
+        """Block until the message of `handle` is through.
+
+        Raises:
+            TransferFailedError: The peer is gone, or did not answer within `timeout_s`.
+        """
+        ...
+
+    def close(self) -> None:
+        """Drop the connections: peers that wait for us are told at once."""
+        ...
+
+
+class GlooTransport:
+    """Messages over a Gloo context of their own, so that they never meet the host library's collectives."""
+
+    def __init__(self, store: Store, group_rank: int, group_size: int, timeout: timedelta) -> None:
+        try:
+            self._gloo: Any = ProcessGroupGloo(store, group_rank, group_size, timeout)
+        except RuntimeError as cause:
+            raise PeerError(
+                f"connections of rank {group_rank} to its group of {group_size}: {_first_line(cause)}. "
+                "Check that every rank runs and that their addresses reach each other."
+            ) from cause
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        """Start sending; see `Transport`."""
+        return self._checked(peer, lambda gloo: gloo.send([tensor], peer, tag))
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        """Post a receive; see `Transport`."""
+        return self._checked(peer, lambda gloo: gloo.recv([tensor], peer, tag))
+
+    def wait(self, handle: Handle, peer: int, timeout_s: float) -> None:
+        """Block until the message is through; see `Transport`."""
+        try:
+            handle.wait(timedelta(seconds=max(timeout_s, 0.001)))
+        except RuntimeError as cause:
+            raise TransferFailedError.from_gloo(peer, cause) from cause
+
+    def close(self) -> None:
+        """Drop the last reference: Gloo closes its sockets."""
+        self._gloo = None
+
+    def _checked(self, peer: int, start: Callable[[Any], Work]) -> Work:
+        if self._gloo is None:
+            raise TransferFailedError(peer, "the connections of this group are closed", hung=False)
+        try:
+            return start(self._gloo)
+        except RuntimeError as cause:
+            raise TransferFailedError.from_gloo(peer, cause) from cause
+
+
+def _first_line(cause: BaseException) -> str:
+    return str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__

@@ -1,0 +1,122 @@
+"""Asynchronous results: what a collective returns while it is still running."""
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+from ringweave.comm.transport import TransferFailedError
+from ringweave.errors import CommunicationError
+
+
+class PendingWork(Work):
+    """The work of a collective that another thread runs; `wait` raises what went wrong there.
+
+    torch's own future-wrapping work cannot carry a Python exception to both of its users, a script that waits and
+    DDP's C++ reducer that chains on the future; this one does.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self._trigger: torch.futures.Future[object] = torch.futures.Future()
+        self._future = self._trigger.then(self._outcome)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Called once by the thread that ran the collective."""
+        self._error = error
+        self._ended.set()
+        self._trigger.set_result(None)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the tensors hold the result.
+
+        Raises:
+            CommunicationError: The collective failed, or `timeout` passed first.
+        """
+        limit = timeout.total_seconds() if timeout else 0.0
+        if not self._ended.wait(limit if limit > 0 else None):
+            raise CommunicationError(f"collective: not finished after {limit:g} s, expected to be. Wait longer.")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return or raise at once."""
+        return self._ended.is_set()
+
+    def is_success(self) -> bool:
+        """Whether it has finished without an error."""
+        return self._ended.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """What went wrong, once finished."""
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        """The tensors, after waiting for them."""
+        self.wait()
+        return self._tensors
+
+    def synchronize(self) -> None:
+        """The same as `wait`: CPU tensors know no streams."""
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """Resolves to the tensors, or fails with the error's text."""
+        return self._future
+
+    def _outcome(self, _trigger: object) -> list[Tensor]:
+        if self._error is not None:
+            raise self._error
+        return self._tensors
+
+
+class NamingWork(Work):
+    """A work of the host library whose failure names the rank and node to blame."""
+
+    def __init__(self, work: Work, explain: Callable[[TransferFailedError], CommunicationError]) -> None:
+        super().__init__()
+        self._work = work
+        self._explain = explain
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the tensors hold the result.
+
+        Raises:
+            PeerError: The host library gave up.
+        """
+        try:
+            return self._work.wait() if timeout is None else self._work.wait(timeout)
+        except RuntimeError as cause:
+            raise self._explain(TransferFailedError.from_gloo(None, cause)) from cause
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return or raise at once."""
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        """Whether it has finished without an error."""
+        return self._work.is_success()
+
+    def exception(self) -> BaseException | None:
+        """What went wrong, once finished."""
+        return self._work.exception()
+
+    def result(self) -> list[Tensor]:
+        """The tensors, after waiting for them."""
+        self.wait()
+        return self._work.result()
+
+    def synchronize(self) -> None:
+        """The same as `wait`: CPU tensors know no streams."""
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """The host library's own future."""
+        return self._work.get_future()

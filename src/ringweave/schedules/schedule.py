@@ -1,0 +1,199 @@
+"""The schedule of a collective as frozen data: who sends which chunks to whom, in which round.
+
+A message is cut into chunks whose relative sizes are the `shares`. A round holds operations that may run at the same
+time; it is a block of numpy columns, made when asked for, because a ring of 10,000 ranks has 2e8 transfers.
+Routes are not part of a schedule: they come from the topology, so that one schedule can be costed on any cluster.
+"""
+
+import enum
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ringweave.errors import ScheduleError, explain
+
+Kind = Literal["allreduce", "reduce-scatter", "allgather", "broadcast", "reduce"]
+KINDS: tuple[Kind, ...] = ("allreduce", "reduce-scatter", "allgather", "broadcast", "reduce")
+
+
+class How(enum.IntEnum):
+    """What the receiver does with the chunks that arrive."""
+
+    REDUCE = 0
+    """Combine them with its own; the two contributor sets must be disjoint."""
+    COPY = 1
+    """Overwrite its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """What must hold before and after.
+
+    Before a reducing collective rank r's chunks hold {r}; before an allgather only a chunk's owner holds it, before a
+    broadcast only the root. After: everybody (allreduce, allgather, broadcast), the chunk's owner (reduce-scatter) or
+    the root (reduce) holds each chunk complete.
+    """
+
+    kind: Kind
+    """Name of the collective."""
+    owners: tuple[int, ...] | None = None
+    """Rank that owns each chunk; for reduce-scatter and allgather alone."""
+    root: int | None = None
+    """For broadcast and reduce alone."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ScheduleError(
+                explain("collective", got=self.kind, expected=f"one of {', '.join(KINDS)}", do="Name one of these")
+            )
+        if (self.owners is not None) != (self.kind in ("reduce-scatter", "allgather")):
+            raise ScheduleError(f"{self.kind}: owners belong to reduce-scatter and allgather, and only to them.")
+        if (self.root is not None) != (self.kind in ("broadcast", "reduce")):
+            raise ScheduleError(f"{self.kind}: a root belongs to broadcast and reduce, and only to them.")
+
+    @property
+    def reduces(self) -> bool:
+        """Whether contributions of all ranks are combined."""
+        return self.kind in ("allreduce", "reduce-scatter", "reduce")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Round:
+    """Operations that may run at the same time, in columns of equal length.
+
+    Each operation moves chunks `first_chunk .. first_chunk + num_chunks - 1` from rank `src` to rank `dst`. All of them
+    read what was there before the round.
+    """
+
+    src: NDArray[np.int32]
+    dst: NDArray[np.int32]
+    first_chunk: NDArray[np.int32]
+    num_chunks: NDArray[np.int32]
+    how: NDArray[np.uint8]
+
+    @classmethod
+    def of(
+        cls, src: ArrayLike, dst: ArrayLike, first_chunk: ArrayLike, how: ArrayLike, num_chunks: ArrayLike = 1
+    ) -> "Round":
+        """Build a round from anything that numpy broadcasts to the length of `src`."""
+        ranks = np.asarray(src, dtype=np.int32)
+
+        def column(values: ArrayLike) -> NDArray[np.int32]:
+            return np.broadcast_to(np.asarray(values, dtype=np.int32), ranks.shape)
+
+        hows = np.broadcast_to(np.asarray(how, dtype=np.uint8), ranks.shape)
+        return cls(ranks, column(dst), column(first_chunk), column(num_chunks), hows)
+
+    def __len__(self) -> int:
+        return len(self.src)
+
+    def where(self, mask: NDArray[np.bool_]) -> "Round":
+        """The operations that `mask` selects, order kept."""
+        return Round(self.src[mask], self.dst[mask], self.first_chunk[mask], self.num_chunks[mask], self.how[mask])
+
+    def rows(self) -> Iterator[tuple[int, int, int, int, How]]:
+        """(src, dst, first_chunk, num_chunks, how) of each operation: for texts and small groups only."""
+        columns = zip(self.src, self.dst, self.first_chunk, self.num_chunks, self.how, strict=True)
+        return ((int(s), int(d), int(f), int(n), How(h)) for s, d, f, n, h in columns)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rounds(Sequence[Round]):
+    """A sequence of rounds that are computed when asked for and never kept."""
+
+    num_rounds: int
+    make: Callable[[int], Round]
+
+    def __len__(self) -> int:
+        return self.num_rounds
+
+    @overload
+    def __getitem__(self, index: int) -> Round: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Round]: ...
+    def __getitem__(self, index: int | slice) -> Round | Sequence[Round]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self.num_rounds))]
+        if not -self.num_rounds <= index < self.num_rounds:
+            raise IndexError(f"round {index} of {self.num_rounds}")
+        return self.make(index % self.num_rounds)
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Ordered operations of one collective. Two schedules are equal when their digests are.
+
+    Raises:
+        ScheduleError: Numbers that cannot belong together. What the operations compute is `verify`'s business.
+    """
+
+    name: str
+    """Who made it: `ring`, `direct`, ...; not part of its identity."""
+    collective: Collective
+    """What it computes."""
+    num_ranks: int
+    """Size of the group."""
+    shares: tuple[int, ...]
+    """Relative size of each chunk, as whole numbers; their count is the number of chunks."""
+    rounds: Sequence[Round]
+    """In order; computed lazily for large groups."""
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise ScheduleError(explain("num_ranks", got=self.num_ranks, expected="at least 1", do="Name the ranks"))
+        if not self.shares or min(self.shares) < 0 or sum(self.shares) < 1:
+            raise ScheduleError(
+                explain(
+                    "shares",
+                    got=self.shares[:8],
+                    expected="one whole number per chunk, none negative and not all 0",
+                    do="Give each chunk its relative size",
+                )
+            )
+        owners = self.collective.owners
+        if owners is not None and len(owners) != self.num_chunks:
+            raise ScheduleError(f"{self.collective.kind}: {len(owners)} owners for {self.num_chunks} chunks.")
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks that a message is cut into."""
+        return len(self.shares)
+
+    def offsets(self, num_elements: int) -> list[int]:
+        """Where chunks begin in a message, and its end: num_chunks + 1 element indices.
+
+        Whole-number arithmetic, so that every rank finds the same borders; short messages leave some chunks empty.
+        """
+        total, cumulative, borders = sum(self.shares), 0, [0]
+        for share in self.shares:
+            cumulative += share
+            borders.append(num_elements * cumulative // total)
+        return borders
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 over everything that decides what is sent: ranks agree on it before they run the schedule."""
+        collective = self.collective
+        header = (collective.kind, collective.owners, collective.root, self.num_ranks, self.shares, len(self.rounds))
+        sha = hashlib.sha256(repr(header).encode())
+        for round_ in self.rounds:
+            sha.update(len(round_).to_bytes(8, "little"))
+            for column in (round_.src, round_.dst, round_.first_chunk, round_.num_chunks, round_.how):
+                sha.update(np.ascontiguousarray(column).tobytes())
+        return sha.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Schedule) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __str__(self) -> str:
+        from ringweave.schedules.text import write
+
+        return write(self)
