@@ -67,6 +67,16 @@ def test_who_complains_of_a_peer_is_not_the_cause(complaint: str) -> None:
     assert cause(death(0, 1, complaint, time_s=0.2), death(1, 1, complaint, time_s=0.1)) == 1
 
 
+def test_tracebacks_as_torch_prints_them_are_understood() -> None:
+    lost = Death(
+        global_rank=0,
+        node="a0",
+        exit=Exit(exit_code=1, signal_name=None, time_s=0.1, stopped=False),
+        last_lines=(f"[rank0]: {TRACEBACK}", "[rank0]:   x", "[rank0]: RuntimeError: Connection reset by peer"),
+    )
+    assert cause(lost, death(1, 1, "ValueError: x", time_s=0.4)) == 1
+
+
 def test_an_abort_that_complains_of_a_peer_is_not_the_cause_either() -> None:
     said = "terminate called after throwing an instance of 'gloo::IoException'", "what(): Connection closed by peer"
     assert cause(death(0, "SIGABRT", *said, time_s=0.1), death(1, 1, "ValueError: x", time_s=0.4)) == 1
@@ -98,6 +108,7 @@ def test_then_the_earliest_counts_and_then_the_lowest_rank() -> None:
             ["  + Exception Group " + TRACEBACK, "  | x", "ExceptionGroup: two (2 sub-exceptions)"],
             "ExceptionGroup: two (2 sub-exceptions)",
         ),
+        (["[rank3]: " + TRACEBACK, "[rank3]:   x", "[rank3]: ValueError: y", "bye"], "ValueError: y"),
         (["ValueError: first line", "second line of its message"], "ValueError: first line"),
     ],
 )

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from ringweave.launch.launcher import Exit
 
 _TRACEBACK = "Traceback (most recent call last):"
+_TORCH_PREFIX = re.compile(r"\[rank\d+\]: ?")
+"""torch.distributed puts it before each line of a traceback once there is a process group."""
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Warning|Exit|Failure|Group|Timeout|Refused)\b")
 _ANY_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(?::\s|$)")
 _OF_A_PEER = re.compile(
@@ -53,6 +55,7 @@ def first_cause(deaths: Sequence[Death]) -> Death | None:
 
 def find_exception(lines: Sequence[str]) -> str | None:
     """The last exception that Python reported in these lines, or None."""
+    lines = [_TORCH_PREFIX.sub("", line, count=1) for line in lines]
     starts = [index for index, line in enumerate(lines) if line.strip().endswith(_TRACEBACK)]
     if starts:
         after = [line for line in lines[starts[-1] + 1 :] if _EXCEPTION.match(line)]

@@ -1,6 +1,7 @@
 """How a run ended: the outcome, and the words for it. Pure."""
 
 import signal
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -83,5 +84,8 @@ def _hint(first: Death) -> list[str]:
 def _others(deaths: Sequence[Death], first: Death) -> list[str]:
     after = [death for death in deaths if death is not first and not death.exit.stopped]
     ended = [str(death.global_rank) for death in deaths if death.exit.stopped]
-    lines = [f"After it, rank {death.global_rank} on node {death.node} {death.reason}." for death in after]
+    lines = [
+        f"After it, rank {death.global_rank} on node {death.node} {textwrap.shorten(death.reason, 160, placeholder=' ...')}."
+        for death in after
+    ]
     return lines + ([f"Ended by ringweave: rank {', '.join(ended)}."] if ended else [])
