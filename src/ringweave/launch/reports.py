@@ -84,8 +84,9 @@ def _hint(first: Death) -> list[str]:
 def _others(deaths: Sequence[Death], first: Death) -> list[str]:
     after = [death for death in deaths if death is not first and not death.exit.stopped]
     ended = [str(death.global_rank) for death in deaths if death.exit.stopped]
-    lines = [
-        f"After it, rank {death.global_rank} on node {death.node} {textwrap.shorten(death.reason, 160, placeholder=' ...')}."
-        for death in after
-    ]
+    lines = [f"After it, rank {death.global_rank} on node {death.node} {_short(death.reason)}." for death in after]
     return lines + ([f"Ended by ringweave: rank {', '.join(ended)}."] if ended else [])
+
+
+def _short(reason: str) -> str:
+    return textwrap.shorten(reason, 160, placeholder=" ...")
