@@ -21,7 +21,7 @@ from ringweave.comm.choosing import choose
 from ringweave.comm.counters import Counters
 from ringweave.comm.engine import Engine
 from ringweave.comm.faults import FaultBoard
-from ringweave.comm.transport import GlooTransport
+from ringweave.comm.transport import GlooTransport, cut_pairs
 from ringweave.comm.works import NamingWork
 from ringweave.environment import WorkerEnvironment
 from ringweave.schedules import HOST
@@ -43,12 +43,12 @@ class RingweaveProcessGroup(dist.ProcessGroup):
         self._forced = environment.schedule
         self._host: Any = _register_hosts(self, store, own, timeout)
         self._reductions: dict[tuple[object, torch.dtype], reductions.Reduction] = {}
-        self._board = FaultBoard(store, own)
         log = EventLog(environment.run_dir / "events.jsonl") if environment.run_dir else None
         self._engine = Engine(
             own,
             connect=lambda: GlooTransport(PrefixStore("peers/", store), own.group_rank, own.group_size, timeout),
-            board=self._board,
+            cut_host=lambda: cut_pairs(self._host),
+            board=FaultBoard(store, own),
             counters=Counters(log, own.global_ranks[own.group_rank], group),
             group=group,
             log=log,
@@ -84,7 +84,7 @@ class RingweaveProcessGroup(dist.ProcessGroup):
         if choice.schedule == HOST:
             self._engine.counters.count(HOST, tensor.nbytes, 0)
             doing = f"allreduce ({reduction.name}, {tensor.numel()} x {tensor.dtype}, {HOST})"
-            return NamingWork(self._host.allreduce(tensors, opts), lambda failure: self._board.explain(failure, doing))
+            return NamingWork(self._host.allreduce(tensors, opts), lambda failure: self._engine.fail(failure, doing))
         return self._engine.allreduce(tensor, reduction, choice, timeout_s)
 
     def shutdown(self) -> None:

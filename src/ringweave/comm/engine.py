@@ -62,6 +62,7 @@ class Engine:
         self,
         members: Members,
         connect: Callable[[], Transport],
+        cut_host: Callable[[], None],
         board: FaultBoard,
         counters: Counters,
         group: str,
@@ -70,6 +71,7 @@ class Engine:
         self.counters = counters
         self._members = members
         self._connect = connect
+        self._cut_host = cut_host
         self._board = board
         self._group = group
         self._log = log
@@ -126,8 +128,7 @@ class Engine:
     def abort(self) -> None:
         """Drop the connections at once; what is in flight fails."""
         self._broken = self._broken or CommunicationError(f"process group {self._group}: aborted.")
-        if self._transport is not None:
-            self._transport.close()
+        self._cut()
 
     def _submit(self, run: Callable[[], None], doing: str, work: PendingWork) -> PendingWork:
         if self._broken is not None:
@@ -151,28 +152,42 @@ class Engine:
         try:
             job.run()
         except TransferFailedError as failure:
-            error: CommunicationError = self._board.explain(failure, job.doing)
-            error.__cause__ = failure
+            return self.fail(failure, job.doing)
         except DisagreementError as disagreement:
-            error = disagreement
-            self._board.report(Report(doing=job.doing, suspect=None, disagreement=str(error)))
+            self._board.report(Report(doing=job.doing, suspect=None, disagreement=str(disagreement)))
+            return self._break(disagreement)
         except CommunicationError as failure:
-            error = failure
+            return self._break(failure)
         except Exception as bug:
             return bug
-        else:
-            return None
-        self._break(error)
-        return error
+        return None
 
-    def _break(self, error: CommunicationError) -> None:
-        self._broken = self._broken or error
+    def fail(self, failure: TransferFailedError, doing: str) -> CommunicationError:
+        """End this group: tell the others, cut every connection so that nobody waits for us, and name who is to blame.
+
+        Args:
+            failure: The message that did not get through.
+            doing: The collective in words.
+        """
+        self._board.report(Report(doing=doing, suspect=failure.peer, hung=failure.hung))
+        self._cut()
+        error = self._board.explain(failure, doing)
+        error.__cause__ = failure
+        return self._break(error)
+
+    def _cut(self) -> None:
         if self._transport is not None:
-            self._transport.close()
+            self._transport.abort()
+        self._cut_host()
+
+    def _break(self, error: CommunicationError) -> CommunicationError:
+        self._broken = self._broken or error
+        self._cut()
         if self._log is not None:
             own = self._members.group_rank
             where = {"rank": self._members.global_ranks[own], "node": self._members.nodes[own]}
             self._log.write("communication_failed", **where, group=self._group, text=str(error))
+        return error
 
     def _again(self, doing: str) -> CommunicationError:
         assert self._broken is not None

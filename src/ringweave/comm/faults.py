@@ -65,8 +65,7 @@ class FaultBoard:
             return
 
     def explain(self, failure: TransferFailedError, doing: str) -> CommunicationError:
-        """Report a failed transfer, wait for what the others report, and name who is to blame."""
-        self.report(Report(doing=doing, suspect=failure.peer, hung=failure.hung))
+        """Wait for what the others report of the same fault, and name who is to blame."""
         try:
             reports = self._gather()
         except RuntimeError:

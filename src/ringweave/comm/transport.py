@@ -1,14 +1,19 @@
 """Moving pieces between two ranks: the seam, and its implementation on Gloo's peer-to-peer messages."""
 
+import contextlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.distributed import Store, Work
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from ringweave.errors import PeerError
+
+_ABORT_TAG = 2**31 - 1
+"""A tag that no message carries."""
 
 
 class TransferFailedError(Exception):
@@ -58,7 +63,11 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Drop the connections: peers that wait for us are told at once."""
+        """Let go of the connections when nothing is in flight any more."""
+        ...
+
+    def abort(self) -> None:
+        """Cut all connections at once: what is in flight fails, here and at the peers."""
         ...
 
 
@@ -93,6 +102,12 @@ class GlooTransport:
         """Drop the last reference: Gloo closes its sockets."""
         self._gloo = None
 
+    def abort(self) -> None:
+        """Cut all connections at once."""
+        gloo, self._gloo = self._gloo, None
+        if gloo is not None:
+            cut_pairs(gloo)
+
     def _checked(self, peer: int, start: Callable[[Any], Work]) -> Work:
         if self._gloo is None:
             raise TransferFailedError(peer, "the connections of this group are closed", hung=False)
@@ -100,6 +115,18 @@ class GlooTransport:
             return start(self._gloo)
         except RuntimeError as cause:
             raise TransferFailedError.from_gloo(peer, cause) from cause
+
+
+def cut_pairs(gloo: Any) -> None:
+    """Close the connections of a Gloo context: what is in flight fails, here and at the peers.
+
+    Gloo's own abort leaves them open (torch 2.13), and they stay open while any message is pending. But a wait that
+    times out closes the pair that it waits on, so we wait for a message that never comes, from each peer.
+    """
+    for peer in range(gloo.size()):
+        if peer != gloo.rank():
+            with contextlib.suppress(RuntimeError):
+                gloo.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
 
 
 def _first_line(cause: BaseException) -> str:

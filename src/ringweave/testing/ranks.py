@@ -1,0 +1,155 @@
+"""Real processes that form a real process group: for tests of whatever runs under torch.distributed."""
+
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, Self
+
+_PORT = "RINGWEAVE_TESTING_STORE_PORT"
+_PRELOADED = ["torch", "torch.distributed", "ringweave.comm.backend", "ringweave.testing.ranks"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How one rank ended."""
+
+    value: Any = None
+    """What its function returned."""
+    error: str = ""
+    """The traceback of what it raised."""
+    exit_code: int | None = None
+    """Of a process that ended without a word: negative is a signal."""
+    seconds: float = 0.0
+    """From the start of the function to its end."""
+
+
+class Ranks:
+    """Processes rank 0 .. n-1, each running `function(*args)` inside an initialised process group.
+
+    The store lives in the calling process, so that any rank may die. Processes are forked from a server that has torch
+    loaded, which makes them quick to start.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        num_ranks: int,
+        *args: Any,
+        backend: str | None = "ringweave",
+        timeout_s: float = 30.0,
+        environ: Mapping[str, str] | None = None,
+        nodes: Sequence[str] | None = None,
+    ) -> None:
+        """`nodes` names the node of each rank; it and `environ` go into the environment of the process."""
+        from torch.distributed import TCPStore
+
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._processes: list[BaseProcess] = []
+        self._connections: list[Connection] = []
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe()
+            variables = {**(environ or {}), "RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+            variables[_PORT] = str(self.store.port)
+            if nodes is not None:
+                variables["RINGWEAVE_NODE"] = nodes[rank]
+            setting = (rank, num_ranks, backend, timeout_s, variables)
+            process = context.Process(target=_main, args=(theirs, setting, function, args), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        """Send a real signal to the process of `rank`."""
+        pid = self._processes[rank].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def wait_for(self, *keys: str, timeout_s: float = 60.0) -> None:
+        """Block until the ranks have set these keys in the store."""
+        self.store.wait(list(keys), timedelta(seconds=timeout_s))
+
+    def outcomes(self, ranks: Sequence[int] | None = None, timeout_s: float = 90.0) -> list[Outcome]:
+        """How each rank ended, or those of `ranks`.
+
+        Raises:
+            TimeoutError: A rank has not ended in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        return [self._outcome(rank, deadline) for rank in (ranks or range(len(self._processes)))]
+
+    def values(self, timeout_s: float = 90.0) -> list[Any]:
+        """What each rank's function returned.
+
+        Raises:
+            AssertionError: A rank failed; the text holds its traceback.
+        """
+        outcomes = self.outcomes(timeout_s=timeout_s)
+        for rank, outcome in enumerate(outcomes):
+            if outcome.error or outcome.exit_code:
+                raise AssertionError(f"rank {rank} failed (exit code {outcome.exit_code}):\n{outcome.error}")
+        return [outcome.value for outcome in outcomes]
+
+    def _outcome(self, rank: int, deadline: float) -> Outcome:
+        connection = self._connections[rank]
+        if not connection.poll(max(0.0, deadline - time.monotonic())):
+            raise TimeoutError(f"rank {rank} has not ended in time")
+        try:
+            return connection.recv()
+        except EOFError:
+            self._processes[rank].join()
+            return Outcome(exit_code=self._processes[rank].exitcode)
+
+
+def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, **settings: Any) -> list[Any]:
+    """What `function(*args)` returned on each of `num_ranks` ranks; settings as in `Ranks`."""
+    with Ranks(function, num_ranks, *args, **settings) as ranks:
+        return ranks.values()
+
+
+def announce(word: str) -> None:
+    """Called in a rank: tell the test, which waits with `Ranks.wait_for(f"{word}/{rank}")`, that it has come so far."""
+    from torch.distributed import TCPStore
+
+    TCPStore("127.0.0.1", int(os.environ[_PORT]), is_master=False).set(f"{word}/{os.environ['RANK']}", "1")
+
+
+def _main(connection: Connection, setting: tuple, function: Callable[..., Any], args: tuple) -> None:
+    import torch
+    import torch.distributed as dist
+
+    rank, num_ranks, backend, timeout_s, variables = setting
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    started = time.monotonic()
+    try:
+        store = dist.TCPStore("127.0.0.1", int(os.environ[_PORT]), is_master=False)
+        limit = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
+        started = time.monotonic()
+        value = function(*args)
+        seconds = time.monotonic() - started
+        dist.destroy_process_group()
+        outcome = Outcome(value=value, seconds=seconds)
+    except BaseException:
+        outcome = Outcome(error=traceback.format_exc(), seconds=time.monotonic() - started)
+    connection.send(outcome)
+    connection.close()
