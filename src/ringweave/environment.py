@@ -1,4 +1,4 @@
-"""What a launcher tells its workers, and workers read: the `RINGWEAVE_*` environment variables, each named here once."""
+"""What a launcher tells its workers: the `RINGWEAVE_*` environment variables, each named here once."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -57,8 +57,9 @@ def agree(intent: Intent, members: Members, transport: Transport, *, tag: int, t
     transport.wait(leaving, right, timeout_s)
     other = _unpack(theirs)
     if other != intent:
+        found = str(other) if other else "something unreadable"
         raise DisagreementError(
-            f"collective: {members.name(own)} is about to run {intent}, but {members.name(left)} {other}, expected "
+            f"collective: {members.name(own)} is about to run {intent}, but {members.name(left)} {found}, expected "
             "every rank of the group to call the same collectives in the same order with the same sizes and the same "
             "ringweave version. Compare what the two ranks do here."
         )

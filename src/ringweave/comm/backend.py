@@ -11,43 +11,40 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import AllreduceOptions, PrefixStore, ReduceOp, Store, Work
-from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from ringweave.comm import members, reductions
 from ringweave.comm.choosing import choose
 from ringweave.comm.counters import Counters
 from ringweave.comm.engine import Engine
 from ringweave.comm.faults import FaultBoard
-from ringweave.comm.transport import GlooTransport, cut_pairs
-from ringweave.comm.works import NamingWork
+from ringweave.comm.host import HostedProcessGroup
+from ringweave.comm.transport import GlooTransport, TransferFailedError, cut_pairs
 from ringweave.environment import WorkerEnvironment
+from ringweave.errors import CommunicationError
 from ringweave.schedules import HOST
 from ringweave.telemetry.events import EventLog
 
 NAME = "ringweave"
 
 
-class RingweaveProcessGroup(dist.ProcessGroup):
+class RingweaveProcessGroup(HostedProcessGroup):
     """A process group that runs large CPU allreduces itself and leaves the rest to the host library."""
 
     def __init__(
         self, store: Store, own: members.Members, group: str, timeout: timedelta, environment: WorkerEnvironment
     ) -> None:
-        # torch's stubs lack this constructor, the one that Python subclasses have.
-        super().__init__(own.group_rank, own.group_size)  # pyrefly: ignore
-        self.members = own
+        super().__init__(store, own, timeout)
         self._timeout = timeout
         self._forced = environment.schedule
-        self._host: Any = _register_hosts(self, store, own, timeout)
         self._reductions: dict[tuple[object, torch.dtype], reductions.Reduction] = {}
         log = EventLog(environment.run_dir / "events.jsonl") if environment.run_dir else None
+        gloo = self._gloo
         self._engine = Engine(
             own,
             connect=lambda: GlooTransport(PrefixStore("peers/", store), own.group_rank, own.group_size, timeout),
-            cut_host=lambda: cut_pairs(self._host),
+            cut_host=lambda: cut_pairs(gloo),
             board=FaultBoard(store, own),
             counters=Counters(log, own.global_ranks[own.group_rank], group),
             group=group,
@@ -75,7 +72,7 @@ class RingweaveProcessGroup(dist.ProcessGroup):
         tensor = tensors[0]
         if len(tensors) != 1 or tensor.device.type != "cpu" or tensor.layout != torch.strided:
             host: Any = self._get_backend(tensor.device)
-            return host.allreduce(tensors, opts)
+            return self.named(host.allreduce(tensors, opts), f"allreduce on {tensor.device.type}")
         reduction = self._reduction(opts.reduceOp, tensor.dtype)
         limit_s = opts.timeout.total_seconds()
         timeout_s = limit_s if limit_s > 0 else self._timeout.total_seconds()
@@ -84,8 +81,12 @@ class RingweaveProcessGroup(dist.ProcessGroup):
         if choice.schedule == HOST:
             self._engine.counters.count(HOST, tensor.nbytes, 0)
             doing = f"allreduce ({reduction.name}, {tensor.numel()} x {tensor.dtype}, {HOST})"
-            return NamingWork(self._host.allreduce(tensors, opts), lambda failure: self._engine.fail(failure, doing))
+            return self.named(self._gloo.allreduce(tensors, opts), doing)
         return self._engine.allreduce(tensor, reduction, choice, timeout_s)
+
+    def fail(self, failure: TransferFailedError, doing: str) -> CommunicationError:
+        """End the group because of a failed transfer, and return the error that names who is to blame."""
+        return self._engine.fail(failure, doing)
 
     def shutdown(self) -> None:
         """What `destroy_process_group` calls."""
@@ -120,29 +121,6 @@ def create_group(options: Any, _backend_options: object) -> RingweaveProcessGrou
     node = members.own_node(environment, os.environ)
     own = members.meet(options.store, options.group_rank, global_ranks, node, options.timeout)
     return RingweaveProcessGroup(options.store, own, str(options.group_id), options.timeout, environment)
-
-
-def _register_hosts(
-    group: dist.ProcessGroup, store: Store, own: members.Members, timeout: timedelta
-) -> ProcessGroupGloo:
-    """Put the host libraries into the group, each under its devices."""
-    kinds = dist.ProcessGroup.BackendType
-    gloo = ProcessGroupGloo(PrefixStore("host/", store), own.group_rank, own.group_size, timeout)
-    gloo._set_sequence_number_for_group()
-    nccl_works = torch.cuda.is_available() and dist.is_nccl_available()
-    group._set_default_backend(kinds.NCCL if nccl_works else kinds.GLOO)
-    group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
-    if nccl_works:
-        from torch.distributed.distributed_c10d import ProcessGroupNCCL
-
-        options = ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        nccl = ProcessGroupNCCL(PrefixStore("nccl/", store), own.group_rank, own.group_size, options)
-        nccl._set_sequence_number_for_group()
-        group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
-    elif torch.cuda.is_available():
-        group._register_backend(torch.device("cuda"), kinds.GLOO, gloo)
-    return gloo
 
 
 def _options(opts: Any, timeout: timedelta | None) -> AllreduceOptions:

@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.distributed import Store, Work
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-from ringweave.errors import PeerError
-
 _ABORT_TAG = 2**31 - 1
 """A tag that no message carries."""
 
@@ -75,13 +73,11 @@ class GlooTransport:
     """Messages over a Gloo context of their own, so that they never meet the host library's collectives."""
 
     def __init__(self, store: Store, group_rank: int, group_size: int, timeout: timedelta) -> None:
+        """Connect to every peer; TransferFailedError if one does not come within `timeout`."""
         try:
             self._gloo: Any = ProcessGroupGloo(store, group_rank, group_size, timeout)
         except RuntimeError as cause:
-            raise PeerError(
-                f"connections of rank {group_rank} to its group of {group_size}: {_first_line(cause)}. "
-                "Check that every rank runs and that their addresses reach each other."
-            ) from cause
+            raise TransferFailedError.from_gloo(None, cause) from cause
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Start sending; see `Transport`."""
