@@ -1,134 +1,117 @@
-"""The texts of a failed proof: what is wrong, at which round, rank and chunk, and the grid around it."""
+"""The texts of a failed proof: what is wrong, at which round, rank and chunk, and the grid around it.
 
+What a proof notices is often far from the mistake: a contribution that took a wrong turn in round 1 is counted twice in
+round 7. So the texts tell how the contributions in question got where they are, operation by operation.
+"""
+
+from collections.abc import Sequence
+
+from ringweave.schedules.history import Hop, Version, Versions, members, replay
 from ringweave.schedules.schedule import How, Round, Schedule
 from ringweave.schedules.text import grid, op_text
 
 _MAX_GRID_RANKS = 16
 _ROUNDS_BEFORE = 2
+_MAX_HOPS = 8
 
 
 def bad_numbers(index: int, round_: Round, at: int, expected: str) -> str:
     """An operation names ranks or chunks that do not exist."""
-    op = list(round_.rows())[at] if round_.how[at] <= How.COPY else (int(round_.src[at]), int(round_.dst[at]))
-    shown = op_text(*op) if len(op) > 2 else f"{op[0]}>{op[1]} with how={int(round_.how[at])}"
+    src, dst, first, count, how = (
+        int(column[at]) for column in (round_.src, round_.dst, round_.first_chunk, round_.num_chunks, round_.how)
+    )
+    shown = op_text(src, dst, first, count, How(how)) if how <= How.COPY else f"{src}>{dst} with how={how}"
     return f"schedule: {shown}, expected {expected}. Mend the generator. [round {index}, op {at}]"
 
 
 def race(schedule: Schedule, index: int, rank: int, chunk: int, what: str) -> str:
     """Two operations of one round touch the same chunk of the same rank."""
+    hops = [Hop(index, *row[:2], row[4]) for row in schedule.rounds[index].rows() if _touches(row, rank, chunk)]
     text = (
         f"schedule: chunk {chunk} of rank {rank} {what} in round {index}, expected operations that may run at the same "
-        f"time. Move one of them to another round. [round {index}, rank {rank}]"
+        f"time: {_path(hops, chunk)}. Move one of them to another round. [round {index}, rank {rank}]"
     )
     return text + _around(schedule, index, rank)
 
 
-def bad_transfer(schedule: Schedule, index: int, op: tuple[int, int, int, How], mine: int, arriving: int) -> str:
-    """A transfer that is wrong in itself; contents are contributor sets as bits."""
-    src, dst, chunk, how = op
-    if arriving == 0:
-        fault = f"rank {src} sends chunk {chunk} to rank {dst}, but holds nothing of it yet"
+def wrong_chunk(schedule: Schedule, chunk: int) -> str:
+    """What goes wrong first with this chunk: a transfer that is wrong in itself, else what is missing at the end."""
+    versions, hop = replay(schedule, chunk)
+    return _bad_transfer(schedule, chunk, versions, hop) if hop else _incomplete(schedule, chunk, versions)
+
+
+def _bad_transfer(schedule: Schedule, chunk: int, versions: Versions, hop: Hop) -> str:
+    mine, arriving = versions.before(hop.dst, hop.index), versions.before(hop.src, hop.index)
+    if not arriving.content:
+        fault = f"rank {hop.src} sends chunk {chunk} to rank {hop.dst}, but holds nothing of it yet"
+        holders = [r for r in range(schedule.num_ranks) if versions.before(r, hop.index).content]
+        expected, why = "somebody who holds it", f"So far {members(holders)} {_verb(holders, 'holds', 'hold')} it"
         mend = "Send it after it has arrived"
+    elif hop.how == How.COPY:
+        fault = f"rank {hop.dst} receives chunk {chunk} from rank {hop.src} and holds the same already"
+        expected = "a copy that brings something"
+        why = f"It has it {_since(mine, chunk)}"
+        mend = "Drop the copy"
     else:
-        twice = _members(mine & arriving)
-        fault = f"rank {dst} receives chunk {chunk} from rank {src} and would count {twice} twice"
-        mend = "Reduce disjoint contributions only" if how == How.REDUCE else "Mend the generator"
+        twice = _bits(mine.content & arriving.content)
+        fault = f"rank {hop.dst} receives chunk {chunk} from rank {hop.src} and would count {members(twice)} twice"
+        expected = "disjoint contributor sets"
+        why = _two_ways(chunk, versions, hop, twice[-1])
+        mend = "Keep one of the two ways"
+    place = f"[round {hop.index}, rank {hop.dst}]"
+    text = f"schedule: {fault} in round {hop.index}, expected {expected}. {why}. {mend}. {place}"
+    return text + _around(schedule, hop.index, hop.dst)
+
+
+def _two_ways(chunk: int, versions: Versions, hop: Hop, contributor: int) -> str:
+    here = versions.route(contributor, hop.dst, hop.index)
+    coming = [*versions.route(contributor, hop.src, hop.index), hop]
+    held = f"holds rank {contributor}'s contribution by {_path(here, chunk)}" if here else "contributes itself"
+    return f"Rank {hop.dst} {held}; the same comes again by {_path(coming, chunk)}"
+
+
+def _incomplete(schedule: Schedule, chunk: int, versions: Versions) -> str:
+    """The contribution that got furthest is where the chain broke: follow that one."""
+    rank, missing = next((r, m) for r in range(schedule.num_ranks) if (m := versions.missing(r)))
+    lost, holder, version = versions.last_arrival(missing)
+    origin, from_origin = versions.origin(rank)
+    copied = ""
+    if origin != rank:
+        copied = f"It was copied from rank {origin}, which has had it {_since(from_origin, chunk)}. "
+    gone = versions.overwritten(lost, holder, version)
+    until = f" until {_path([gone], chunk)} overwrote it" if gone else ""
+    turn = min(version.since + 1, len(schedule.rounds) - 1)
     text = (
-        f"schedule: {fault} in round {index}, expected disjoint contributor sets. {mend}. [round {index}, rank {dst}]"
+        f"schedule: rank {rank} ends without the contribution of {members(_bits(missing))} to chunk {chunk}, expected "
+        f"{members(_bits(versions.wanted))}. {copied}The contribution of rank {lost} to chunk {chunk} gets no further "
+        f"than rank {holder}, which holds it {_since(version, chunk)}{until}: send it on. [round {turn}, rank {holder}]"
     )
-    return text + _around(schedule, index, dst)
+    return text + _around(schedule, turn, holder)
 
 
-def incomplete(schedule: Schedule, rank: int, chunk: int) -> str:
-    """The postcondition does not hold: follow the chunk back to where it went wrong, by replaying it alone."""
-    if schedule.num_ranks > 64:
-        return (
-            f"schedule: rank {rank} ends with a wrong value of chunk {chunk}, expected every contribution once. "
-            f"Render a smaller group to see where it is lost. [rank {rank}, chunk {chunk}]"
-        )
-    history = _replay(schedule, chunk)
-    origin, origin_round = _origin(history, rank)
-    wanted = _wanted(schedule, chunk)
-    missing = wanted & ~history.final[rank]
-    lost = (missing & -missing).bit_length() - 1
-    holder, holder_round = _last_reached(history, lost)
-    back = f"It comes from rank {origin} in round {origin_round}. " if origin != rank else ""
-    text = (
-        f"schedule: rank {rank} ends without the contribution of {_members(missing)} to chunk {chunk}, expected "
-        f"{_members(wanted)}. {back}The contribution of rank {lost} to chunk {chunk} gets no further than rank "
-        f"{holder}, which held it from round {holder_round} on: send it on. [round {holder_round + 1}, rank {holder}]"
-    )
-    return text + _around(schedule, min(holder_round + 1, len(schedule.rounds) - 1), holder)
+def _since(version: Version, chunk: int) -> str:
+    return f"since {_path([version.hop], chunk)}" if version.hop else "from the beginning"
 
 
-class _History:
-    """What every rank held of one chunk, round by round."""
-
-    def __init__(self, start: list[int]) -> None:
-        self.final = start
-        self.sources: list[dict[int, tuple[int, How]]] = []
-        self.reached: dict[int, list[tuple[int, int]]] = {}
-        """For each contributor the (round, rank) at which its contribution arrived somewhere, in order."""
+def _path(hops: Sequence[Hop], chunk: int) -> str:
+    texts = [f"{op_text(hop.src, hop.dst, chunk, 1, hop.how)} in round {hop.index}" for hop in hops]
+    if len(texts) > _MAX_HOPS:
+        half = _MAX_HOPS // 2
+        texts[half:-half] = [f"... {len(texts) - 2 * half} more ..."]
+    return ", ".join(texts)
 
 
-def _replay(schedule: Schedule, chunk: int) -> _History:
-    collective = schedule.collective
-    if collective.reduces:
-        start = [1 << r for r in range(schedule.num_ranks)]
-    else:
-        holder = collective.root if collective.owners is None else collective.owners[chunk]
-        start = [(1 << r) if r == holder else 0 for r in range(schedule.num_ranks)]
-    history = _History(start)
-    for r, content in enumerate(start):
-        history.reached[r] = [(-1, r)] if content else []
-    for index, round_ in enumerate(schedule.rounds):
-        before = list(history.final)
-        sources: dict[int, tuple[int, How]] = {}
-        for src, dst, first, count, how in round_.rows():
-            if first <= chunk < first + count:
-                sources[dst] = (src, how)
-                history.final[dst] = before[src] | (before[dst] if how == How.REDUCE else 0)
-        for dst in sources:
-            for contributor, places in history.reached.items():
-                if (history.final[dst] & ~before[dst]) >> contributor & 1:
-                    places.append((index, dst))
-        history.sources.append(sources)
-    return history
+def _touches(row: tuple[int, int, int, int, How], rank: int, chunk: int) -> bool:
+    src, dst, first, count, _ = row
+    return rank in (src, dst) and first <= chunk < first + count
 
 
-def _origin(history: _History, rank: int) -> tuple[int, int]:
-    """Back through overwriting copies to the rank where a wrong content arose, and the round after which it stood."""
-    index = len(history.sources)
-    while index > 0:
-        index -= 1
-        source = history.sources[index].get(rank)
-        if source is None:
-            continue
-        if source[1] == How.REDUCE:
-            return rank, index
-        rank = source[0]
-    return rank, 0
+def _bits(content: int) -> list[int]:
+    return [r for r in range(content.bit_length()) if content >> r & 1]
 
 
-def _last_reached(history: _History, contributor: int) -> tuple[int, int]:
-    places = history.reached.get(contributor) or [(-1, contributor)]
-    index, rank = places[-1]
-    return rank, index
-
-
-def _wanted(schedule: Schedule, chunk: int) -> int:
-    collective = schedule.collective
-    if collective.reduces:
-        return (1 << schedule.num_ranks) - 1
-    holder = collective.root if collective.owners is None else collective.owners[chunk]
-    assert holder is not None
-    return 1 << holder
-
-
-def _members(bits: int) -> str:
-    ranks = [r for r in range(bits.bit_length()) if bits >> r & 1]
-    shown = ", ".join(str(r) for r in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+def _verb(ranks: Sequence[int], one: str, several: str) -> str:
+    return one if len(ranks) == 1 else several
 
 
 def _around(schedule: Schedule, index: int, rank: int) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ringweave.errors import ScheduleError
+from ringweave.errors import ScheduleError, explain
 from ringweave.schedules.schedule import Collective, How, Round, Rounds, Schedule
 
 
@@ -29,18 +29,25 @@ def ring(num_ranks: int, order: Sequence[int] | None = None) -> Schedule:
     Cost:
         Every rank sends 2(N-1)/N of the message in 2(N-1) rounds.
     """
-    at_place = np.arange(num_ranks, dtype=np.int32) if order is None else np.asarray(order, dtype=np.int32)
-    if len(at_place) != num_ranks or not np.array_equal(np.sort(at_place), np.arange(num_ranks)):
+    at_place = Round.of(range(num_ranks) if order is None else order, 0, 0, How.COPY).src
+    if not np.array_equal(np.sort(at_place), np.arange(num_ranks)):
         raise ScheduleError(
-            f"ring order: {list(at_place[:8])!r}, expected every rank from 0 to {num_ranks - 1} once. "
-            "List the ranks in the order of the ring."
+            explain(
+                "ring order",
+                got=at_place.tolist(),
+                expected=f"every rank from 0 to {num_ranks - 1} once",
+                do="List the ranks in the order of the ring",
+            )
         )
-    places, right = np.arange(num_ranks, dtype=np.int32), np.roll(at_place, -1)
+    right, one_chunk = np.roll(at_place, -1), np.ones(num_ranks, np.int32)
+    hows = {how: np.full(num_ranks, how, np.uint8) for how in How}
+    twice_round = np.tile(np.arange(num_ranks, dtype=np.int32), 2)  # a slice of it is the chunks of all places
 
     def make(index: int) -> Round:
-        reducing = index < num_ranks - 1
-        first = places - index if reducing else places + 1 - (index - (num_ranks - 1))
-        return Round.of(at_place, right, first % num_ranks, How.REDUCE if reducing else How.COPY)
+        how = How.REDUCE if index < num_ranks - 1 else How.COPY
+        chunk_of_place_0 = -index % num_ranks
+        chunks = twice_round[chunk_of_place_0 : chunk_of_place_0 + num_ranks]
+        return Round(at_place, right, chunks, one_chunk, hows[how])
 
     rounds = Rounds(2 * (num_ranks - 1), make)
     return Schedule("ring", Collective("allreduce"), num_ranks, (1,) * num_ranks, rounds)

@@ -18,8 +18,8 @@ from ringweave.errors import ScheduleError, explain
 from ringweave.schedules.schedule import KINDS, Collective, How, Round, Schedule
 
 _SIGNS = {How.REDUCE: "+", How.COPY: "="}
-_OP = re.compile(r"(\d+)>(\d+):([+=])(\d+)(?:-(\d+))?")
-_MAX_GRID_CELLS = 4000
+_OP = re.compile(r"([0-9]{1,9})>([0-9]{1,9}):([+=])([0-9]{1,9})(?:-([0-9]{1,9}))?")
+_NUMBER = re.compile(r"-?[0-9]{1,18}")
 
 
 def op_text(src: int, dst: int, first_chunk: int, num_chunks: int, how: How) -> str:
@@ -115,10 +115,11 @@ def _chunks_text(first_chunk: int, num_chunks: int) -> str:
 
 
 def _parse_round(rest: str, index: int, number: int) -> Round:
-    label, _, ops = rest.partition(":")
-    if label.strip() != str(index):
+    label, colon, ops = rest.partition(":")
+    if label.strip() != str(index) or not colon:
+        expected = f"'{index}:' and operations"
         raise ScheduleError(
-            explain("round", got=label, expected=str(index), do="Number the rounds from 0", where=f"line {number}")
+            explain("round", got=rest, expected=expected, do="Number the rounds from 0", where=f"line {number}")
         )
     columns: list[tuple[int, int, int, int, int]] = []
     for word in ops.split():
@@ -135,12 +136,17 @@ def _parse_round(rest: str, index: int, number: int) -> Round:
 
 
 def _numbers(fields: dict[str, str], keyword: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in fields[keyword].split())
-    except ValueError as cause:
-        raise ScheduleError(
-            explain(keyword, got=fields[keyword], expected="whole numbers", do="Mend this line", where=keyword)
-        ) from cause
+    words = fields[keyword].split()
+    if not words or any(_NUMBER.fullmatch(word) is None for word in words):
+        raise ScheduleError(explain(keyword, got=fields[keyword], expected="whole numbers", do="Mend that line"))
+    return tuple(map(int, words))
+
+
+def _number(fields: dict[str, str], keyword: str) -> int:
+    numbers = _numbers(fields, keyword)
+    if len(numbers) > 1:
+        raise ScheduleError(explain(keyword, got=fields[keyword], expected="one whole number", do="Mend that line"))
+    return numbers[0]
 
 
 def _assemble(fields: dict[str, str], rounds: Sequence[Round]) -> Schedule:
@@ -153,6 +159,6 @@ def _assemble(fields: dict[str, str], rounds: Sequence[Round]) -> Schedule:
             explain("collective", got=fields["collective"], expected=f"one of {', '.join(KINDS)}", do="Name one")
         )
     owners = _numbers(fields, "owners") if "owners" in fields else None
-    root = _numbers(fields, "root")[0] if "root" in fields else None
-    ranks = _numbers(fields, "ranks")[0]
-    return Schedule(fields["schedule"], Collective(kind, owners, root), ranks, _numbers(fields, "shares"), rounds)
+    root = _number(fields, "root") if "root" in fields else None
+    ranks, shares = _number(fields, "ranks"), _numbers(fields, "shares")
+    return Schedule(fields["schedule"], Collective(kind, owners, root), ranks, shares, rounds)
