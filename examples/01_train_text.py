@@ -28,9 +28,9 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, default=Path("runs/text"), help="folder for everything the run leaves behind")
-    add("--steps", type=int, default=300, help="train steps in total, also when resumed: the schedule depends on it")
+    add("--steps", type=int, default=400, help="train steps in total, also when resumed: the schedule depends on it")
     add("--batch", type=int, default=40, help="sequences in a step, over all ranks; a multiple of the world size")
-    add("--learning-rate", type=float, default=3e-3, help="its peak, after the warm-up")
+    add("--learning-rate", type=float, default=4e-3, help="its peak, after the warm-up")
     add("--seed", type=int, default=0, help="of the first weights, the batches and the sample")
     add("--resume", action="store_true", help="continue from the last checkpoint in --out, if there is one")
     add("--checkpoint-every", type=int, default=100, help="train steps between checkpoints")
@@ -61,7 +61,7 @@ def train(options: argparse.Namespace) -> None:
 
     torch.manual_seed(options.seed)
     model = gpt.GPT(gpt.GPTConfig(**{name: getattr(options, name) for name, _ in SIZES})).to(device)
-    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    parallel = DistributedDataParallel(model, forward_sync_buffers=False)  # the only one is a constant
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     # DDP regroups its gradients after the first backward pass. With one pass thrown away, all that count add up in
