@@ -29,9 +29,9 @@ def race(schedule: Schedule, index: int, rank: int, chunk: int, what: str) -> st
     hops = [Hop(index, *row[:2], row[4]) for row in schedule.rounds[index].rows() if _touches(row, rank, chunk)]
     text = (
         f"schedule: chunk {chunk} of rank {rank} {what} in round {index}, expected operations that may run at the same "
-        f"time: {_path(hops, chunk)}. Move one of them to another round. [round {index}, rank {rank}]"
+        f"time: {_path(hops, chunk)}. Move one of them to another round."
     )
-    return text + _around(schedule, index, rank)
+    return _at(schedule, (index, rank), text)
 
 
 def wrong_chunk(schedule: Schedule, chunk: int) -> str:
@@ -42,6 +42,7 @@ def wrong_chunk(schedule: Schedule, chunk: int) -> str:
 
 def _bad_transfer(schedule: Schedule, chunk: int, versions: Versions, hop: Hop) -> str:
     mine, arriving = versions.before(hop.dst, hop.index), versions.before(hop.src, hop.index)
+    turn = hop.index, hop.dst
     if not arriving.content:
         fault = f"rank {hop.src} sends chunk {chunk} to rank {hop.dst}, but holds nothing of it yet"
         holders = [r for r in range(schedule.num_ranks) if versions.before(r, hop.index).content]
@@ -50,17 +51,17 @@ def _bad_transfer(schedule: Schedule, chunk: int, versions: Versions, hop: Hop) 
     elif hop.how == How.COPY:
         fault = f"rank {hop.dst} receives chunk {chunk} from rank {hop.src} and holds the same already"
         expected = "a copy that brings something"
-        why = f"It has it {_since(mine, chunk)}"
-        mend = "Drop the copy"
+        why, mend = f"It holds it {_since(mine, chunk)}", "Drop the copy"
+        if missing := versions.wanted & ~mine.content:
+            why = f"Both lack the contribution of {members(_bits(missing))}"
+            mend, turn = _way_of_lost(chunk, versions, missing)
     else:
         twice = _bits(mine.content & arriving.content)
         fault = f"rank {hop.dst} receives chunk {chunk} from rank {hop.src} and would count {members(twice)} twice"
         expected = "disjoint contributor sets"
         why = _two_ways(chunk, versions, hop, twice[-1])
         mend = "Keep one of the two ways"
-    place = f"[round {hop.index}, rank {hop.dst}]"
-    text = f"schedule: {fault} in round {hop.index}, expected {expected}. {why}. {mend}. {place}"
-    return text + _around(schedule, hop.index, hop.dst)
+    return _at(schedule, turn, f"schedule: {fault} in round {hop.index}, expected {expected}. {why}. {mend}.")
 
 
 def _two_ways(chunk: int, versions: Versions, hop: Hop, contributor: int) -> str:
@@ -71,22 +72,31 @@ def _two_ways(chunk: int, versions: Versions, hop: Hop, contributor: int) -> str
 
 
 def _incomplete(schedule: Schedule, chunk: int, versions: Versions) -> str:
-    """The contribution that got furthest is where the chain broke: follow that one."""
     rank, missing = next((r, m) for r in range(schedule.num_ranks) if (m := versions.missing(r)))
-    lost, holder, version = versions.last_arrival(missing)
-    origin, from_origin = versions.origin(rank)
-    copied = ""
-    if origin != rank:
-        copied = f"It was copied from rank {origin}, which has had it {_since(from_origin, chunk)}. "
-    gone = versions.overwritten(lost, holder, version)
-    until = f" until {_path([gone], chunk)} overwrote it" if gone else ""
-    turn = min(version.since + 1, len(schedule.rounds) - 1)
+    copies = versions.copies(rank)
+    source = f"What it holds came from rank {copies[0].src} by {_path(copies, chunk)}. " if copies else ""
+    way, turn = _way_of_lost(chunk, versions, missing)
     text = (
         f"schedule: rank {rank} ends without the contribution of {members(_bits(missing))} to chunk {chunk}, expected "
-        f"{members(_bits(versions.wanted))}. {copied}The contribution of rank {lost} to chunk {chunk} gets no further "
-        f"than rank {holder}, which holds it {_since(version, chunk)}{until}: send it on. [round {turn}, rank {holder}]"
+        f"{members(_bits(versions.wanted))}. {source}{way}."
     )
-    return text + _around(schedule, turn, holder)
+    return _at(schedule, turn, text)
+
+
+def _way_of_lost(chunk: int, versions: Versions, missing: int) -> tuple[str, tuple[int, int]]:
+    """Where one of the missing contributions got stuck, in words and as (round, rank).
+
+    The one that nobody has any more, and of several the one that got furthest: there the chain broke.
+    """
+    lost, holder, arrival = versions.last_arrival(missing & versions.extinct() or missing)
+    last, gone = versions.kept(lost, holder, arrival)
+    added = f" and what was added up to {_path([last.hop], chunk)}" if last.hop and last is not arrival else ""
+    until = f", until {_path([gone], chunk)} overwrote it" if gone else ""
+    way = (
+        f"The contribution of rank {lost} to chunk {chunk} gets no further than rank {holder}, which holds it "
+        f"{_since(arrival, chunk)}{added}{until}: send it on"
+    )
+    return way, (last.since + 1, holder)
 
 
 def _since(version: Version, chunk: int) -> str:
@@ -114,9 +124,11 @@ def _verb(ranks: Sequence[int], one: str, several: str) -> str:
     return one if len(ranks) == 1 else several
 
 
-def _around(schedule: Schedule, index: int, rank: int) -> str:
+def _at(schedule: Schedule, turn: tuple[int, int], text: str) -> str:
+    """The text with its place, and in small groups the grid around it."""
+    index, rank = min(turn[0], max(0, len(schedule.rounds) - 1)), turn[1]
+    text = f"{text} [round {index}, rank {rank}]"
     if schedule.num_ranks > _MAX_GRID_RANKS or not len(schedule.rounds):
-        return ""
-    first = max(0, index - _ROUNDS_BEFORE)
-    lines = grid(schedule, range(first, min(index + 2, len(schedule.rounds))), mark=(index, rank))
-    return "\n" + "\n".join(lines)
+        return text
+    shown = range(max(0, index - _ROUNDS_BEFORE), min(index + 2, len(schedule.rounds)))
+    return "\n".join([text, *grid(schedule, shown, mark=(index, rank))])

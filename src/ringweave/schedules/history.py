@@ -61,6 +61,13 @@ class Versions:
                 hops.append(hop)
                 rank = hop.src
 
+    def extinct(self) -> int:
+        """The contributions that nobody holds at the end."""
+        left = 0
+        for versions in self._of:
+            left |= versions[-1].content
+        return self.wanted & ~left
+
     def last_arrival(self, contributors: int) -> tuple[int, int, Version]:
         """Of all arrivals of these contributions anywhere the last: contributor, the rank it came to, its version."""
         latest: tuple[int, int, Version] | None = None
@@ -74,19 +81,23 @@ class Versions:
         assert latest is not None, "every contribution is held somewhere at first"
         return latest
 
-    def overwritten(self, contributor: int, rank: int, version: Version) -> Hop | None:
-        """The hop that took the contribution from `rank` after it came with `version`."""
-        later = (v for v in self._of[rank] if v.since > version.since and not v.content >> contributor & 1)
-        lost = next(later, None)
-        return lost.hop if lost else None
+    def kept(self, contributor: int, rank: int, version: Version) -> tuple[Version, Hop | None]:
+        """After the contribution came to `rank` with `version`: the last version that has it, the hop that ends it."""
+        for later in self._of[rank]:
+            if later.since > version.since:
+                if not later.content >> contributor & 1:
+                    return version, later.hop
+                version = later
+        return version, None
 
-    def origin(self, rank: int) -> tuple[int, Version]:
-        """Back through copies from what `rank` ends with, to the rank where that content arose."""
+    def copies(self, rank: int) -> list[Hop]:
+        """The copies, oldest first, that brought what `rank` ends with from the rank where it arose."""
+        hops: list[Hop] = []
         version = self._of[rank][-1]
         while version.hop is not None and version.hop.how == How.COPY:
-            rank = version.hop.src
-            version = self.before(rank, version.since)
-        return rank, version
+            hops.append(version.hop)
+            version = self.before(version.hop.src, version.since)
+        return hops[::-1]
 
 
 def replay(schedule: Schedule, chunk: int) -> tuple[Versions, Hop | None]:
@@ -113,8 +124,8 @@ def replay(schedule: Schedule, chunk: int) -> tuple[Versions, Hop | None]:
 
 
 def members(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 1, 2, 4`: the first eight."""
-    shown = ", ".join(str(r) for r in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
+    """`rank 3`, `ranks 1, 2, 4`, or the first eight and how many more."""
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 

@@ -39,8 +39,8 @@ def ring(num_ranks: int, order: Sequence[int] | None = None) -> Schedule:
                 do="List the ranks in the order of the ring",
             )
         )
-    right, one_chunk = np.roll(at_place, -1), np.ones(num_ranks, np.int32)
-    hows = {how: np.full(num_ranks, how, np.uint8) for how in How}
+    right, one_chunk = np.roll(at_place, -1), np.ones_like(at_place)
+    hows = {how: np.full_like(at_place, how, np.uint8) for how in How}
     twice_round = np.tile(np.arange(num_ranks, dtype=np.int32), 2)  # a slice of it is the chunks of all places
 
     def make(index: int) -> Round:
