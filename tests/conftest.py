@@ -4,6 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes depends on what else the machine does; pytest's own time-out ends what hangs.
+settings.register_profile("ringweave", deadline=None)
+settings.load_profile("ringweave")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

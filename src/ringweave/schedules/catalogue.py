@@ -26,9 +26,7 @@ def check_name(name: str, where: str = "") -> str:
         return name
     close = difflib.get_close_matches(name, NAMES, n=1)
     mend = f"Did you mean {close[0]!r}?" if close else "Name one of them"
-    raise UsageError(
-        explain("schedule", got=name, expected=f"one of {', '.join(NAMES)}", do=mend.rstrip("?"), where=where)
-    )
+    raise UsageError(explain("schedule", got=name, expected=f"one of {', '.join(NAMES)}", do=mend, where=where))
 
 
 def generate(name: str, num_ranks: int) -> Schedule:
@@ -39,5 +37,12 @@ def generate(name: str, num_ranks: int) -> Schedule:
     """
     check_name(name)
     if name == HOST:
-        raise UsageError("schedule: 'host' names the library underneath, which plans its messages itself.")
+        raise UsageError(
+            explain(
+                "schedule",
+                got=name,
+                expected="one that is planned here",
+                do="'host' names the library underneath, which plans its messages itself",
+            )
+        )
     return _ALLREDUCE[name](num_ranks)

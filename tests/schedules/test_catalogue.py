@@ -1,0 +1,44 @@
+import pytest
+
+from ringweave import schedules
+from ringweave.errors import UsageError
+from ringweave.schedules import HOST, NAMES, Schedule
+from ringweave.schedules.ring import ring
+
+
+def test_every_name_but_the_host_is_generated_and_correct() -> None:
+    assert HOST in NAMES
+    for name in NAMES:
+        assert schedules.check_name(name) == name
+        if name != HOST:
+            for num_ranks in (1, 2, 5, 8):
+                schedule: Schedule = schedules.generate(name, num_ranks)
+                assert schedule.num_ranks == num_ranks
+                assert schedule.name == name
+                schedules.verify(schedule)
+    assert schedules.generate("ring", 4) == ring(4)
+
+
+def test_a_name_that_is_nearly_one() -> None:
+    with pytest.raises(UsageError) as caught:
+        schedules.check_name("rings", where="--schedule")
+    assert str(caught.value) == (
+        f"schedule: 'rings', expected one of {', '.join(NAMES)}. Did you mean 'ring'? [--schedule]"
+    )
+
+
+@pytest.mark.parametrize("ask", [schedules.check_name, lambda name: schedules.generate(name, 4)])
+def test_a_name_like_no_other(ask) -> None:
+    with pytest.raises(UsageError) as caught:
+        ask("butterfly")
+    assert str(caught.value) == f"schedule: 'butterfly', expected one of {', '.join(NAMES)}. Name one of them."
+    assert caught.value.exit_code == 2
+
+
+def test_the_host_library_has_no_schedule() -> None:
+    with pytest.raises(UsageError) as caught:
+        schedules.generate("host", 4)
+    assert str(caught.value) == (
+        "schedule: 'host', expected one that is planned here. 'host' names the library underneath, which plans its "
+        "messages itself."
+    )
