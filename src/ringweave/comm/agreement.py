@@ -50,11 +50,12 @@ def agree(intent: Intent, members: Members, transport: Transport, *, tag: int, t
     """
     size, own = members.group_size, members.group_rank
     right, left = (own + 1) % size, (own - 1) % size
-    mine, theirs = _pack(intent), torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
-    arriving = transport.receive(theirs, left, tag)
-    leaving = transport.send(mine, right, tag)
-    transport.wait(arriving, left, timeout_s)
-    transport.wait(leaving, right, timeout_s)
+    theirs = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+    transport.connect({left, right})
+    arriving = transport.receive(transport.expose(theirs)[:], left, tag)
+    leaving = transport.send(transport.expose(_pack(intent))[:], right, tag)
+    transport.wait(arriving, timeout_s)
+    transport.wait(leaving, timeout_s)
     other = _unpack(theirs)
     if other != intent:
         found = str(other) if other else "something unreadable"

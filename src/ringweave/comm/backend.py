@@ -6,21 +6,23 @@ CPU tensors, NCCL for CUDA tensors), which is registered inside the group under 
 
 import atexit
 import os
+import socket
 import weakref
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import AllreduceOptions, PrefixStore, ReduceOp, Store, Work
+from torch.distributed import AllreduceOptions, ReduceOp, Store, Work
 
 from ringweave.comm import members, reductions
 from ringweave.comm.choosing import choose
 from ringweave.comm.counters import Counters
-from ringweave.comm.engine import Engine
+from ringweave.comm.engine import NUM_LANES, Engine
 from ringweave.comm.faults import FaultBoard
 from ringweave.comm.host import HostedProcessGroup
-from ringweave.comm.transport import GlooTransport, TransferFailedError, cut_pairs
+from ringweave.comm.sockets import SocketTransport, listen
+from ringweave.comm.transport import TransferFailedError
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import CommunicationError
 from ringweave.schedules import HOST
@@ -33,26 +35,31 @@ class RingweaveProcessGroup(HostedProcessGroup):
     """A process group that runs large CPU allreduces itself and leaves the rest to the host library."""
 
     def __init__(
-        self, store: Store, own: members.Members, group: str, timeout: timedelta, environment: WorkerEnvironment
+        self,
+        store: Store,
+        own: members.Members,
+        listeners: list[socket.socket],
+        group: str,
+        timeout: timedelta,
+        environment: WorkerEnvironment,
     ) -> None:
+        """`listeners` are where the other members expect this rank's lanes; `group` names the group in events."""
         super().__init__(store, own, timeout)
         self._timeout = timeout
         self._forced = environment.schedule
+        self._listeners = listeners
         self._reductions: dict[tuple[object, torch.dtype], reductions.Reduction] = {}
         log = EventLog(environment.run_dir / "events.jsonl") if environment.run_dir else None
-        gloo = self._gloo
         self._engine = Engine(
             own,
-            connect=lambda: GlooTransport(PrefixStore("peers/", store), own.group_rank, own.group_size, timeout),
-            cut_host=lambda: cut_pairs(gloo),
+            connect=lambda lane: SocketTransport(listeners[lane], lane, own, timeout),
+            cut_host=self.cut_host,
             board=FaultBoard(store, own),
-            counters=Counters(log, own.global_ranks[own.group_rank], group),
-            group=group,
+            counters=Counters(log, own.own.global_rank, group),
             log=log,
         )
         if log is not None and own.group_rank == 0:
-            place = {"rank": own.global_ranks[0], "node": own.nodes[0]}
-            log.write("group_formed", **place, group=group, members=list(own.global_ranks), nodes=list(own.nodes))
+            _note_group(log, own, group)
         atexit.register(_close_at_exit, weakref.ref(self._engine))
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
@@ -91,6 +98,8 @@ class RingweaveProcessGroup(HostedProcessGroup):
     def shutdown(self) -> None:
         """What `destroy_process_group` calls."""
         self._engine.close()
+        for listener in self._listeners:
+            listener.close()
 
     def abort(self) -> None:
         """Break what is in flight."""
@@ -118,9 +127,17 @@ def create_group(options: Any, _backend_options: object) -> RingweaveProcessGrou
     """
     environment = WorkerEnvironment.from_environ(os.environ)
     global_ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-    node = members.own_node(environment, os.environ)
-    own = members.meet(options.store, options.group_rank, global_ranks, node, options.timeout)
-    return RingweaveProcessGroup(options.store, own, str(options.group_id), options.timeout, environment)
+    place = members.own_place(environment, os.environ)
+    listeners = listen(place.address, NUM_LANES)
+    ports = [listener.getsockname()[1] for listener in listeners]
+    own = members.meet(options.store, options.group_rank, global_ranks, place, ports, options.timeout)
+    return RingweaveProcessGroup(options.store, own, listeners, str(options.group_id), options.timeout, environment)
+
+
+def _note_group(log: EventLog, own: members.Members, group: str) -> None:
+    ranks = [member.global_rank for member in own.ranks]
+    nodes = [member.place.node for member in own.ranks]
+    log.write("group_formed", rank=ranks[0], node=nodes[0], group=group, members=ranks, nodes=nodes)
 
 
 def _options(opts: Any, timeout: timedelta | None) -> AllreduceOptions:

@@ -20,7 +20,7 @@ class Counters:
     ) -> None:
         self._log = log
         self._rank = rank
-        self._group = group
+        self.group = group
         self._clock = clock
         self._lock = threading.Lock()
         self._by_schedule: dict[str, dict[str, int]] = {}
@@ -48,4 +48,4 @@ class Counters:
         self._next_flush_s = self._clock() + _INTERVAL_S
         if self._log is not None and self._unwritten:
             self._unwritten = False
-            self._log.write("collectives", rank=self._rank, group=self._group, by_schedule=self.snapshot())
+            self._log.write("collectives", rank=self._rank, group=self.group, by_schedule=self.snapshot())

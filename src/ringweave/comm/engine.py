@@ -1,8 +1,6 @@
-"""Runs the collectives of one group by schedules, in threads of its own, several at a time."""
+"""Runs the collectives of one group by schedules, several at a time."""
 
 import itertools
-import queue
-import threading
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -17,19 +15,19 @@ from ringweave.comm.choosing import Choice
 from ringweave.comm.counters import Counters
 from ringweave.comm.executor import run_program
 from ringweave.comm.faults import FaultBoard, Report
+from ringweave.comm.lanes import Job, Lane
 from ringweave.comm.members import Members
 from ringweave.comm.programs import Pipelining, Program, compile_program
 from ringweave.comm.reductions import Reduction
-from ringweave.comm.transport import TransferFailedError, Transport
+from ringweave.comm.transport import MismatchError, TransferFailedError, Transport
 from ringweave.comm.works import PendingWork
 from ringweave.errors import CommunicationError, DisagreementError
 from ringweave.telemetry.events import EventLog
 
-NUM_THREADS = 2
+NUM_LANES = 2
 """Collectives of one group that may be on the wire at once."""
 
-_TAG_BITS = 31
-_SIGNATURE_BITS = 12
+_SIGNATURE_BITS = 32
 _CLOSING_S = 2.0
 
 
@@ -39,50 +37,37 @@ class _Plan:
 
     program: Program
     signature: int
-    """Goes into the tag, so that messages of ranks that run different things never meet."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """A collective that waits for a thread."""
-
-    run: Callable[[], None]
-    doing: str
-    work: PendingWork
+    """Goes into the tag, so that ranks that run different things find out at the first message."""
 
 
 class Engine:
     """The scheduled collectives of one group on one rank.
 
-    Jobs start in the order of submission, which is the same on all ranks as for every torch.distributed collective;
-    the oldest one that is not finished is therefore being run by everybody.
+    Collectives are numbered in the order of the calls, which is the same on all ranks, as torch.distributed asks for.
+    The oldest one that is not finished is being run by everybody, so there is always progress.
     """
 
     def __init__(
         self,
         members: Members,
-        connect: Callable[[], Transport],
+        connect: Callable[[int], Transport],
         cut_host: Callable[[], None],
         board: FaultBoard,
         counters: Counters,
-        group: str,
         log: EventLog | None = None,
     ) -> None:
+        """`connect` makes the transport of a lane; `cut_host` breaks what is in flight in the host library."""
         self.counters = counters
         self._members = members
         self._connect = connect
         self._cut_host = cut_host
         self._board = board
-        self._group = group
         self._log = log
-        self._lock = threading.Lock()
-        self._transport: Transport | None = None
+        self._lanes: list[Lane] = []
         self._parts: dict[str, tuple[schedules.Schedule, tuple[schedules.Transfer, ...]]] = {}
         self._plans: dict[tuple[Choice, int, torch.dtype, str], Future[_Plan]] = {}
-        self._sequences = itertools.count(1)
+        self._numbers = itertools.count(1)
         self._broken: CommunicationError | None = None
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
 
     def allreduce(self, tensor: Tensor, reduction: Reduction, choice: Choice, timeout_s: float) -> PendingWork:
         """Reduce `tensor` over the group, in place, by the chosen schedule.
@@ -93,74 +78,33 @@ class Engine:
             choice: Schedule and segments, the same on all ranks.
             timeout_s: Bound on the whole collective, from when it starts to run.
         """
-        sequence = next(self._sequences)
-        doing = f"allreduce #{sequence} ({reduction.name}, {tensor.numel()} x {tensor.dtype}, {choice.schedule})"
+        number = next(self._numbers)
+        doing = f"allreduce #{number} ({reduction.name}, {tensor.numel()} x {tensor.dtype}, {choice.schedule})"
         key = (choice, tensor.numel(), tensor.dtype, reduction.name)
         first_use = key not in self._plans
         promised = self._plans.setdefault(key, Future())
 
-        def run() -> None:
+        def run(lane: Lane) -> None:
             message = tensor.detach().contiguous().view(-1)
             if first_use:
-                promised.set_result(self._make_plan(message, reduction, choice, sequence, timeout_s))
+                promised.set_result(self._make_plan(lane, message, reduction, choice, number, timeout_s))
             plan = promised.result(timeout_s)
-            tag = _tag(sequence, plan.signature)
+            transport = lane.transport()
+            transport.connect(plan.program.peers)
             reduction.prepare(message)
-            run_program(plan.program, message, reduction.combine, self._connected(), tag=tag, timeout_s=timeout_s)
+            tag = _tag(number, plan.signature)
+            run_program(plan.program, message, reduction.combine, transport, lane.scratch, tag=tag, timeout_s=timeout_s)
             reduction.finish(message, self._members.group_size)
             self.counters.count(choice.schedule, message.nbytes, plan.program.num_sends)
             if message.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(message.view(tensor.shape))
 
-        return self._submit(run, doing, PendingWork([tensor]))
-
-    def close(self) -> None:
-        """Finish what was submitted as far as it can, then drop the connections; safe to call twice."""
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            thread.join(_CLOSING_S)
-        self._threads.clear()
-        if self._transport is not None:
-            self._transport.close()
-        self.counters.flush()
-
-    def abort(self) -> None:
-        """Drop the connections at once; what is in flight fails."""
-        self._broken = self._broken or CommunicationError(f"process group {self._group}: aborted.")
-        self._cut()
-
-    def _submit(self, run: Callable[[], None], doing: str, work: PendingWork) -> PendingWork:
+        job = Job(run, doing, PendingWork([tensor]))
         if self._broken is not None:
-            work.finish(self._again(doing))
-            return work
-        if len(self._threads) < NUM_THREADS:
-            name = f"ringweave-{self._group}-{len(self._threads)}"
-            self._threads.append(threading.Thread(target=self._serve, name=name, daemon=True))
-            self._threads[-1].start()
-        self._jobs.put(_Job(run, doing, work))
-        return work
-
-    def _serve(self) -> None:
-        with torch.inference_mode():
-            while (job := self._jobs.get()) is not None:
-                job.work.finish(self._error_of(job))
-
-    def _error_of(self, job: _Job) -> BaseException | None:
-        if self._broken is not None:
-            return self._again(job.doing)
-        try:
-            job.run()
-        except TransferFailedError as failure:
-            return self.fail(failure, job.doing)
-        except DisagreementError as disagreement:
-            self._board.report(Report(doing=job.doing, suspect=None, disagreement=str(disagreement)))
-            return self._break(disagreement)
-        except CommunicationError as failure:
-            return self._break(failure)
-        except Exception as bug:
-            return bug
-        return None
+            job.work.finish(self._again(doing))
+        else:
+            self._lane(number).submit(job)
+        return job.work
 
     def fail(self, failure: TransferFailedError, doing: str) -> CommunicationError:
         """End this group: tell the others, cut every connection so that nobody waits for us, and name who is to blame.
@@ -175,32 +119,69 @@ class Engine:
         error.__cause__ = failure
         return self._break(error)
 
+    def close(self) -> None:
+        """Finish what was submitted as far as it can, then let go of the connections; safe to call twice."""
+        lanes, self._lanes = self._lanes, []
+        for lane in lanes:
+            lane.close(_CLOSING_S)
+        self.counters.flush()
+
+    def abort(self) -> None:
+        """Cut the connections at once; what is in flight fails, and so does what comes after."""
+        self._broken = self._broken or CommunicationError("process group: aborted. Make a new one.")
+        self._cut()
+
+    def _lane(self, number: int) -> Lane:
+        """Collectives are dealt to the lanes in turn."""
+        if not self._lanes:
+            self._lanes = [self._new_lane(index) for index in range(NUM_LANES)]
+        return self._lanes[number % NUM_LANES]
+
+    def _new_lane(self, index: int) -> Lane:
+        name = f"ringweave-{self.counters.group}-{index}"
+        return Lane(name, lambda: self._connect(index), self._outcome_of)
+
+    def _outcome_of(self, job: Job, lane: Lane) -> BaseException | None:
+        """Run a job; None if it went well."""
+        if self._broken is not None:
+            return self._again(job.doing)
+        try:
+            job.run(lane)
+        except TransferFailedError as failure:
+            return self.fail(failure, job.doing)
+        except MismatchError as mismatch:
+            peer = self._members.name(mismatch.peer)
+            return self._disagree(DisagreementError(f"{job.doing}: {peer} runs something else: {mismatch}"), job)
+        except DisagreementError as disagreement:
+            return self._disagree(disagreement, job)
+        except Exception as bug:
+            return bug
+        return None
+
+    def _disagree(self, error: DisagreementError, job: Job) -> CommunicationError:
+        self._board.report(Report(doing=job.doing, suspect=None, disagreement=str(error)))
+        return self._break(error)
+
     def _cut(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
+        for lane in self._lanes:
+            lane.abort()
         self._cut_host()
 
     def _break(self, error: CommunicationError) -> CommunicationError:
         self._broken = self._broken or error
         self._cut()
         if self._log is not None:
-            own = self._members.group_rank
-            where = {"rank": self._members.global_ranks[own], "node": self._members.nodes[own]}
-            self._log.write("communication_failed", **where, group=self._group, text=str(error))
+            own = self._members.own
+            where = {"rank": own.global_rank, "node": own.place.node}
+            self._log.write("communication_failed", **where, group=self.counters.group, text=str(error))
         return error
 
     def _again(self, doing: str) -> CommunicationError:
         assert self._broken is not None
         return type(self._broken)(f"{doing}: this process group has failed before: {self._broken}")
 
-    def _connected(self) -> Transport:
-        with self._lock:
-            if self._transport is None:
-                self._transport = self._connect()
-            return self._transport
-
     def _make_plan(
-        self, message: Tensor, reduction: Reduction, choice: Choice, sequence: int, timeout_s: float
+        self, lane: Lane, message: Tensor, reduction: Reduction, choice: Choice, number: int, timeout_s: float
     ) -> _Plan:
         """Compile the program for messages like this one, and make sure that the neighbours intend the same."""
         schedule, transfers = self._part_of(choice.schedule)
@@ -215,7 +196,7 @@ class Engine:
             pipelining=", ".join(f"{name} {value}" for name, value in asdict(pipelining).items()),
         )
         if self._members.group_size > 1:
-            agree(intent, self._members, self._connected(), tag=_tag(sequence, 0), timeout_s=timeout_s)
+            agree(intent, self._members, lane.transport(), tag=_tag(number, 0), timeout_s=timeout_s)
         self._note_agreement(schedule, message.nbytes)
         return _Plan(program, 1 + zlib.crc32(str(intent).encode()) % (2**_SIGNATURE_BITS - 1))
 
@@ -228,11 +209,11 @@ class Engine:
 
     def _note_agreement(self, schedule: schedules.Schedule, num_bytes: int) -> None:
         if self._log is not None and self._members.group_rank == 0:
-            rank = self._members.global_ranks[0]
+            rank = self._members.own.global_rank
             fields = {"schedule": schedule.name, "digest": schedule.digest, "bytes": num_bytes}
-            self._log.write("schedule_agreed", rank=rank, group=self._group, **fields)
+            self._log.write("schedule_agreed", rank=rank, group=self.counters.group, **fields)
 
 
-def _tag(sequence: int, signature: int) -> int:
-    """Of 31 bits: which collective, and what is run in it."""
-    return (sequence << _SIGNATURE_BITS | signature) & (2**_TAG_BITS - 1)
+def _tag(number: int, signature: int) -> int:
+    """Which collective, and what is run in it."""
+    return number << _SIGNATURE_BITS | signature

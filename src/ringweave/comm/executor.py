@@ -2,20 +2,40 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringweave.comm.programs import IN_PLACE, Do, Program
 from ringweave.comm.reductions import Combine
-from ringweave.comm.transport import Handle, Transport
+from ringweave.comm.transport import Transport
+
+_ALIGNMENT_BYTES = 64
 
 
-def run_program(
+class Scratch:
+    """Memory that is kept from run to run: fresh pages cost as much as the additions."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_buffers: int, num_elements: int, dtype: torch.dtype) -> list[Tensor]:
+        """So many buffers of so many elements; they last until the next call."""
+        stride_bytes = -(-num_elements * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        if self._memory.numel() < num_buffers * stride_bytes:
+            self._memory = torch.empty(num_buffers * stride_bytes, dtype=torch.uint8)
+        num_bytes = num_elements * dtype.itemsize
+        starts = range(0, num_buffers * stride_bytes, max(1, stride_bytes))
+        return [self._memory[start : start + num_bytes].view(dtype) for start in starts]
+
+
+def run_program(  # noqa: PLR0913 - everything that a run depends on is passed in
     program: Program,
     message: Tensor,
     combine: Combine,
     transport: Transport,
+    scratch: Scratch,
     *,
     tag: int,
     timeout_s: float,
@@ -28,28 +48,30 @@ def run_program(
         message: One-dimensional, contiguous, of the length the program was compiled for.
         combine: How an arriving piece is combined into the message.
         transport: Where pieces go.
+        scratch: Where pieces land that are to be combined.
         tag: Keeps the messages of collectives that are in flight together apart.
         timeout_s: Bound on the whole run.
         clock: Seconds that only grow.
 
     Raises:
         TransferFailedError: A peer is gone, or time is up while a message to or from it is missing.
+        MismatchError: A peer runs something else.
     """
-    scratch = torch.empty(program.num_buffers * program.buffer_elements, dtype=message.dtype)
-    buffers = scratch.view(program.num_buffers, program.buffer_elements).unbind(0) if program.num_buffers else ()
-    handles: dict[int, Handle] = {}
+    buffers = scratch.take(program.num_buffers, program.buffer_elements, message.dtype)
+    exposed, landings = transport.expose(message), [transport.expose(buffer) for buffer in buffers]
+    handles: dict[int, Any] = {}
     deadline = clock() + timeout_s
     for step in program.instructions:
         do, piece, peer = step.do, step.piece, step.peer
         if do == Do.SEND:
-            handles[piece] = transport.send(message[step.start : step.stop], peer, tag)
+            handles[piece] = transport.send(exposed[step.start : step.stop], peer, tag)
         elif do == Do.POST:
             if step.buffer == IN_PLACE:
-                landing = message[step.start : step.stop]
+                landing = exposed[step.start : step.stop]
             else:
-                landing = buffers[step.buffer][: step.stop - step.start]
+                landing = landings[step.buffer][: step.stop - step.start]
             handles[piece] = transport.receive(landing, peer, tag)
         else:
-            transport.wait(handles.pop(piece), peer, deadline - clock())
+            transport.wait(handles.pop(piece), deadline - clock())
             if do == Do.ARRIVE and step.buffer != IN_PLACE:
                 combine(message[step.start : step.stop], buffers[step.buffer][: step.stop - step.start])

@@ -70,7 +70,7 @@ class FaultBoard:
             reports = self._gather()
         except RuntimeError:
             suspects = [0 if failure.peer is None else failure.peer]
-            return self._blame(suspects, failure, doing, "the store of the run is gone as well")
+            return self._blame(suspects, failure, doing, "the store of the run is gone as well", hung=failure.hung)
         for group_rank, report in sorted(reports.items()):
             if report.disagreement and group_rank != self._members.group_rank:
                 return DisagreementError(f"{report.disagreement} [found by {self._members.name(group_rank)}]")
@@ -79,7 +79,9 @@ class FaultBoard:
         suspects = [] if failure.peer is None else [failure.peer]
         blamed = [r for r in silent if r in accused] or silent or suspects or self._others()
         theirs = reports.get(blamed[0])
-        return self._blame(blamed, failure, doing, f"it failed in {theirs.doing}" if theirs else "")
+        hung = all(r.hung for r in reports.values() if r.suspect in blamed) if accused & set(blamed) else failure.hung
+        more = f"it failed in {theirs.doing}" if theirs else ""
+        return self._blame(blamed, failure, doing, more, hung=hung)
 
     def _others(self) -> list[int]:
         return [r for r in range(self._members.group_size) if r != self._members.group_rank]
@@ -97,8 +99,10 @@ class FaultBoard:
                 return reports
             self._sleep(_POLL_S)
 
-    def _blame(self, blamed: list[int], failure: TransferFailedError, doing: str, more: str) -> PeerError:
-        verb = "does not answer" if failure.hung else "is gone"
+    def _blame(
+        self, blamed: list[int], failure: TransferFailedError, doing: str, more: str, *, hung: bool
+    ) -> PeerError:
+        verb = "does not answer" if hung else "is gone"
         plural = {"does not answer": "do not answer", "is gone": "are gone"}[verb] if len(blamed) > 1 else verb
         addition = f" ({more})" if more else ""
         own = self._members.name(self._members.group_rank)

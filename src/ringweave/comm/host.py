@@ -4,18 +4,68 @@ Registered inside the group under their devices, they serve every call of torch.
 itself. Each method here only hands on to them; what it adds is the name of the rank and node in an error.
 """
 
+import contextlib
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import PrefixStore, Store, Work
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from ringweave.comm.members import Members
 from ringweave.comm.transport import TransferFailedError
-from ringweave.comm.works import NamingWork
 from ringweave.errors import CommunicationError
+
+_ABORT_TAG = 2**31 - 1
+"""A tag that no message carries."""
+
+
+class NamingWork(Work):
+    """A work of the host library whose failure names the rank and node to blame."""
+
+    def __init__(self, work: Work, explain: Callable[[TransferFailedError], CommunicationError]) -> None:
+        super().__init__()
+        self._work = work
+        self._explain = explain
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the tensors hold the result.
+
+        Raises:
+            PeerError: The host library gave up.
+        """
+        try:
+            return self._work.wait() if timeout is None else self._work.wait(timeout)
+        except RuntimeError as cause:
+            raise self._explain(_failure_of(cause)) from cause
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return or raise at once."""
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        """Whether it has finished without an error."""
+        return self._work.is_success()
+
+    def exception(self) -> BaseException | None:
+        """What went wrong, once finished."""
+        return self._work.exception()
+
+    def result(self) -> list[Tensor]:
+        """The tensors, after waiting for them."""
+        self.wait()
+        return self._work.result()
+
+    def synchronize(self) -> None:
+        """The same as `wait`: CPU tensors know no streams."""
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """The host library's own future."""
+        return self._work.get_future()
 
 
 class HostedProcessGroup(dist.ProcessGroup):
@@ -101,3 +151,20 @@ class HostedProcessGroup(dist.ProcessGroup):
         elif torch.cuda.is_available():
             self._register_backend(torch.device("cuda"), kinds.GLOO, gloo)
         return gloo
+
+    def cut_host(self) -> None:
+        """Close the host library's connections: what is in flight fails, here and at the peers.
+
+        Gloo's own abort leaves them open (torch 2.13), and they stay open while any message is pending. But a wait
+        that times out closes the pair that it waits on, so we wait for a message that never comes, from each peer.
+        """
+        for peer in range(self.members.group_size):
+            if peer != self.members.group_rank:
+                with contextlib.suppress(RuntimeError):
+                    self._gloo.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+
+
+def _failure_of(cause: RuntimeError) -> TransferFailedError:
+    """What the host library's error says; it does not say which peer."""
+    text = str(cause).strip().partition("\n")[0] or type(cause).__name__
+    return TransferFailedError(None, text, hung="imed out" in text or "imeout" in text)

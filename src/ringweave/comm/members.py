@@ -1,6 +1,8 @@
 """Who is in a group: each member's global rank and node, so that every error can name both."""
 
+import contextlib
 import json
+import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,26 +15,55 @@ from ringweave import topology
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import PeerError
 
+TOKEN_BYTES = 16
+
+_IP = (socket.AF_INET, socket.AF_INET6)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process is."""
+
+    node: str
+    """Name of its node."""
+    address: str
+    """IP address at which the other ranks reach it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One rank of a group."""
+
+    global_rank: int
+    place: Place
+    ports: tuple[int, ...]
+    """TCP port on which it listens, for each lane."""
+
 
 @dataclass(frozen=True, slots=True)
 class Members:
     """The ranks of a group in the order of their group ranks."""
 
-    global_ranks: tuple[int, ...]
-    """Global rank of each member."""
-    nodes: tuple[str, ...]
-    """Name of each member's node."""
+    ranks: tuple[Member, ...]
     group_rank: int
     """This process's own place."""
+    token: bytes
+    """What a caller has to know to be let in: made by the first rank for this group alone."""
 
     @property
     def group_size(self) -> int:
         """Number of members."""
-        return len(self.global_ranks)
+        return len(self.ranks)
+
+    @property
+    def own(self) -> Member:
+        """This process."""
+        return self.ranks[self.group_rank]
 
     def name(self, group_rank: int) -> str:
         """`rank 3 (node b0)`."""
-        return f"rank {self.global_ranks[group_rank]} (node {self.nodes[group_rank]})"
+        member = self.ranks[group_rank]
+        return f"rank {member.global_rank} (node {member.place.node})"
 
     def names(self, group_ranks: Sequence[int]) -> str:
         """`rank 3 (node b0) and rank 5 (node b1)`, cut after a few."""
@@ -42,8 +73,8 @@ class Members:
         return " and ".join(shown)
 
 
-def own_node(environment: WorkerEnvironment, environ: Mapping[str, str]) -> str:
-    """Name of the node that this process is on.
+def own_place(environment: WorkerEnvironment, environ: Mapping[str, str]) -> Place:
+    """The node that this process is on, and its address.
 
     With a cluster file it is found there: by `RINGWEAVE_NODE`, else the host name, else an interface address. Without
     one, `RINGWEAVE_NODE` or the host name are taken as they are.
@@ -54,23 +85,26 @@ def own_node(environment: WorkerEnvironment, environ: Mapping[str, str]) -> str:
     """
     host_name = socket.gethostname()
     if environment.cluster_path is None:
-        return environment.node or host_name
+        return Place(environment.node or host_name, _address(environ))
     cluster = topology.load(environment.cluster_path)
     addresses = [a.address for found in psutil.net_if_addrs().values() for a in found if a.family in _IP]
     node = topology.place_rank(cluster, node_name=environment.node, host_name=host_name, addresses=addresses)
     if environ.get("LOCAL_RANK", "").isdecimal():
         topology.device_of(node, int(environ["LOCAL_RANK"]))
-    return node.name
+    return Place(node.name, node.address if node.address in addresses else _address(environ))
 
 
-def meet(store: Store, group_rank: int, global_ranks: tuple[int, ...], node: str, timeout: timedelta) -> Members:
-    """Tell the group where this process is, and learn where the others are.
+def meet(
+    store: Store, group_rank: int, global_ranks: Sequence[int], place: Place, ports: Sequence[int], timeout: timedelta
+) -> Members:
+    """Tell the group where this process is and listens, and learn the same of the others.
 
     Raises:
         PeerError: Some members did not come within `timeout`; the text names their ranks.
     """
     keys = [f"member/{rank}" for rank in range(len(global_ranks))]
-    store.set(keys[group_rank], json.dumps(node))
+    entry = {"node": place.node, "address": place.address, "ports": list(ports)}
+    store.set(keys[group_rank], json.dumps({**entry, "token": secrets.token_hex(TOKEN_BYTES)}))
     try:
         store.wait(keys, timeout)
     except RuntimeError as cause:
@@ -80,8 +114,20 @@ def meet(store: Store, group_rank: int, global_ranks: tuple[int, ...], node: str
             f"expected all of {len(global_ranks)} ranks. Look into the log of that rank. "
             f"[rank {global_ranks[group_rank]}]"
         ) from cause
-    nodes = tuple(json.loads(value) for value in store.multi_get(keys))
-    return Members(global_ranks, nodes, group_rank)
+    entries = [json.loads(value) for value in store.multi_get(keys)]
+    ranks = tuple(
+        Member(rank, Place(entry["node"], entry["address"]), tuple(entry["ports"]))
+        for rank, entry in zip(global_ranks, entries, strict=True)
+    )
+    return Members(ranks, group_rank, bytes.fromhex(entries[0]["token"]))
 
 
-_IP = (socket.AF_INET, socket.AF_INET6)
+def _address(environ: Mapping[str, str]) -> str:
+    """The address that packets to the master leave from, so that every other worker reaches it too."""
+    master = environ.get("MASTER_ADDR") or socket.gethostname()
+    with contextlib.suppress(OSError):
+        family, kind, _, _, peer = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(peer)  # a datagram socket: nothing is sent
+            return probe.getsockname()[0]
+    return "127.0.0.1"

@@ -56,6 +56,8 @@ class Program:
     buffer_elements: int
     num_sends: int
     """Messages that this rank puts on the wire."""
+    peers: frozenset[int]
+    """Group ranks that it exchanges messages with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +107,8 @@ def compile_program(
     emitter.run()
     sends = sum(piece.transfer.sends for piece in pieces)
     largest = max((p.stop - p.start for p in pieces if not (p.transfer.sends or p.in_place)), default=0)
-    return Program(tuple(emitter.instructions), len(pieces), emitter.num_buffers, largest, sends)
+    peers = frozenset(piece.transfer.peer for piece in pieces)
+    return Program(tuple(emitter.instructions), len(pieces), emitter.num_buffers, largest, sends, peers)
 
 
 def _cut(schedule: Schedule, transfers: Sequence[Transfer], num_elements: int, pipelining: Pipelining) -> list[_Piece]:

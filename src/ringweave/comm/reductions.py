@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
@@ -55,10 +56,15 @@ class Reduction:
 
     def finish(self, message: Tensor, num_ranks: int) -> None:
         """What happens to the sum after the last receive."""
-        if self.averages and (message.is_floating_point() or message.is_complex()):
-            message.div_(num_ranks)
-        elif self.averages:
-            message.div_(num_ranks, rounding_mode="trunc")
+        if not self.averages:
+            return
+        if message.dtype in _SIGNED_TWIN:
+            np.floor_divide(message.numpy(), num_ranks, out=message.numpy())
+        elif message.dtype in _FLOAT8:
+            message.copy_(message.float().div_(num_ranks))
+        else:
+            is_real = message.is_floating_point() or message.is_complex()
+            message.div_(num_ranks, rounding_mode=None if is_real else "trunc")
 
 
 def reduction_for(op: Any, dtype: torch.dtype) -> Reduction:

@@ -1,14 +1,12 @@
 """Asynchronous results: what a collective returns while it is still running."""
 
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from ringweave.comm.transport import TransferFailedError
 from ringweave.errors import CommunicationError
 
 
@@ -75,48 +73,3 @@ class PendingWork(Work):
         if self._error is not None:
             raise self._error
         return self._tensors
-
-
-class NamingWork(Work):
-    """A work of the host library whose failure names the rank and node to blame."""
-
-    def __init__(self, work: Work, explain: Callable[[TransferFailedError], CommunicationError]) -> None:
-        super().__init__()
-        self._work = work
-        self._explain = explain
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the tensors hold the result.
-
-        Raises:
-            PeerError: The host library gave up.
-        """
-        try:
-            return self._work.wait() if timeout is None else self._work.wait(timeout)
-        except RuntimeError as cause:
-            raise self._explain(TransferFailedError.from_gloo(None, cause)) from cause
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return or raise at once."""
-        return self._work.is_completed()
-
-    def is_success(self) -> bool:
-        """Whether it has finished without an error."""
-        return self._work.is_success()
-
-    def exception(self) -> BaseException | None:
-        """What went wrong, once finished."""
-        return self._work.exception()
-
-    def result(self) -> list[Tensor]:
-        """The tensors, after waiting for them."""
-        self.wait()
-        return self._work.result()
-
-    def synchronize(self) -> None:
-        """The same as `wait`: CPU tensors know no streams."""
-        self.wait()
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """The host library's own future."""
-        return self._work.get_future()

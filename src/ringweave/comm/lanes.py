@@ -1,0 +1,75 @@
+"""Lanes: the threads of a group that collectives run in, each with connections and memory of its own."""
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ringweave.comm.executor import Scratch
+from ringweave.comm.transport import Transport
+from ringweave.comm.works import PendingWork
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A collective that waits for its lane."""
+
+    run: Callable[["Lane"], None]
+    doing: str
+    """The collective in words."""
+    work: PendingWork
+
+
+class Lane:
+    """One thread that runs jobs in order, over a transport that no other thread drives.
+
+    Collectives are dealt to lanes by their number, the same on all ranks, so that both ends of every connection see
+    the same collectives in the same order.
+    """
+
+    def __init__(
+        self, name: str, connect: Callable[[], Transport], outcome_of: Callable[[Job, "Lane"], BaseException | None]
+    ) -> None:
+        self.scratch = Scratch()
+        self._connect = connect
+        self._outcome_of = outcome_of
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._transport: Transport | None = None
+        self._cut = False
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Run the job after those submitted before."""
+        self._jobs.put(job)
+
+    def transport(self) -> Transport:
+        """This lane's connections; called in its thread."""
+        if self._transport is None:
+            self._transport = self._connect()
+            if self._cut:
+                self._transport.abort()
+        return self._transport
+
+    def abort(self) -> None:
+        """Cut the connections, from any thread."""
+        self._cut = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    def close(self, timeout_s: float) -> None:
+        """Finish what was submitted, if that takes no longer than `timeout_s`, and let go of the connections."""
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self.abort()
+            self._thread.join(timeout_s)
+        if self._transport is not None:
+            self._transport.close()
+
+    def _serve(self) -> None:
+        with torch.inference_mode():
+            while (job := self._jobs.get()) is not None:
+                job.work.finish(self._outcome_of(job, self))

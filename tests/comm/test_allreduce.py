@@ -1,0 +1,66 @@
+"""The backend's allreduce against torch in one process, in real processes."""
+
+import pytest
+
+from ringweave.comm.choosing import MIN_SCHEDULED_BYTES, choose
+from ringweave.testing.ranks import run_ranks
+from tests.comm import rank_functions
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+@pytest.mark.parametrize(("num_ranks", "num_elements"), [(3, 40_009), (4, 10)])
+def test_every_operation_and_dtype_is_exact(num_ranks: int, num_elements: int) -> None:
+    checked = run_ranks(rank_functions.check_every_op_and_dtype, num_ranks, num_elements)
+    assert len(checked[0]) > 70
+    assert len({tuple(pairs) for pairs in checked}) == 1
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_results_have_the_same_bits_on_all_ranks_and_from_run_to_run(num_ranks: int) -> None:
+    run_ranks(rank_functions.check_bits_equal_and_repeatable, num_ranks, 1_000_003)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_any_shape_and_stride(num_ranks: int) -> None:
+    run_ranks(rank_functions.check_shapes, num_ranks)
+
+
+def test_many_buckets_in_flight() -> None:
+    run_ranks(rank_functions.check_many_in_flight, 3)
+
+
+def test_overlapping_groups() -> None:
+    run_ranks(rank_functions.check_groups, 4)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_ring_really_sends_its_messages_peer_to_peer(num_ranks: int) -> None:
+    num_elements = 3_000_000
+    segments = choose(4 * num_elements, num_ranks, forced=None, host_can=True).num_segments
+    for sent, counters in run_ranks(rank_functions.count_messages, num_ranks, num_elements, "ring"):
+        assert sent == 2 * (num_ranks - 1) * segments
+        assert counters["sent_in_this_one"]["messages"] == sent
+        assert counters["ring"] == {"collectives": 2, "bytes": 2 * 4 * num_elements, "messages": 2 * sent}
+        assert "host" not in counters
+
+
+def test_small_messages_go_to_the_host_library() -> None:
+    num_elements = MIN_SCHEDULED_BYTES // 4 - 1
+    for sent, counters in run_ranks(rank_functions.count_messages, 2, num_elements, "ring"):
+        assert sent == 0
+        assert counters["host"]["collectives"] == 2
+        assert "ring" not in counters
+
+
+def test_forced_host_sends_nothing_itself() -> None:
+    environ = {"RINGWEAVE_SCHEDULE": "host"}
+    for sent, counters in run_ranks(rank_functions.count_messages, 2, 1_000_000, "ring", environ=environ):
+        assert sent == 0
+        assert counters["host"]["collectives"] == 2
+
+
+def test_an_operation_that_a_dtype_lacks_is_refused_and_the_group_goes_on() -> None:
+    for text in run_ranks(rank_functions.refuse_and_go_on, 2):
+        assert "reduce operation band: 'torch.float32', expected a dtype for which torch computes it" in text
+        assert "Convert the tensor" in text

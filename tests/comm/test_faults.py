@@ -1,0 +1,79 @@
+"""Dead, silent and disagreeing peers: errors that name rank and node within the time-out, never a hang."""
+
+import signal
+
+import pytest
+
+from ringweave.testing.ranks import Outcome, Ranks
+from tests.comm import rank_functions
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+NODES = ["a0", "a0", "b0", "b1"]
+
+
+def last_line(outcome: Outcome) -> str:
+    return outcome.error.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("num_elements", [2_000_000, 10], ids=["ring", "host"])
+def test_a_killed_peer_is_named_by_all_survivors(num_elements: int) -> None:
+    with Ranks(rank_functions.reduce_until_failure, 4, num_elements, timeout_s=20, nodes=NODES) as ranks:
+        ranks.wait_for(*(f"reducing/{rank}" for rank in range(4)))
+        ranks.signal(2, signal.SIGKILL)
+        for outcome in ranks.outcomes([0, 1, 3], timeout_s=10):  # far less than the time-out of 20 s
+            assert "PeerError" in last_line(outcome)
+            assert "rank 2 (node b0) is gone, expected every rank of the group to take part" in last_line(outcome)
+            assert "Look into the log of that rank first" in last_line(outcome)
+        assert ranks.outcomes([2])[0].exit_code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("num_elements", [2_000_000, 10], ids=["ring", "host"])
+def test_a_stopped_peer_is_named_within_the_time_out(num_elements: int) -> None:
+    with Ranks(rank_functions.reduce_until_failure, 4, num_elements, timeout_s=2, nodes=NODES) as ranks:
+        ranks.wait_for(*(f"reducing/{rank}" for rank in range(4)))
+        ranks.signal(3, signal.SIGSTOP)
+        for outcome in ranks.outcomes([0, 1, 2], timeout_s=20):
+            assert "rank 3 (node b1) does not answer, expected every rank of the group" in last_line(outcome)
+
+
+def test_another_size_is_a_disagreement_that_names_both_ranks() -> None:
+    with Ranks(rank_functions.reduce_different_sizes, 3, False, timeout_s=20, nodes=NODES[:3]) as ranks:
+        for outcome in ranks.outcomes(timeout_s=15):
+            text = last_line(outcome)
+            assert "DisagreementError" in text
+            assert "100000 x torch.float32 by ring" in text
+            assert "200000 x torch.float32 by ring" in text
+            assert "rank 1 (node a0)" in text
+            assert "call the same collectives in the same order with the same sizes" in text
+
+
+def test_another_size_of_known_programs_is_found_by_the_time_out() -> None:
+    with Ranks(rank_functions.reduce_different_sizes, 3, True, timeout_s=2, nodes=NODES[:3]) as ranks:
+        outcomes = ranks.outcomes(timeout_s=20)
+        assert all("PeerError" in last_line(outcome) for outcome in outcomes)
+        for rank in (0, 2):  # they see that rank 1 was in something else
+            assert "rank 1 (node a0) does not answer (it failed in allreduce #3 (sum, 100000" in last_line(outcomes[rank])
+
+
+def test_an_absent_rank_is_named_within_the_time_out() -> None:
+    with Ranks(rank_functions.reduce_without_rank_1, 3, timeout_s=1, nodes=NODES[:3]) as ranks:
+        for outcome in ranks.outcomes([0, 2], timeout_s=20):
+            assert "rank 1 (node a0) does not answer" in last_line(outcome)
+
+
+def test_after_a_failure_the_group_refuses_at_once_and_says_why() -> None:
+    with Ranks(rank_functions.leave_and_reduce_twice, 3, timeout_s=20, nodes=NODES[:3]) as ranks:
+        for outcome in ranks.outcomes([0, 2], timeout_s=15):
+            first, second = outcome.value
+            assert "PeerError: allreduce #2" in first
+            assert "rank 1 (node a0) is gone" in first
+            assert "allreduce #3" in second
+            assert "this process group has failed before: allreduce #2" in second
+
+
+@pytest.mark.parametrize("during", ["backward", "barrier"])
+def test_a_death_in_training_is_named(during: str) -> None:
+    with Ranks(rank_functions.die_in_training, 3, during, timeout_s=20, nodes=NODES[:3]) as ranks:
+        for outcome in ranks.outcomes([0, 2], timeout_s=15):
+            assert "rank 1 (node a0) is gone" in outcome.error

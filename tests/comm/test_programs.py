@@ -1,0 +1,185 @@
+"""Programs are safe, end, and give the same sum everywhere, in whatever order ranks and wires take."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.comm.worlds import ViolationError, World, check_exposure
+from tests.schedules import generators
+
+from ringweave import schedules
+from ringweave.comm.programs import Do, Instruction, Pipelining, Program, compile_program
+from ringweave.schedules import Schedule
+from ringweave.schedules.ring import ring
+
+PIPELINING = st.builds(Pipelining, num_segments=st.integers(1, 8), lag=st.integers(0, 4), window=st.integers(1, 6))
+PACE = st.sampled_from(["even", "one slow", "wires slow", "ranks slow"])
+RANDOM = st.randoms(use_true_random=False)
+GENERATOR = st.sampled_from(sorted(generators.ALL))
+
+
+def compile_all(schedule: Schedule, num_elements: int, pipelining: Pipelining) -> list[Program]:
+    parts = [schedules.project(schedule, rank) for rank in range(schedule.num_ranks)]
+    return [compile_program(schedule, part, num_elements, pipelining) for part in parts]
+
+
+def summands(expression: Any) -> list[int]:
+    """The ranks in a sum of sums."""
+    return [expression] if isinstance(expression, int) else [r for side in expression for r in summands(side)]
+
+
+def check_sums(memories: Sequence[list[Any]]) -> None:
+    for number, values in enumerate(zip(*memories, strict=True)):
+        if sorted(summands(values[0])) != list(range(len(memories))):
+            raise ViolationError(f"element {number} is {values[0]}")
+        if len(set(values)) > 1:
+            raise ViolationError(f"element {number} was combined in several orders: {set(values)}")
+
+
+@given(GENERATOR, st.integers(1, 5), st.integers(0, 20), PIPELINING, PACE, st.booleans(), RANDOM)
+def test_every_rank_ends_with_the_same_sum(
+    name: str, num_ranks: int, num_elements: int, pipelining: Pipelining, pace: str, eager: bool, random: Random
+) -> None:
+    schedule = generators.ALL[name](num_ranks, random)
+    schedules.verify(schedule)
+    programs = compile_all(schedule, num_elements, pipelining)
+    for program in programs:
+        check_exposure(program, pipelining.window)
+    memories = World(programs, num_elements, random, eager=eager, pace=pace).run()
+    check_sums(memories)
+    again = World(programs, num_elements, Random(0), eager=not eager, pace="even").run()
+    assert again == memories
+
+
+@given(GENERATOR, st.integers(1, 6), st.integers(0, 40), PIPELINING, RANDOM)
+def test_what_a_program_says_of_itself(
+    name: str, num_ranks: int, num_elements: int, pipelining: Pipelining, random: Random
+) -> None:
+    schedule = generators.ALL[name](num_ranks, random)
+    programs = compile_all(schedule, num_elements, pipelining)
+    sent = 0
+    for program in programs:
+        by_do = {do: [i for i in program.instructions if i.do == do] for do in Do}
+        assert program.num_sends == len(by_do[Do.SEND]) == len(by_do[Do.LEAVE])
+        assert len(by_do[Do.POST]) == len(by_do[Do.ARRIVE]) == program.num_pieces - program.num_sends
+        assert {i.piece for i in program.instructions} == set(range(program.num_pieces))
+        scratch = [i for i in by_do[Do.POST] if i.buffer >= 0]
+        assert program.buffer_elements == max((i.stop - i.start for i in scratch), default=0)
+        assert {i.buffer for i in scratch} == set(range(program.num_buffers))
+        assert program.num_buffers <= pipelining.window
+        assert all(i.start < i.stop for i in program.instructions)
+        sent += sum(i.stop - i.start for i in by_do[Do.SEND])
+    assert sent == sum(elements_of(schedule, num_elements, pipelining.num_segments))
+
+
+def elements_of(schedule: Schedule, num_elements: int, num_segments: int):
+    """How many elements each operation moves, over all segments."""
+    cuts = [num_elements * s // num_segments for s in range(num_segments + 1)]
+    for begin, end in itertools.pairwise(cuts):
+        borders = schedule.offsets(end - begin)
+        for round_ in schedule.rounds:
+            yield from (borders[first + count] - borders[first] for _, _, first, count, _ in round_.rows())
+
+
+def test_segments_without_lag_are_on_the_wire_together() -> None:
+    (program, *_) = compile_all(ring(4), 64, Pipelining(num_segments=4, lag=0, window=6))
+    first_wait = next(n for n, i in enumerate(program.instructions) if i.do in (Do.ARRIVE, Do.LEAVE))
+    before = [i.do for i in program.instructions[:first_wait]]
+    assert before.count(Do.SEND) == 4
+    assert before.count(Do.POST) == 6
+
+
+def test_one_rank_or_no_elements_is_nothing_to_do() -> None:
+    for schedule, num_elements in ((ring(1), 7), (ring(3), 0)):
+        for program in compile_all(schedule, num_elements, Pipelining()):
+            assert program.instructions == ()
+            assert (program.num_pieces, program.num_sends, program.num_buffers, program.buffer_elements) == (0,) * 4
+
+
+@pytest.mark.parametrize("wrong", [{"num_segments": 0}, {"lag": -1}, {"window": 0}])
+def test_pipelining_that_is_none(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"^pipelining: .*, expected num_segments >= 1, lag >= 0, window >= 1$"):
+        Pipelining(**wrong)
+
+
+def without(program: Program, number: int) -> Program:
+    instructions = program.instructions
+    return replace(program, instructions=(*instructions[:number], *instructions[number + 1 :]))
+
+
+def waits_of(programs: Sequence[Program], do: Do) -> list[tuple[int, int]]:
+    return [(r, n) for r, program in enumerate(programs) for n, i in enumerate(program.instructions) if i.do == do]
+
+
+SAMPLES = {name: generators.ALL[name](4, Random(3)) for name in generators.ALL}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("do", [Do.LEAVE, Do.ARRIVE])
+def test_no_wait_of_a_program_can_be_left_out(name: str, do: Do) -> None:
+    pipelining = Pipelining(num_segments=2, window=3)
+    programs = compile_all(SAMPLES[name], 12, pipelining)
+    for rank, number in waits_of(programs, do):
+        with pytest.raises(ViolationError):
+            check_exposure(without(programs[rank], number), pipelining.window)
+
+
+def breaks(programs: Sequence[Program], num_elements: int) -> bool:
+    """Whether some order of events shows that these programs are wrong."""
+    paces = ("wires slow", "ranks slow", "one slow", "even")
+    for seed, pace, eager in itertools.product(range(5), paces, (False, True)):
+        try:
+            check_sums(World(programs, num_elements, Random(seed), eager=eager, pace=pace).run())
+        except ViolationError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_the_world_shows_what_comes_of_not_waiting_for_an_arrival(name: str) -> None:
+    programs = compile_all(SAMPLES[name], 12, Pipelining(window=3))
+    assert not breaks(programs, 12)
+    for rank, number in waits_of(programs, Do.ARRIVE):
+        if programs[rank].instructions[number].buffer >= 0 or is_sent_on(programs[rank], number):
+            broken = [*programs]
+            broken[rank] = without(programs[rank], number)
+            assert breaks(broken, 12), programs[rank].instructions[number]
+
+
+def is_sent_on(program: Program, number: int) -> bool:
+    """Whether what arrives here is sent later by this rank."""
+    here = program.instructions[number]
+    return any(_meet(i, here) for i in program.instructions[number:] if i.do == Do.SEND)
+
+
+def _meet(one: Instruction, other: Instruction) -> bool:
+    return one.start < other.stop and other.start < one.stop
+
+
+def test_the_world_shows_what_comes_of_not_waiting_for_a_departure() -> None:
+    """Rank 1 lends its partial sum to a slow rank 2, and is overwritten by the result, which does not wait for that."""
+    text = "schedule x\ncollective allreduce\nranks 3\nshares 1\nround 0: 2>1:+0\nround 1: 1>0:+0 1>2:=0\n"
+    schedule = schedules.parse(text + "round 2: 0>1:=0 0>2:=0\n")
+    schedules.verify(schedule)
+    programs = compile_all(schedule, 2, Pipelining())
+    assert not breaks(programs, 2)
+    (number,) = (n for n, i in enumerate(programs[1].instructions) if i.do == Do.LEAVE and i.peer == 2)
+    assert breaks([programs[0], without(programs[1], number), programs[2]], 2)
+
+
+def test_the_world_shows_messages_that_do_not_fit_and_ranks_that_wait_for_ever() -> None:
+    whole, short = compile_all(ring(2), 4, Pipelining()), compile_all(ring(2), 6, Pipelining())
+    with pytest.raises(ViolationError, match=r"expects 3 elements, 2 come"):
+        World([whole[0], short[1]], 6, Random(0), eager=False, pace="wires slow").run()
+    idle = replace(whole[1], instructions=())
+    with pytest.raises(ViolationError, match=r"rank 0 waits for ever in .*ARRIVE"):
+        World([whole[0], idle], 4, Random(0), eager=True, pace="even").run()
+    for do in (Do.SEND, Do.POST):
+        number = next(n for n, i in enumerate(whole[0].instructions) if i.do == do)
+        with pytest.raises((ViolationError, KeyError)):
+            check_exposure(without(whole[0], number), 4)
