@@ -198,12 +198,18 @@ def check_exposure(program: Program, window: int) -> None:
             if len(landing) > window:
                 raise ViolationError(f"{len(landing)} receives are posted, the window is {window}")
         elif step.do == Do.ARRIVE:
-            if landing.pop(step.piece).buffer != IN_PLACE:
+            if _begun(landing, step).buffer != IN_PLACE:
                 _expect_apart(step, [*in_place, *sending.values()])
         else:
-            del sending[step.piece]
+            _begun(sending, step)
     if sending or landing:
         raise ViolationError("the program ends before all that it began is through")
+
+
+def _begun(under_way: dict[int, Instruction], step: Instruction) -> Instruction:
+    if step.piece not in under_way:
+        raise ViolationError(f"{step} waits for what was never begun")
+    return under_way.pop(step.piece)
 
 
 def _expect_apart(step: Instruction, others: Sequence[Instruction]) -> None:

@@ -33,7 +33,7 @@ _HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")
 _BACKLOG = 1024
 
 _LOOK_UP_S = 0.2
-"""How often a waiting thread looks whether it was aborted, should no event tell it."""
+"""How often a waiting thread looks for what no event tells it: that it was aborted, that a caller is gone."""
 
 _HELLO_S = 1.0
 """How long a caller may take to say who it is."""
@@ -256,16 +256,30 @@ class SocketTransport:
         left_s = deadline - self._clock()
         if left_s <= 0 or self._closed:
             raise TransferFailedError(peer, "it did not connect", hung=not self._closed)
-        self._listener.settimeout(left_s)
+        self._listener.settimeout(min(left_s, _LOOK_UP_S))
         try:
             sock, _ = self._listener.accept()
+        except TimeoutError:
+            self._probe(peer)
+            return
         except OSError:
-            return  # time is up or we were cut off, which the next round says
+            return  # we were cut off, which the next round says
         caller = self._caller(sock, min(left_s, _HELLO_S))
         if caller is None:
             sock.close()
         else:
             self._adopt(caller, sock)
+
+    def _probe(self, peer: int) -> None:
+        """Raise if the peer that should call us is gone: then nobody listens at its port any more."""
+        waited_for = self._members.ranks[peer]
+        where = (waited_for.place.address, waited_for.ports[self._lane])
+        try:
+            socket.create_connection(where, timeout=_LOOK_UP_S).close()
+        except TimeoutError:
+            return  # silent, but not known to be gone
+        except OSError as cause:
+            raise TransferFailedError(peer, f"it does not listen any more: {cause}", hung=False) from cause
 
     def _caller(self, sock: socket.socket, timeout_s: float) -> int | None:
         """Group rank of the caller, None if it is not one that may call."""
