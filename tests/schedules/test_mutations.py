@@ -46,6 +46,7 @@ def is_harmless(num_ranks: int, was: Place, now: Place) -> bool:
     return now.op.dst == was.op.dst and (station(now.op.src) < num_copied or station(now.op.src) == num_ranks - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", mutants.KINDS)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
 def test_every_mutant_of_a_ring_is_refused_by_a_text_that_points_at_it(num_ranks: int, kind: str) -> None:
@@ -88,6 +89,7 @@ def test_exact_and_random_proofs_agree_with_brute_force(name: str, num_ranks: in
     assert (error_of(listing, exact=False, rng=np.random.default_rng(1)) == "") == verdict.right
 
 
+@pytest.mark.slow
 @given(GENERATOR, st.integers(2, 7), KIND, RANDOM)
 def test_blocks_of_chunks_change_no_verdict(name: str, num_ranks: int, kind: str, random: Random) -> None:
     listing = Listing.of(generators.ALL[name](num_ranks, random))
