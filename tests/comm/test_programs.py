@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.comm.worlds import ViolationError, World, check_exposure
-from tests.schedules import generators
 
 from ringweave import schedules
 from ringweave.comm.programs import Do, Instruction, Pipelining, Program, compile_program
 from ringweave.schedules import Schedule
 from ringweave.schedules.ring import ring
+from tests.comm.worlds import ViolationError, World, check_exposure
+from tests.schedules import generators
 
 PIPELINING = st.builds(Pipelining, num_segments=st.integers(1, 8), lag=st.integers(0, 4), window=st.integers(1, 6))
 PACE = st.sampled_from(["even", "one slow", "wires slow", "ranks slow"])

@@ -1,0 +1,69 @@
+"""The entry point that `import torch` calls: never in the way, and the default only under `ringweave run`."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SHOW = "import torch, torch.distributed as d; b = d.Backend; print('ringweave' in b.backend_list, b.default_device_backend_map)"
+REPLACED = """
+import torch, torch.distributed as d
+d.init_process_group("gloo", store=d.HashStore(), rank=0, world_size=1)
+print(type(d.group.WORLD).__name__, type(d.new_group([0], backend="gloo")).__name__)
+d.destroy_process_group()
+"""
+
+
+def run_python(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RINGWEAVE_")}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=clean | environ, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_importing_torch_registers_the_backend_and_changes_no_default() -> None:
+    done = run_python(SHOW)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("True ")
+    assert "'cpu': 'gloo'" in done.stdout
+    assert "'cuda': 'nccl'" in done.stdout
+
+
+def test_under_ringweave_run_it_is_the_default() -> None:
+    done = run_python(SHOW, RINGWEAVE_RUN_DIR="/nowhere")
+    assert "'cpu': 'ringweave'" in done.stdout
+    assert "'cuda': 'ringweave'" in done.stdout
+
+
+def test_autoload_can_be_switched_off() -> None:
+    assert run_python(SHOW, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout.startswith("False ")
+
+
+def test_a_failing_registration_does_not_break_torch() -> None:
+    broken = (
+        "import ringweave.comm.autoload as a; a._register = lambda e: 1 / 0; a.register(); import torch; print('fine')"
+    )
+    done = run_python(broken)
+    assert done.stdout.strip() == "fine"
+    assert "backend ringweave could not be registered" in done.stderr
+
+
+def test_warnings_as_errors_do_not_break_torch() -> None:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RINGWEAVE_")}
+    command = [sys.executable, "-W", "error", "-c", "import torch; print('fine')"]
+    done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == "fine", done.stderr
+
+
+@pytest.mark.parametrize(("replace", "expected"), [("1", "RingweaveProcessGroup"), ("", "ProcessGroup")])
+def test_a_named_backend_is_replaced_only_when_asked_for(replace: str, expected: str) -> None:
+    done = run_python(REPLACED, RINGWEAVE_REPLACE_BACKEND=replace)
+    assert done.stdout.split() == [expected, expected], done.stderr
+
+
+def test_loading_imports_no_planner_and_no_yaml() -> None:
+    code = "import sys, torch; print([m for m in sys.modules if m.startswith(('ruamel', 'pydantic', 'ringweave.'))])"
+    assert run_python(code).stdout.strip() == "['ringweave.comm', 'ringweave.comm.autoload', 'ringweave.environment']"
