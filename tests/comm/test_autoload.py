@@ -8,7 +8,21 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-SHOW = "import torch, torch.distributed as d; b = d.Backend; print('ringweave' in b.backend_list, b.default_device_backend_map)"
+SHOW = """
+import torch, torch.distributed as d
+print("ringweave" in d.Backend.backend_list, d.Backend.default_device_backend_map)
+"""
+BROKEN = """
+import ringweave.comm.autoload as a
+a._register = lambda e: 1 / 0
+a.register()
+import torch
+print("fine")
+"""
+LOADED = """
+import sys, torch
+print(sorted(m for m in sys.modules if m.startswith(("ruamel", "pydantic", "ringweave."))))
+"""
 REPLACED = """
 import torch, torch.distributed as d
 d.init_process_group("gloo", store=d.HashStore(), rank=0, world_size=1)
@@ -43,10 +57,7 @@ def test_autoload_can_be_switched_off() -> None:
 
 
 def test_a_failing_registration_does_not_break_torch() -> None:
-    broken = (
-        "import ringweave.comm.autoload as a; a._register = lambda e: 1 / 0; a.register(); import torch; print('fine')"
-    )
-    done = run_python(broken)
+    done = run_python(BROKEN)
     assert done.stdout.strip() == "fine"
     assert "backend ringweave could not be registered" in done.stderr
 
@@ -65,5 +76,5 @@ def test_a_named_backend_is_replaced_only_when_asked_for(replace: str, expected:
 
 
 def test_loading_imports_no_planner_and_no_yaml() -> None:
-    code = "import sys, torch; print([m for m in sys.modules if m.startswith(('ruamel', 'pydantic', 'ringweave.'))])"
-    assert run_python(code).stdout.strip() == "['ringweave.comm', 'ringweave.comm.autoload', 'ringweave.environment']"
+    expected = ["ringweave.comm", "ringweave.comm.autoload", "ringweave.environment"]
+    assert run_python(LOADED).stdout.strip() == str(expected)
