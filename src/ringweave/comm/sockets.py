@@ -49,8 +49,13 @@ class Message:
         self.tag = tag
         self.num_bytes = payload.nbytes
         self.header = header
-        self.left: list[memoryview] = [memoryview(header), payload.cast("B")]
+        self.left: list[memoryview] = [memoryview(header), *([payload.cast("B")] if payload.nbytes else [])]
         self.done = False
+
+    @property
+    def header_missing(self) -> bool:
+        """Whether part of the header is still to come."""
+        return len(self.left) > (1 if self.num_bytes else 0)
 
     def advance(self, num_bytes: int) -> None:
         """Note that so many more bytes are through."""
@@ -86,7 +91,7 @@ class _Connection:
         """Receive as much as the kernel has of the messages that are expected."""
         while self.incoming:
             message = self.incoming[0]
-            header_missing = len(message.left) == 2
+            header_was_missing = message.header_missing
             try:
                 received = self.sock.recvmsg_into(message.left)[0]
             except BlockingIOError:
@@ -94,7 +99,7 @@ class _Connection:
             if received == 0:
                 raise ConnectionResetError("connection closed by peer")
             message.advance(received)
-            if header_missing and len(message.left) < 2:
+            if header_was_missing and not message.header_missing:
                 self._check(message)
             if message.done:
                 self.incoming.popleft()

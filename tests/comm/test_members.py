@@ -1,0 +1,71 @@
+"""Who is on which node, in words and from the environment."""
+
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore
+
+from ringweave.comm.members import Member, Members, Place, meet, own_place
+from ringweave.environment import WorkerEnvironment
+from ringweave.errors import PeerError, PlacementError
+
+CLUSTER = """
+name: lab
+nodes:
+  - {name: a0, nic: 1Gbit/s, devices: 2, address: 127.0.0.1}
+  - {name: b0, nic: 1Gbit/s, devices: 1}
+"""
+
+
+@pytest.fixture
+def cluster_path(tmp_path: Path) -> Path:
+    path = tmp_path / "lab.yaml"
+    path.write_text(CLUSTER)
+    return path
+
+
+def test_names() -> None:
+    members = Members(tuple(Member(10 + r, Place(f"n{r}", "127.0.0.1"), ()) for r in range(6)), 2, b"")
+    assert members.name(3) == "rank 13 (node n3)"
+    assert members.names([0, 1]) == "rank 10 (node n0) and rank 11 (node n1)"
+    assert members.names(range(6)).endswith("rank 13 (node n3) and 2 more")
+    assert members.own.global_rank == 12
+
+
+def test_without_a_cluster_the_node_is_what_we_are_told_or_the_host() -> None:
+    environ = {"MASTER_ADDR": "127.0.0.1"}
+    assert own_place(WorkerEnvironment(node="x1"), environ) == Place("x1", "127.0.0.1")
+    assert own_place(WorkerEnvironment(), environ).node == socket.gethostname()
+
+
+def test_in_a_cluster_the_told_node_comes_before_the_address(cluster_path: Path) -> None:
+    environment = WorkerEnvironment(cluster_path=cluster_path, node="b0")
+    assert own_place(environment, {"LOCAL_RANK": "0"}).node == "b0"
+    assert own_place(WorkerEnvironment(cluster_path=cluster_path), {"LOCAL_RANK": "1"}) == Place("a0", "127.0.0.1")
+
+
+def test_a_node_that_the_cluster_lacks_is_an_error_that_names_both(cluster_path: Path) -> None:
+    with pytest.raises(PlacementError, match=r"c7") as caught:
+        own_place(WorkerEnvironment(cluster_path=cluster_path, node="c7"), {})
+    assert "a0" in str(caught.value)
+
+
+def test_a_local_rank_without_a_device_is_an_error(cluster_path: Path) -> None:
+    with pytest.raises(PlacementError, match=r"LOCAL_RANK.*|a0.*2") as caught:
+        own_place(WorkerEnvironment(cluster_path=cluster_path, node="a0"), {"LOCAL_RANK": "2"})
+    assert "a0" in str(caught.value)
+
+
+def test_meeting_tells_who_did_not_come() -> None:
+    place = Place("a0", "127.0.0.1")
+    with pytest.raises(PeerError, match=r"rank 5 did not come within 0\.05 s, expected all of 2 ranks"):
+        meet(HashStore(), 0, (3, 5), place, [1, 2], timedelta(seconds=0.05))
+
+
+def test_meeting_alone() -> None:
+    place = Place("a0", "127.0.0.1")
+    members = meet(HashStore(), 0, (4,), place, [1, 2], timedelta(seconds=1))
+    assert members.ranks == (Member(4, place, (1, 2)),)
+    assert len(members.token) == 16

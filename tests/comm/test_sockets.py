@@ -1,0 +1,173 @@
+"""The transport between two ranks, both in this process: real sockets, threads as ranks."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from datetime import timedelta
+
+import pytest
+import torch
+
+from ringweave.comm.members import Member, Members, Place
+from ringweave.comm.sockets import SocketTransport, listen
+from ringweave.comm.transport import MismatchError, TransferFailedError
+
+TAG = 7 << 32 | 5
+
+
+class Pair:
+    """Two transports of a group of two, and a thread for the second rank."""
+
+    def __init__(self, timeout_s: float = 20.0) -> None:
+        self.listeners = listen("127.0.0.1", 2)
+        ports = [listener.getsockname()[1] for listener in self.listeners]
+        ranks = tuple(Member(rank, Place(f"n{rank}", "127.0.0.1"), (port,)) for rank, port in enumerate(ports))
+        members = [Members(ranks, rank, b"0123456789abcdef") for rank in range(2)]
+        limit = timedelta(seconds=timeout_s)
+        self.ends = [SocketTransport(self.listeners[r], 0, members[r], limit) for r in range(2)]
+
+    def connect(self) -> None:
+        other = in_thread(lambda: self.ends[1].connect([0]))
+        self.ends[0].connect([1])
+        other.result(10)
+
+    def close(self) -> None:
+        for end in self.ends:
+            end.abort()
+            end.close()
+
+
+def in_thread(function: Callable[[], object]) -> "Future[object]":
+    future: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.close()
+
+
+def pieces(tensor: torch.Tensor) -> object:
+    return SocketTransport.expose(tensor)[:]
+
+
+def test_large_messages_both_ways_at_once(pair: Pair) -> None:
+    pair.connect()
+    sent = [torch.arange(3_000_000, dtype=torch.float32) * (rank + 1) for rank in range(2)]
+    arrived = [torch.zeros(3_000_000) for _ in range(2)]
+
+    def exchange(rank: int) -> None:
+        end, peer = pair.ends[rank], 1 - rank
+        receiving = end.receive(pieces(arrived[rank]), peer, TAG)
+        sending = end.send(pieces(sent[rank]), peer, TAG)
+        end.wait(sending, 20)
+        end.wait(receiving, 20)
+
+    other = in_thread(lambda: exchange(1))
+    exchange(0)
+    other.result(20)
+    assert torch.equal(arrived[0], sent[1])
+    assert torch.equal(arrived[1], sent[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64, torch.int64])
+def test_every_dtype_and_empty_messages(pair: Pair, dtype: torch.dtype) -> None:
+    pair.connect()
+    sent, arrived = torch.ones(1001).to(dtype), torch.zeros(1001).to(dtype)
+    handles = [
+        (pair.ends[1], pair.ends[1].receive(SocketTransport.expose(arrived)[0:0], 0, TAG)),
+        (pair.ends[1], pair.ends[1].receive(SocketTransport.expose(arrived)[1:], 0, TAG)),
+    ]
+    pair.ends[0].send(SocketTransport.expose(sent)[0:0], 1, TAG)
+    pair.ends[0].send(SocketTransport.expose(sent)[1:], 1, TAG)
+    for end, handle in handles:
+        end.wait(handle, 10)
+    assert torch.equal(arrived[1:].view(torch.uint8), sent[1:].view(torch.uint8))
+    assert not arrived[:1].view(torch.uint8).any()
+
+
+@pytest.mark.parametrize(("tag", "size"), [(TAG + (1 << 32), 100), (TAG, 50)], ids=["tag", "size"])
+def test_another_message_than_expected_is_refused(pair: Pair, tag: int, size: int) -> None:
+    pair.connect()
+    pair.ends[0].send(pieces(torch.ones(size)), 1, tag)
+    handle = pair.ends[1].receive(pieces(torch.zeros(100)), 0, TAG)
+    expected = f"a message of {4 * size} bytes in collective #{tag >> 32} came, expected 400 bytes in #7"
+    with pytest.raises(MismatchError, match=expected) as caught:
+        pair.ends[1].wait(handle, 10)
+    assert caught.value.peer == 0
+
+
+def test_a_closed_connection_ends_the_wait_at_once(pair: Pair) -> None:
+    pair.connect()
+    handle = pair.ends[1].receive(pieces(torch.zeros(100)), 0, TAG)
+    pair.ends[0].close()
+    with pytest.raises(TransferFailedError, match="connection closed by peer") as caught:
+        pair.ends[1].wait(handle, 10)
+    assert not caught.value.hung
+
+
+def test_a_silent_peer_is_a_time_out(pair: Pair) -> None:
+    pair.connect()
+    handle = pair.ends[1].receive(pieces(torch.zeros(100)), 0, TAG)
+    with pytest.raises(TransferFailedError, match=r"nothing for 0\.05 s") as caught:
+        pair.ends[1].wait(handle, 0.05)
+    assert caught.value.hung
+    assert caught.value.peer == 0
+
+
+@pytest.mark.parametrize("what", ["receive", "send"])
+def test_abort_ends_a_wait_from_another_thread_and_the_buffer_is_free(pair: Pair, what: str) -> None:
+    pair.connect()
+    tensor = torch.zeros(50_000_000, dtype=torch.uint8)  # more than the kernel takes of a send that nobody reads
+    handle = getattr(pair.ends[1], what)(pieces(tensor), 0, TAG)
+    waiting = in_thread(lambda: pair.ends[1].wait(handle, 60))
+    started = time.monotonic()
+    pair.ends[1].abort()
+    with pytest.raises(TransferFailedError):
+        waiting.result(10)
+    assert time.monotonic() - started < 0.5
+    tensor.fill_(1)
+
+
+def test_a_peer_that_is_gone_before_it_called_is_noticed(pair: Pair) -> None:
+    pair.listeners[0].close()
+    with pytest.raises(TransferFailedError, match="it does not listen any more") as caught:
+        pair.ends[1].connect([0])
+    assert (caught.value.peer, caught.value.hung) == (0, False)
+
+
+def test_a_call_to_a_peer_that_is_gone_is_refused_at_once(pair: Pair) -> None:
+    pair.listeners[1].close()
+    with pytest.raises(TransferFailedError, match=r"no connection to 127\.0\.0\.1 port") as caught:
+        pair.ends[0].connect([1])
+    assert caught.value.peer == 1
+
+
+@pytest.mark.parametrize(
+    "hello", [b"", b"GET / HTTP/1.1\r\n\r\n1234", b"0123456789abcdeX\0\0\0\0", b"0123456789abcdef\x09\0\0\0"]
+)
+def test_strangers_are_hung_up_on(pair: Pair, hello: bytes) -> None:
+    with socket.create_connection(pair.listeners[1].getsockname()) as stranger:
+        stranger.sendall(hello)
+        stranger.shutdown(socket.SHUT_WR)
+        pair.connect()
+        stranger.settimeout(10)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    pair.ends[0].send(pieces(torch.ones(10)), 1, TAG)
+    arrived = torch.zeros(10)
+    pair.ends[1].wait(pair.ends[1].receive(pieces(arrived), 0, TAG), 10)
+    assert arrived.sum() == 10
