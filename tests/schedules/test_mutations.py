@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.schedules import generators, mutants
-from tests.schedules.mutants import Mutant, Place
-from tests.schedules.oracle import Listing, judge
 
 from ringweave import schedules
 from ringweave.errors import ScheduleError
 from ringweave.schedules.ring import ring
+from tests.schedules import generators, mutants
+from tests.schedules.mutants import Mutant, Place
+from tests.schedules.oracle import Listing, judge
 
 KIND = st.sampled_from(sorted(mutants.KINDS))
 GENERATOR = st.sampled_from(sorted(generators.ALL))

@@ -2,10 +2,10 @@ from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.schedules import generators
 
 from ringweave.schedules import How, Transfer, project
 from ringweave.schedules.ring import ring
+from tests.schedules import generators
 
 
 def test_a_rank_of_a_ring() -> None:

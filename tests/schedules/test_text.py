@@ -6,13 +6,13 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.schedules import generators
 
 from ringweave import schedules
 from ringweave.errors import ScheduleError
 from ringweave.schedules import Collective, Round, Schedule, parse, render
 from ringweave.schedules.ring import ring
 from ringweave.schedules.schedule import KINDS
+from tests.schedules import generators
 
 GOLDEN = Path(__file__).parent / "golden"
 NUMBER = st.integers(0, 10**9 - 10)

@@ -5,12 +5,12 @@ from random import Random
 
 import numpy as np
 import pytest
-from tests.schedules import generators
 
 from ringweave import schedules
 from ringweave.errors import ScheduleError
 from ringweave.schedules import Collective, How, Round, Schedule
 from ringweave.schedules.ring import ring
+from tests.schedules import generators
 
 GOLDEN = Path(__file__).parent / "golden"
 
