@@ -66,9 +66,9 @@ class Pipelining:
 
     num_segments: int = 1
     """Segments that run the schedule independently."""
-    lag: int = 1
+    lag: int = 0
     """Rounds by which a segment trails the one before it in the order of waiting."""
-    window: int = 4
+    window: int = 2
     """Receives that are posted and not yet waited for."""
 
     def __post_init__(self) -> None:
