@@ -94,7 +94,7 @@ def write_up(options: argparse.Namespace, model: gpt.GPT, corpus: text.Corpus, l
     """Sets the trained model beside a bigram model, lets it write, and leaves picture, sample and numbers behind."""
     held_out = text.held_out_windows(corpus, num_windows=options.held_out_windows, context=options.context)
     to_beat = bigram.nats_per_byte(bigram.fit(corpus.train), *held_out)
-    sample = gpt.generate(model, b"import ", num_bytes=600, temperature=0.7, seed=options.seed)
+    sample = gpt.generate(model, b"def ", num_bytes=800, temperature=0.7, seed=options.seed)
     numbers = log.summary() | {
         "bigram_nats_per_byte": to_beat,
         "held_out_bytes": held_out[1].numel(),
