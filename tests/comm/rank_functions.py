@@ -295,3 +295,17 @@ def refuse_and_go_on() -> str:
     dist.all_reduce(tensor)
     assert (tensor == dist.get_world_size()).all()
     return text
+
+
+def gather_and_broadcast_objects(num_times: int) -> None:
+    """What torch.distributed.checkpoint does: tensors that a host thread lets go of while this one sends the next."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for number in range(num_times):
+        gathered: list[Any] = [None] * size
+        dist.gather_object({"rank": rank, "number": number}, gathered if rank == 0 else None, dst=0)
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, list(range(size)) if rank == 0 else None, src=0)
+        assert received == [rank]
+        small = torch.ones(3)
+        dist.all_reduce(small)
+        assert small.tolist() == [size] * 3

@@ -30,6 +30,10 @@ def test_the_host_library_does_all_other_collectives() -> None:
     run_ranks(rank_functions.check_other_collectives, 3)
 
 
+def test_the_host_library_never_deadlocks_with_the_interpreter() -> None:
+    run_ranks(rank_functions.gather_and_broadcast_objects, 4, 300)
+
+
 def test_functional_collectives() -> None:
     run_ranks(rank_functions.check_functional, 3)
 

@@ -45,7 +45,6 @@ class RingweaveProcessGroup(HostedProcessGroup):
     ) -> None:
         """`listeners` are where the other members expect this rank's lanes; `group` names the group in events."""
         super().__init__(store, own, timeout)
-        self._timeout = timeout
         self._forced = environment.schedule
         self._listeners = listeners
         self._reductions: dict[tuple[object, torch.dtype], reductions.Reduction] = {}

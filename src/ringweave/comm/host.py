@@ -1,7 +1,7 @@
 """The host library inside a group: Gloo for CPU, NCCL for CUDA tensors, with failures that name who is to blame.
 
 Registered inside the group under their devices, they serve every call of torch.distributed that ringweave does not run
-itself. Each method here only hands on to them; what it adds is the name of the rank and node in an error.
+itself. What is added here is the name of the rank and node in an error.
 """
 
 import contextlib
@@ -18,6 +18,33 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 from ringweave.comm.members import Members
 from ringweave.comm.transport import TransferFailedError
 from ringweave.errors import CommunicationError
+
+_HANDED_ON = (
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+    "send",
+)
+"""Every method of torch's ProcessGroup that starts a collective or a message, in torch 2.12 and 2.13, but allreduce."""
 
 _ABORT_TAG = 2**31 - 1
 """A tag that no message carries."""
@@ -63,6 +90,10 @@ class NamingWork(Work):
         """The same as `wait`: CPU tensors know no streams."""
         self.wait()
 
+    def _source_rank(self) -> int:
+        """Who sent what was received from anybody."""
+        return self._work._source_rank()
+
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """The host library's own future."""
         return self._work.get_future()
@@ -71,14 +102,19 @@ class NamingWork(Work):
 class HostedProcessGroup(dist.ProcessGroup):
     """A process group whose collectives are the host library's, where a subclass does not run them itself. Abstract.
 
-    The methods call their parent by `super()` directly: that is how pybind11 knows that it must not call them again.
+    The collectives go to a plain process group inside, and not by `super()`: torch's trampoline for Python subclasses
+    (2.13) keeps the GIL while it calls the parent, the parent waits for a lock of Gloo's, and the Gloo thread that
+    holds it waits for the GIL to let go of a tensor. See docs/decisions/0004-host-library.md.
     """
 
     def __init__(self, store: Store, members: Members, timeout: timedelta) -> None:
         # torch's stubs lack this constructor, the one that Python subclasses have.
         super().__init__(members.group_rank, members.group_size)  # pyrefly: ignore
         self.members = members
-        self._gloo: Any = self._register_hosts(store, timeout)
+        self._store = store
+        self._timeout = timeout
+        self._plain = dist.ProcessGroup(PrefixStore("plain/", store), members.group_rank, members.group_size)
+        self._gloo: Any = self._register_hosts()
 
     def fail(self, failure: TransferFailedError, doing: str) -> CommunicationError:
         """End the group because of a failed transfer, and return the error that names who is to blame."""
@@ -87,70 +123,6 @@ class HostedProcessGroup(dist.ProcessGroup):
     def named(self, work: Work, doing: str) -> NamingWork:
         """`work`, with an error that says what was being done and who is to blame."""
         return NamingWork(work, lambda failure: self.fail(failure, doing))
-
-    def broadcast(self, *args: Any, **kwargs: Any) -> Work:
-        """See torch.distributed.ProcessGroup."""
-        return self.named(super().broadcast(*args, **kwargs), "broadcast")
-
-    def reduce(self, *args: Any, **kwargs: Any) -> Work:
-        """See torch.distributed.ProcessGroup."""
-        return self.named(super().reduce(*args, **kwargs), "reduce")
-
-    def allgather(self, *args: Any, **kwargs: Any) -> Work:
-        """See torch.distributed.ProcessGroup."""
-        return self.named(super().allgather(*args, **kwargs), "allgather")
-
-    def all_gather_single(self, *args: Any, **kwargs: Any) -> Work:
-        """See torch.distributed.ProcessGroup."""
-        return self.named(super().all_gather_single(*args, **kwargs), "allgather")
-
-    def gather(self, *args: Any, **kwargs: Any) -> Work:
-        """See torch.distributed.ProcessGroup."""
-        return self.named(super().gather(*args, **kwargs), "gather")
-
-    def scatter(self, *args: Any, **kwargs: Any) -> Work:
-        """See torch.distributed.ProcessGroup."""
-        return self.named(super().scatter(*args, **kwargs), "scatter")
-
-    def reduce_scatter(self, *args: Any, **kwargs: Any) -> Work:
-        """See torch.distributed.ProcessGroup."""
-        return self.named(super().reduce_scatter(*args, **kwargs), "reduce-scatter")
-
-    def reduce_scatter_single(self, *args: Any, **kwargs: Any) -> Work:
-        """See torch.distributed.ProcessGroup."""
-        return self.named(super().reduce_scatter_single(*args, **kwargs), "reduce-scatter")
-
-    def all_to_all_single(self, *args: Any, **kwargs: Any) -> Work:
-        """See torch.distributed.ProcessGroup."""
-        return self.named(super().all_to_all_single(*args, **kwargs), "all-to-all")
-
-    def alltoall(self, *args: Any, **kwargs: Any) -> Work:
-        """See torch.distributed.ProcessGroup."""
-        return self.named(super().alltoall(*args, **kwargs), "all-to-all")
-
-    def barrier(self, *args: Any, **kwargs: Any) -> Work:
-        """See torch.distributed.ProcessGroup."""
-        return self.named(super().barrier(*args, **kwargs), "barrier")
-
-    def _register_hosts(self, store: Store, timeout: timedelta) -> ProcessGroupGloo:
-        kinds = dist.ProcessGroup.BackendType
-        place = (self.members.group_rank, self.members.group_size)
-        gloo = ProcessGroupGloo(PrefixStore("host/", store), *place, timeout)
-        gloo._set_sequence_number_for_group()
-        nccl_works = torch.cuda.is_available() and dist.is_nccl_available()
-        self._set_default_backend(kinds.NCCL if nccl_works else kinds.GLOO)
-        self._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
-        if nccl_works:
-            from torch.distributed.distributed_c10d import ProcessGroupNCCL
-
-            options = ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            nccl = ProcessGroupNCCL(PrefixStore("nccl/", store), *place, options)
-            nccl._set_sequence_number_for_group()
-            self._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
-        elif torch.cuda.is_available():
-            self._register_backend(torch.device("cuda"), kinds.GLOO, gloo)
-        return gloo
 
     def cut_host(self) -> None:
         """Close the host library's connections: what is in flight fails, here and at the peers.
@@ -162,6 +134,48 @@ class HostedProcessGroup(dist.ProcessGroup):
             if peer != self.members.group_rank:
                 with contextlib.suppress(RuntimeError):
                     self._gloo.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+
+    def _register_hosts(self) -> ProcessGroupGloo:
+        kinds = dist.ProcessGroup.BackendType
+        place = (self.members.group_rank, self.members.group_size)
+        gloo = ProcessGroupGloo(PrefixStore("host/", self._store), *place, self._timeout)
+        gloo._set_sequence_number_for_group()
+        cuda: Any = gloo
+        cuda_kind = kinds.GLOO
+        if torch.cuda.is_available() and dist.is_nccl_available():
+            cuda, cuda_kind = self._make_nccl(), kinds.NCCL
+        for group in (self, self._plain):
+            group._set_default_backend(cuda_kind)
+            group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+            if torch.cuda.is_available():
+                group._register_backend(torch.device("cuda"), cuda_kind, cuda)
+        return gloo
+
+    def _make_nccl(self) -> Any:
+        from torch.distributed.distributed_c10d import ProcessGroupNCCL
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        place = (self.members.group_rank, self.members.group_size)
+        nccl = ProcessGroupNCCL(PrefixStore("nccl/", self._store), *place, options)
+        nccl._set_sequence_number_for_group()
+        return nccl
+
+
+def _handed_on(name: str) -> Callable[..., Work]:
+    """A method that hands a collective on to the host library, under the name that torch gives it."""
+
+    def collective(self: HostedProcessGroup, *args: Any, **kwargs: Any) -> Work:
+        return self.named(getattr(self._plain, name)(*args, **kwargs), name.strip("_"))
+
+    collective.__name__ = name
+    collective.__doc__ = "See torch.distributed.ProcessGroup."
+    return collective
+
+
+for _name in _HANDED_ON:
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(HostedProcessGroup, _name, _handed_on(_name))
 
 
 def _failure_of(cause: RuntimeError) -> TransferFailedError:
