@@ -67,5 +67,5 @@ def test_no_held_out_byte_is_judged_twice(num_bytes):
 
 
 def test_a_batch_that_ranks_cannot_share_evenly_is_refused():
-    with pytest.raises(ValueError, match=r"batch is 40, expected a multiple of the world size 3\\. Choose --batch 39"):
+    with pytest.raises(ValueError, match=r"batch is 40, expected a multiple of the world size 3\. Choose --batch 39"):
         processes.share_of(40, 0, 3)
