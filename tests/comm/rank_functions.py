@@ -88,6 +88,10 @@ def check_every_op_and_dtype(num_elements: int) -> list[str]:
             else:
                 assert torch.equal(mine.view(torch.uint8), want.view(torch.uint8)), (dtype, op, mine[:8], want[:8])
             checked.append(f"{dtype} {op}")
+    factor = dist._make_nccl_premul_sum(2.0)
+    mine = torch.full((num_elements,), float(dist.get_rank()))
+    dist.group.WORLD.allreduce([mine], factor).wait()
+    assert (mine == 2 * sum(range(dist.get_world_size()))).all()
     return checked
 
 
@@ -147,6 +151,10 @@ def check_many_in_flight() -> None:
     for i, future in enumerate(doubled):
         assert (future.wait() == 2 * i * size).all()
     assert works[3].result()[0] is tensors[3]
+    chained = dist.all_reduce(torch.ones(50_000), async_op=True).get_future().then(lambda f: f.value()[0] * 2).wait()
+    weight = torch.ones(50_000, requires_grad=True)
+    (weight * chained).sum().backward()  # not an inference tensor
+    assert weight.grad is not None
 
 
 def count_messages(num_elements: int, schedule: str) -> tuple[int, dict[str, dict[str, int]]]:
@@ -230,6 +238,16 @@ def check_functional() -> None:
         assert whole.numel() == num * size
     coalesced = functional.all_reduce_coalesced([torch.ones(5), torch.ones(70_000)], "sum", dist.group.WORLD)
     assert all((tensor == size).all() for tensor in coalesced)
+
+
+def fork_and_reduce_until_failure(num_elements: int) -> None:
+    """Like `reduce_until_failure`, with a forked child that outlives its parent, as data loaders have them."""
+    dist.all_reduce(torch.ones(num_elements))
+    dist.all_reduce(torch.ones(num_elements))  # both lanes are connected now
+    if os.fork() == 0:
+        time.sleep(8)
+        os._exit(0)
+    reduce_until_failure(num_elements)
 
 
 def reduce_until_failure(num_elements: int) -> None:

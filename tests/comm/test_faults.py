@@ -28,6 +28,14 @@ def test_a_killed_peer_is_named_by_all_survivors(num_elements: int) -> None:
         assert ranks.outcomes([2])[0].exit_code == -signal.SIGKILL
 
 
+def test_a_child_that_outlives_a_killed_peer_does_not_hide_its_death() -> None:
+    with Ranks(rank_functions.fork_and_reduce_until_failure, 3, 500_000, timeout_s=20, nodes=NODES[:3]) as ranks:
+        ranks.wait_for(*(f"reducing/{rank}" for rank in range(3)))
+        ranks.signal(1, signal.SIGKILL)
+        for outcome in ranks.outcomes([0, 2], timeout_s=6):  # the child sleeps for 8 s
+            assert "rank 1 (node a0) is gone" in last_line(outcome)
+
+
 @pytest.mark.parametrize("num_elements", [2_000_000, 10], ids=["ring", "host"])
 def test_a_stopped_peer_is_named_within_the_time_out(num_elements: int) -> None:
     with Ranks(rank_functions.reduce_until_failure, 4, num_elements, timeout_s=2, nodes=NODES) as ranks:

@@ -40,6 +40,26 @@ def test_without_a_cluster_the_node_is_what_we_are_told_or_the_host() -> None:
     assert own_place(WorkerEnvironment(), environ).node == socket.gethostname()
 
 
+@pytest.mark.parametrize("master", ["127.0.0.1", "localhost", "::1"])
+def test_a_loopback_master_means_that_all_are_here(master: str) -> None:
+    assert own_place(WorkerEnvironment(node="x"), {"MASTER_ADDR": master}).address in ("127.0.0.1", "::1")
+
+
+def test_a_master_that_resolves_to_loopback_by_name_is_not_taken_at_its_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    routes = {"head": "127.0.1.1", "192.0.2.1": "10.1.2.3"}
+    monkeypatch.setattr("ringweave.comm.members._source_address", routes.get)
+    assert own_place(WorkerEnvironment(node="x"), {"MASTER_ADDR": "head"}).address == "10.1.2.3"
+    routes["192.0.2.1"] = None
+    assert own_place(WorkerEnvironment(node="x"), {"MASTER_ADDR": "head"}).address == "127.0.1.1"
+    routes["head"] = "10.7.7.7"
+    assert own_place(WorkerEnvironment(node="x"), {"MASTER_ADDR": "head"}).address == "10.7.7.7"
+
+
+def test_the_interface_that_users_name_for_gloo_is_taken() -> None:
+    environ = {"MASTER_ADDR": "head", "GLOO_SOCKET_IFNAME": "lo"}
+    assert own_place(WorkerEnvironment(node="x"), environ).address == "127.0.0.1"
+
+
 def test_in_a_cluster_the_told_node_comes_before_the_address(cluster_path: Path) -> None:
     environment = WorkerEnvironment(cluster_path=cluster_path, node="b0")
     assert own_place(environment, {"LOCAL_RANK": "0"}).node == "b0"

@@ -5,6 +5,7 @@ CPU tensors, NCCL for CUDA tensors), which is registered inside the group under 
 """
 
 import atexit
+import functools
 import os
 import socket
 import weakref
@@ -29,6 +30,9 @@ from ringweave.schedules import HOST
 from ringweave.telemetry.events import EventLog
 
 NAME = "ringweave"
+
+_EXIT_S = 2.0
+"""How long a process that ends waits for each lane of a group that was not destroyed."""
 
 
 class RingweaveProcessGroup(HostedProcessGroup):
@@ -60,6 +64,7 @@ class RingweaveProcessGroup(HostedProcessGroup):
         if log is not None and own.group_rank == 0:
             _note_group(log, own, group)
         atexit.register(_close_at_exit, weakref.ref(self._engine))
+        os.register_at_fork(after_in_child=functools.partial(_forget_in_child, weakref.ref(self)))
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """What `dist.get_backend` and DDP's log call this group."""
@@ -95,14 +100,20 @@ class RingweaveProcessGroup(HostedProcessGroup):
         return self._engine.fail(failure, doing)
 
     def shutdown(self) -> None:
-        """What `destroy_process_group` calls."""
-        self._engine.close()
+        """What `destroy_process_group` calls: finishes what was started, within the group's time-out."""
+        self._engine.close(self._timeout.total_seconds())
         for listener in self._listeners:
             listener.close()
 
     def abort(self) -> None:
         """Break what is in flight."""
         self._engine.abort()
+
+    def forget(self) -> None:
+        """Close this process's ends of all connections: for a forked child, which would keep its parent's alive."""
+        self._engine.forget()
+        for listener in self._listeners:
+            listener.close()
 
     def collectives_by_schedule(self) -> dict[str, dict[str, int]]:
         """{schedule: {collectives, bytes, messages}} that this rank has taken part in so far."""
@@ -153,4 +164,10 @@ def _options(opts: Any, timeout: timedelta | None) -> AllreduceOptions:
 def _close_at_exit(engine: "weakref.ref[Engine]") -> None:
     alive = engine()
     if alive is not None:
-        alive.close()
+        alive.close(_EXIT_S)
+
+
+def _forget_in_child(group: "weakref.ref[RingweaveProcessGroup]") -> None:
+    alive = group()
+    if alive is not None:
+        alive.forget()

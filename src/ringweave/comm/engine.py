@@ -2,6 +2,7 @@
 
 import itertools
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
@@ -28,7 +29,8 @@ NUM_LANES = 2
 """Collectives of one group that may be on the wire at once."""
 
 _SIGNATURE_BITS = 32
-_CLOSING_S = 2.0
+_MAX_PLANS = 512
+"""Kinds of messages whose programs are kept; the same kinds on all ranks, as they see the same calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class Engine:
         self._log = log
         self._lanes: list[Lane] = []
         self._parts: dict[str, tuple[schedules.Schedule, tuple[schedules.Transfer, ...]]] = {}
-        self._plans: dict[tuple[Choice, int, torch.dtype, str], Future[_Plan]] = {}
+        self._plans: OrderedDict[tuple[Choice, int, torch.dtype, str], Future[_Plan]] = OrderedDict()
         self._numbers = itertools.count(1)
         self._broken: CommunicationError | None = None
 
@@ -83,6 +85,9 @@ class Engine:
         key = (choice, tensor.numel(), tensor.dtype, reduction.name)
         first_use = key not in self._plans
         promised = self._plans.setdefault(key, Future())
+        self._plans.move_to_end(key)
+        if len(self._plans) > _MAX_PLANS:
+            self._plans.popitem(last=False)
 
         def run(lane: Lane) -> None:
             message = tensor.detach().contiguous().view(-1)
@@ -119,12 +124,17 @@ class Engine:
         error.__cause__ = failure
         return self._break(error)
 
-    def close(self) -> None:
-        """Finish what was submitted as far as it can, then let go of the connections; safe to call twice."""
+    def close(self, timeout_s: float) -> None:
+        """Finish what was submitted if that takes no longer, then let go of the connections; safe to call twice."""
         lanes, self._lanes = self._lanes, []
         for lane in lanes:
-            lane.close(_CLOSING_S)
+            lane.close(timeout_s)
         self.counters.flush()
+
+    def forget(self) -> None:
+        """Close this process's ends of the connections only: for a child after a fork."""
+        for lane in self._lanes:
+            lane.forget()
 
     def abort(self) -> None:
         """Cut the connections at once; what is in flight fails, and so does what comes after."""

@@ -59,6 +59,11 @@ class Lane:
         if self._transport is not None:
             self._transport.abort()
 
+    def forget(self) -> None:
+        """Close this process's ends only: for a child after a fork, which must not keep its parent's alive."""
+        if self._transport is not None:
+            self._transport.close()
+
     def close(self, timeout_s: float) -> None:
         """Finish what was submitted, if that takes no longer than `timeout_s`, and let go of the connections."""
         self._jobs.put(None)
@@ -70,6 +75,8 @@ class Lane:
             self._transport.close()
 
     def _serve(self) -> None:
-        with torch.inference_mode():
-            while (job := self._jobs.get()) is not None:
-                job.work.finish(self._outcome_of(job, self))
+        while (job := self._jobs.get()) is not None:
+            with torch.inference_mode():
+                outcome = self._outcome_of(job, self)
+            job.work.finish(outcome)  # whatever is chained on its future runs here, and not in inference mode
+            del job, outcome  # and lets go of the tensors while we wait

@@ -1,6 +1,6 @@
 """Who is in a group: each member's global rank and node, so that every error can name both."""
 
-import contextlib
+import ipaddress
 import json
 import secrets
 import socket
@@ -18,6 +18,9 @@ from ringweave.errors import PeerError
 TOKEN_BYTES = 16
 
 _IP = (socket.AF_INET, socket.AF_INET6)
+
+_SOMEWHERE = "192.0.2.1"
+"""An address that no host has (RFC 5737): only the route to it is looked up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +126,39 @@ def meet(
 
 
 def _address(environ: Mapping[str, str]) -> str:
-    """The address that packets to the master leave from, so that every other worker reaches it too."""
+    """The address at which the other ranks reach this process.
+
+    That of the interface which GLOO_SOCKET_IFNAME names, where users have set it; else the one that packets to the
+    master leave from. Many hosts resolve their own name to a loopback address, which is nobody else's: unless the
+    master is named as loopback, the address towards the default route is taken instead.
+    """
+    interface = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    named = [found.address for found in psutil.net_if_addrs().get(interface, []) if found.family in _IP]
+    if named:
+        return named[0]
     master = environ.get("MASTER_ADDR") or socket.gethostname()
-    with contextlib.suppress(OSError):
-        family, kind, _, _, peer = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
+    address = _source_address(master)
+    if address is not None and not _is_loopback(address):
+        return address
+    if master == "localhost" or _is_loopback(master):
+        return address or "127.0.0.1"
+    outward = _source_address(_SOMEWHERE)
+    return outward or address or "127.0.0.1"
+
+
+def _source_address(destination: str) -> str | None:
+    """The address that packets to `destination` leave from; None if it is unknown or out of reach. Nothing is sent."""
+    try:
+        family, kind, _, _, peer = socket.getaddrinfo(destination, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(peer)  # a datagram socket: nothing is sent
+            probe.connect(peer)
             return probe.getsockname()[0]
-    return "127.0.0.1"
+    except OSError:
+        return None
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
