@@ -3,9 +3,12 @@
 Every function runs inside an initialised process group; what it returns travels back to the test.
 """
 
+import gc
 import hashlib
 import os
+import threading
 import time
+import weakref
 from typing import Any
 
 import torch
@@ -248,6 +251,23 @@ def fork_and_reduce_until_failure(num_elements: int) -> None:
         time.sleep(8)
         os._exit(0)
     reduce_until_failure(num_elements)
+
+
+def destroy_and_look() -> tuple[bool, int]:
+    """(whether the group object is gone, how many of its threads are left) after destroying it; then another one."""
+    group = weakref.ref(dist.group.WORLD)
+    for num in (100, 100_000):
+        dist.all_reduce(torch.ones(num))
+    dist.barrier()
+    gc.disable()  # reference counts alone must do it: at exit it would be too late for Gloo's threads
+    dist.destroy_process_group()
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("ringweave")]
+    gone = group() is None
+    store = dist.TCPStore("127.0.0.1", int(os.environ["RINGWEAVE_TESTING_STORE_PORT"]), is_master=False)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("ringweave", store=dist.PrefixStore("again", store), rank=rank, world_size=size)
+    dist.all_reduce(torch.ones(100_000))
+    return gone, len(left)
 
 
 def reduce_until_failure(num_elements: int) -> None:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -70,8 +71,8 @@ def test_warnings_as_errors_do_not_break_torch() -> None:
 
 
 @pytest.mark.parametrize(("replace", "expected"), [("1", "RingweaveProcessGroup"), ("", "ProcessGroup")])
-def test_a_named_backend_is_replaced_only_when_asked_for(replace: str, expected: str) -> None:
-    done = run_python(REPLACED, RINGWEAVE_REPLACE_BACKEND=replace)
+def test_a_named_backend_is_replaced_only_when_asked_for(tmp_path: Path, replace: str, expected: str) -> None:
+    done = run_python(REPLACED, RINGWEAVE_REPLACE_BACKEND=replace, RINGWEAVE_RUN_DIR=str(tmp_path))
     assert done.stdout.split() == [expected, expected], done.stderr
 
 

@@ -38,6 +38,10 @@ def test_functional_collectives() -> None:
     run_ranks(rank_functions.check_functional, 3)
 
 
+def test_a_destroyed_group_leaves_nothing_and_another_can_follow() -> None:
+    assert run_ranks(rank_functions.destroy_and_look, 2) == [(True, 0), (True, 0)]
+
+
 def test_groups_are_ringweaves_own_and_say_so() -> None:
     for world, name, sub_group in run_ranks(training_functions.names_of_groups, 2):
         assert world == sub_group == "RingweaveProcessGroup"

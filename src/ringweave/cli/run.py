@@ -20,7 +20,7 @@ from ringweave.launch.workers import Program
     "--cluster", "cluster_path", metavar="FILE", help="Cluster file: one worker per device, all on this machine."
 )
 @click.option("--run-dir", metavar="DIR", help="Where logs, events and run.json go. Default: runs/DATE-TIME-SCRIPT.")
-@click.option("--schedule", metavar="NAME", help="Use this schedule for every collective that it can do.")
+@click.option("--schedule", metavar="NAME", help="Use this schedule for allreduces from 64 KiB up.")
 @click.option("--replace-backend", is_flag=True, help='Let a script\'s "gloo" or "nccl" be ringweave too.')
 @click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as with python -m.")
 @click.argument("script")

@@ -33,7 +33,7 @@ def _register(environment: WorkerEnvironment) -> None:
     dist.Backend.register_backend("ringweave", _create, extended_api=True, devices=list(_DEVICES))
     if environment.run_dir is not None:
         dist.Backend.default_device_backend_map.update(dict.fromkeys(_DEVICES, "ringweave"))
-    if environment.replace_backend:
+    if environment.replace_backend and environment.run_dir is not None:
         _replace_named_backends()
 
 

@@ -9,12 +9,13 @@ import functools
 import os
 import socket
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import AllreduceOptions, ReduceOp, Store, Work
+from torch.distributed import AllreduceOptions, PrefixStore, ReduceOp, Store, Work
 
 from ringweave.comm import members, reductions
 from ringweave.comm.choosing import choose
@@ -31,7 +32,7 @@ from ringweave.telemetry.events import EventLog
 
 NAME = "ringweave"
 
-_EXIT_S = 2.0
+_EXIT_S = 0.5
 """How long a process that ends waits for each lane of a group that was not destroyed."""
 
 
@@ -53,10 +54,11 @@ class RingweaveProcessGroup(HostedProcessGroup):
         self._listeners = listeners
         self._reductions: dict[tuple[object, torch.dtype], reductions.Reduction] = {}
         log = EventLog(environment.run_dir / "events.jsonl") if environment.run_dir else None
+        cut_host = weakref.WeakMethod(self.cut_host)  # no circle: the group must end when it is destroyed
         self._engine = Engine(
             own,
             connect=lambda lane: SocketTransport(listeners[lane], lane, own, timeout),
-            cut_host=self.cut_host,
+            cut_host=lambda: _call_if_alive(cut_host),
             board=FaultBoard(store, own),
             counters=Counters(log, own.own.global_rank, group),
             log=log,
@@ -82,18 +84,27 @@ class RingweaveProcessGroup(HostedProcessGroup):
         opts = _options(opts, timeout)
         tensor = tensors[0]
         if len(tensors) != 1 or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            self._engine.counters.count(HOST, tensor.nbytes if tensor.layout == torch.strided else 0, 0)
             host: Any = self._get_backend(tensor.device)
             return self.named(host.allreduce(tensors, opts), f"allreduce on {tensor.device.type}")
         reduction = self._reduction(opts.reduceOp, tensor.dtype)
         limit_s = opts.timeout.total_seconds()
-        timeout_s = limit_s if limit_s > 0 else self._timeout.total_seconds()
-        host_can = tensor.is_contiguous() and reductions.host_supports(reduction, tensor.dtype)
+        timeout_s = (opts.timeout if limit_s > 0 else self._gloo.options._timeout).total_seconds()
+        host_can = reductions.host_supports(reduction, tensor.dtype)
         choice = choose(tensor.nbytes, self.members.group_size, forced=self._forced, host_can=host_can)
         if choice.schedule == HOST:
             self._engine.counters.count(HOST, tensor.nbytes, 0)
             doing = f"allreduce ({reduction.name}, {tensor.numel()} x {tensor.dtype}, {HOST})"
-            return self.named(self._gloo.allreduce(tensors, opts), doing)
+            return self._allreduce_by_host(tensor, opts, doing)
         return self._engine.allreduce(tensor, reduction, choice, timeout_s)
+
+    def _allreduce_by_host(self, tensor: Tensor, opts: AllreduceOptions, doing: str) -> Work:
+        """Gloo takes contiguous tensors only; which rank's is not must not decide who does the work."""
+        if tensor.is_contiguous():
+            return self.named(self._gloo.allreduce([tensor], opts), doing)
+        message = tensor.detach().contiguous()
+        work = self._gloo.allreduce([message], opts)
+        return self.named(work, doing, after=lambda: tensor.detach().copy_(message))
 
     def fail(self, failure: TransferFailedError, doing: str) -> CommunicationError:
         """End the group because of a failed transfer, and return the error that names who is to blame."""
@@ -114,6 +125,10 @@ class RingweaveProcessGroup(HostedProcessGroup):
         self._engine.forget()
         for listener in self._listeners:
             listener.close()
+
+    def count_host(self, num_bytes: int) -> None:
+        """Note a collective that the host library does."""
+        self._engine.counters.count(HOST, num_bytes, 0)
 
     def collectives_by_schedule(self) -> dict[str, dict[str, int]]:
         """{schedule: {collectives, bytes, messages}} that this rank has taken part in so far."""
@@ -140,8 +155,17 @@ def create_group(options: Any, _backend_options: object) -> RingweaveProcessGrou
     place = members.own_place(environment, os.environ)
     listeners = listen(place.address, NUM_LANES)
     ports = [listener.getsockname()[1] for listener in listeners]
-    own = members.meet(options.store, options.group_rank, global_ranks, place, ports, options.timeout)
-    return RingweaveProcessGroup(options.store, own, listeners, str(options.group_id), options.timeout, environment)
+    # torch gives a group that is made again after destroy the same keys: every incarnation has a space of its own.
+    incarnation = options.store.add(f"incarnation/{options.group_rank}", 1)
+    store = PrefixStore(f"{incarnation}/", options.store)
+    own = members.meet(store, options.group_rank, global_ranks, place, ports, options.timeout)
+    return RingweaveProcessGroup(store, own, listeners, str(options.group_id), options.timeout, environment)
+
+
+def _call_if_alive(method: "weakref.WeakMethod[Callable[[], None]]") -> None:
+    alive = method()
+    if alive is not None:
+        alive()
 
 
 def _note_group(log: EventLog, own: members.Members, group: str) -> None:

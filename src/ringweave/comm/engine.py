@@ -180,6 +180,7 @@ class Engine:
     def _break(self, error: CommunicationError) -> CommunicationError:
         self._broken = self._broken or error
         self._cut()
+        self.counters.flush()
         if self._log is not None:
             own = self._members.own
             where = {"rank": own.global_rank, "node": own.place.node}

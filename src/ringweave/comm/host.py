@@ -53,10 +53,16 @@ _ABORT_TAG = 2**31 - 1
 class NamingWork(Work):
     """A work of the host library whose failure names the rank and node to blame."""
 
-    def __init__(self, work: Work, explain: Callable[[TransferFailedError], CommunicationError]) -> None:
+    def __init__(
+        self,
+        work: Work,
+        explain: Callable[[TransferFailedError], CommunicationError],
+        after: Callable[[], object] | None = None,
+    ) -> None:
         super().__init__()
         self._work = work
         self._explain = explain
+        self._future = work.get_future().then(lambda done: (after(), done.value())[1]) if after else None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the tensors hold the result.
@@ -65,7 +71,10 @@ class NamingWork(Work):
             PeerError: The host library gave up.
         """
         try:
-            return self._work.wait() if timeout is None else self._work.wait(timeout)
+            done = self._work.wait() if timeout is None else self._work.wait(timeout)
+            if self._future is not None:
+                self._future.wait()
+            return done
         except RuntimeError as cause:
             raise self._explain(_failure_of(cause)) from cause
 
@@ -96,7 +105,7 @@ class NamingWork(Work):
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """The host library's own future."""
-        return self._work.get_future()
+        return self._future or self._work.get_future()
 
 
 class HostedProcessGroup(dist.ProcessGroup):
@@ -120,9 +129,13 @@ class HostedProcessGroup(dist.ProcessGroup):
         """End the group because of a failed transfer, and return the error that names who is to blame."""
         raise NotImplementedError  # pybind11's metaclass allows no abstract methods
 
-    def named(self, work: Work, doing: str) -> NamingWork:
-        """`work`, with an error that says what was being done and who is to blame."""
-        return NamingWork(work, lambda failure: self.fail(failure, doing))
+    def count_host(self, num_bytes: int) -> None:
+        """Note a collective of so many bytes on this rank that the host library does."""
+        raise NotImplementedError
+
+    def named(self, work: Work, doing: str, after: Callable[[], object] | None = None) -> NamingWork:
+        """`work`, with an error that says what was being done and who is to blame; `after` is done to its result."""
+        return NamingWork(work, lambda failure: self.fail(failure, doing), after)
 
     def cut_host(self) -> None:
         """Close the host library's connections: what is in flight fails, here and at the peers.
@@ -166,6 +179,7 @@ def _handed_on(name: str) -> Callable[..., Work]:
     """A method that hands a collective on to the host library, under the name that torch gives it."""
 
     def collective(self: HostedProcessGroup, *args: Any, **kwargs: Any) -> Work:
+        self.count_host(_num_bytes(args[:1]))
         return self.named(getattr(self._plain, name)(*args, **kwargs), name.strip("_"))
 
     collective.__name__ = name
@@ -176,6 +190,13 @@ def _handed_on(name: str) -> Callable[..., Work]:
 for _name in _HANDED_ON:
     if hasattr(dist.ProcessGroup, _name):
         setattr(HostedProcessGroup, _name, _handed_on(_name))
+
+
+def _num_bytes(value: Any) -> int:
+    """Of all tensors in nested lists."""
+    if isinstance(value, Tensor):
+        return value.nbytes if value.layout == torch.strided else 0
+    return sum(_num_bytes(item) for item in value) if isinstance(value, list | tuple) else 0
 
 
 def _failure_of(cause: RuntimeError) -> TransferFailedError:

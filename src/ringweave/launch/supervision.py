@@ -18,8 +18,9 @@ POLL_S = 0.02
 class Patience:
     """How long to wait before each harder measure."""
 
-    grace_s: float = 0.5
-    """After the first failure: who else dies by itself is no victim of ours, and may be the cause."""
+    grace_s: float = 1.5
+    """After the first failure: who else dies by itself is no victim of ours, and may be the cause. Long enough for the
+    backend's survivors to hear from each other and say whom they blame."""
     term_s: float = 1.5
     """Between SIGTERM after a failure and SIGKILL; nothing good can come of the run any more."""
     interrupt_s: float = 3.0

@@ -72,7 +72,7 @@ NEEDS: Mapping[str, Need] = {
         needed_for='init_process_group("ringweave")',
         is_required=True,
         mend_missing=_REINSTALL,
-        mend_broken="see what fails: python -c 'import torch, ringweave.comm'",
+        mend_broken="see what fails: python -c 'import torch, ringweave.comm.backend'",
     ),
     "gloo": Need(
         needed_for="every collective on CPUs",

@@ -24,6 +24,7 @@ from ringweave.launch.workers import WorkerGroup, WorkerSpec
 LEAVE_S = 0.5
 TERM_S = 0.5
 DRAIN_S = 1.0
+_NOT_OURS = ("TORCHELASTIC_", "TORCH_DEVICE_BACKEND_AUTOLOAD")
 _OURS = (environment.CLUSTER, environment.NODE, environment.RUN_DIR, environment.REPLACE_BACKEND, environment.SCHEDULE)
 
 
@@ -162,6 +163,6 @@ def _signal_name(number: int) -> str:
 
 def _environ(inherited: Mapping[str, str], worker: WorkerSpec) -> dict[str, str]:
     """The worker's variables over ours, without what an outer launcher left; a user's OMP_NUM_THREADS stays."""
-    kept = {k: v for k, v in inherited.items() if k not in _OURS and not k.startswith("TORCHELASTIC_")}
+    kept = {k: v for k, v in inherited.items() if k not in _OURS and not k.startswith(_NOT_OURS)}
     own = {k: v for k, v in worker.environ.items() if not (k == "OMP_NUM_THREADS" and k in kept)}
     return kept | own
