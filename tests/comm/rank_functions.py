@@ -130,6 +130,14 @@ def check_shapes() -> None:
         transposed = matrix.clone().t()
         dist.all_reduce(transposed)
         assert torch.equal(transposed, matrix.t() * size)
+    lone = torch.full((1, 2), float(rank + 1))[:, 0]  # one element: contiguous, whatever its stride says
+    dist.group.WORLD.allreduce([lone], ReduceOp.AVG).wait()
+    assert lone.item() == total / size
+    for num in (20, 300):  # the layout is each rank's own business
+        mixed = torch.ones(num, num)
+        mixed = mixed.t() if rank == 0 else mixed
+        assert (dist.all_reduce(mixed, async_op=True).get_future().wait()[0] == size).all()
+        assert (mixed == size).all()
     parameter = torch.nn.Parameter(torch.ones(200_000))
     dist.all_reduce(parameter.data)
     assert (parameter == size).all()
@@ -265,9 +273,40 @@ def destroy_and_look() -> tuple[bool, int]:
     gone = group() is None
     store = dist.TCPStore("127.0.0.1", int(os.environ["RINGWEAVE_TESTING_STORE_PORT"]), is_master=False)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("ringweave", store=dist.PrefixStore("again", store), rank=rank, world_size=size)
+    dist.init_process_group("ringweave", store=store, rank=rank, world_size=size)
     dist.all_reduce(torch.ones(100_000))
     return gone, len(left)
+
+
+def fail_at_first_use() -> list[str]:
+    """Rank 1 leaves; two collectives of one kind are in flight when their first use fails. Their errors."""
+    if dist.get_rank() == 1:
+        os._exit(3)
+    works = [dist.all_reduce(torch.ones(100_000), async_op=True) for _ in range(2)]
+    errors = []
+    for work in works:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors
+
+
+def fail_alone() -> str:
+    """Rank 1 fails by itself in the middle; what it and the others say."""
+    dist.all_reduce(torch.ones(100_000))
+    if dist.get_rank() == 1:
+        from ringweave.comm import engine
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise MemoryError("no room")
+
+        engine.run_program = fail
+    try:
+        dist.all_reduce(torch.ones(100_000))
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def reduce_until_failure(num_elements: int) -> None:

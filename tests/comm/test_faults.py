@@ -81,6 +81,24 @@ def test_after_a_failure_the_group_refuses_at_once_and_says_why() -> None:
             assert "this process group has failed before: allreduce #2" in second
 
 
+def test_all_that_is_in_flight_fails_with_the_first_use() -> None:
+    with Ranks(rank_functions.fail_at_first_use, 3, timeout_s=20, nodes=NODES[:3]) as ranks:
+        for outcome in ranks.outcomes([0, 2], timeout_s=10):
+            assert len(outcome.value) == 2
+            assert all("rank 1 (node a0) is gone" in text for text in outcome.value)
+
+
+def test_a_rank_that_fails_by_itself_is_named_by_the_others_at_once() -> None:
+    with Ranks(rank_functions.fail_alone, 3, timeout_s=20, nodes=NODES[:3]) as ranks:
+        texts = [outcome.value for outcome in ranks.outcomes(timeout_s=10)]
+    assert "CommunicationError: allreduce #2" in texts[1]
+    assert "rank 1 (node a0) failed: MemoryError: no room" in texts[1]
+    for text in (texts[0], texts[2]):
+        assert "PeerError: allreduce #2" in text
+        assert "rank 1 (node a0) failed in allreduce #2" in text
+        assert "MemoryError: no room" in text
+
+
 @pytest.mark.parametrize("during", ["backward", "barrier"])
 def test_a_death_in_training_is_named(during: str) -> None:
     with Ranks(rank_functions.die_in_training, 3, during, timeout_s=20, nodes=NODES[:3]) as ranks:

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,10 +91,10 @@ class Engine:
             self._plans.popitem(last=False)
 
         def run(lane: Lane) -> None:
-            message = tensor.detach().contiguous().view(-1)
+            message = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
             if first_use:
-                promised.set_result(self._make_plan(lane, message, reduction, choice, number, timeout_s))
-            plan = promised.result(timeout_s)
+                self._keep_promise(promised, lane, message, reduction, choice, number, timeout_s)
+            plan = promised.result()
             transport = lane.transport()
             transport.connect(plan.program.peers)
             reduction.prepare(message)
@@ -126,9 +127,10 @@ class Engine:
 
     def close(self, timeout_s: float) -> None:
         """Finish what was submitted if that takes no longer, then let go of the connections; safe to call twice."""
-        lanes, self._lanes = self._lanes, []
-        for lane in lanes:
+        for lane in self._lanes:
             lane.close(timeout_s)
+        self._lanes = []
+        self._broken = self._broken or CommunicationError("process group: it was destroyed. Make a new one.")
         self.counters.flush()
 
     def forget(self) -> None:
@@ -158,15 +160,23 @@ class Engine:
         try:
             job.run(lane)
         except TransferFailedError as failure:
-            return self.fail(failure, job.doing)
+            return self._again(job.doing) if self._broken else self.fail(failure, job.doing)
         except MismatchError as mismatch:
             peer = self._members.name(mismatch.peer)
             return self._disagree(DisagreementError(f"{job.doing}: {peer} runs something else: {mismatch}"), job)
         except DisagreementError as disagreement:
             return self._disagree(disagreement, job)
-        except Exception as bug:
-            return bug
+        except Exception as failure:
+            return self._again(job.doing) if self._broken else self._give_up(failure, job)
         return None
+
+    def _give_up(self, cause: Exception, job: Job) -> CommunicationError:
+        """Something of this rank's own failed, such as its memory: the others must not wait for it."""
+        own, text = self._members.name(self._members.group_rank), f"{type(cause).__name__}: {cause}"
+        self._board.report(Report(doing=job.doing, suspect=None, failure=text))
+        error = CommunicationError(f"{job.doing}: {own} failed: {text}. Mend what failed there.")
+        error.__cause__ = cause
+        return self._break(error)
 
     def _disagree(self, error: DisagreementError, job: Job) -> CommunicationError:
         self._board.report(Report(doing=job.doing, suspect=None, disagreement=str(error)))
@@ -190,6 +200,14 @@ class Engine:
     def _again(self, doing: str) -> CommunicationError:
         assert self._broken is not None
         return type(self._broken)(f"{doing}: this process group has failed before: {self._broken}")
+
+    def _keep_promise(self, promised: "Future[_Plan]", *what: Any) -> None:
+        """Make the plan that other collectives may be waiting for already; they fail with us if we fail."""
+        try:
+            promised.set_result(self._make_plan(*what))
+        except BaseException as error:
+            promised.set_exception(error)
+            raise
 
     def _make_plan(
         self, lane: Lane, message: Tensor, reduction: Reduction, choice: Choice, number: int, timeout_s: float

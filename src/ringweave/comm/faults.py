@@ -8,7 +8,7 @@ Assumption: the store outlives the fault. Where it does not, its host is to blam
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from torch.distributed import Store
 
@@ -32,6 +32,8 @@ class Report:
     """Group rank that it could not reach, if that was it."""
     hung: bool = False
     """The suspect stayed silent rather than closing its connection."""
+    failure: str = ""
+    """What failed on this rank itself, if that was it."""
     disagreement: str = ""
     """The text of a disagreement, which nobody's death explains."""
 
@@ -53,14 +55,8 @@ class FaultBoard:
 
     def report(self, report: Report) -> None:
         """Tell the others; says nothing if the store is gone, for then nobody can hear."""
-        fields = {
-            "doing": report.doing,
-            "suspect": report.suspect,
-            "hung": report.hung,
-            "disagreement": report.disagreement,
-        }
         try:
-            self._store.set(self._key(self._members.group_rank), json.dumps(fields))
+            self._store.set(self._key(self._members.group_rank), json.dumps(asdict(report)))
         except RuntimeError:
             return
 
@@ -74,6 +70,9 @@ class FaultBoard:
         for group_rank, report in sorted(reports.items()):
             if report.disagreement and group_rank != self._members.group_rank:
                 return DisagreementError(f"{report.disagreement} [found by {self._members.name(group_rank)}]")
+            if report.failure and group_rank != self._members.group_rank:
+                culprit = self._members.name(group_rank)
+                return PeerError(f"{doing}: {culprit} failed in {report.doing}: {report.failure}. Look into its log.")
         silent = [r for r in range(self._members.group_size) if r not in reports]
         accused = {report.suspect for report in reports.values()}
         suspects = [] if failure.peer is None else [failure.peer]

@@ -72,11 +72,11 @@ class NamingWork(Work):
         """
         try:
             done = self._work.wait() if timeout is None else self._work.wait(timeout)
-            if self._future is not None:
-                self._future.wait()
-            return done
         except RuntimeError as cause:
             raise self._explain(_failure_of(cause)) from cause
+        if self._future is not None:
+            self._future.wait()
+        return done
 
     def is_completed(self) -> bool:
         """Whether `wait` would return or raise at once."""
