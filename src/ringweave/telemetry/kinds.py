@@ -66,7 +66,7 @@ KINDS: Mapping[str, Kind] = {
         },
     ),
     "group_formed": Kind(
-        meaning="A rank became a member of a process group.",
+        meaning="A process group was formed; its first rank says so for all.",
         written_by="worker",
         fields={
             "rank": _RANK,
@@ -77,7 +77,7 @@ KINDS: Mapping[str, Kind] = {
         },
     ),
     "schedule_agreed": Kind(
-        meaning="The ranks of a group compared the schedule that they are about to use, and it is the same on all.",
+        meaning="The ranks of a group compared what they are about to run, and it is the same on all; the first rank says so.",
         written_by="worker",
         fields={
             "rank": _RANK,
