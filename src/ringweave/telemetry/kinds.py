@@ -77,7 +77,7 @@ KINDS: Mapping[str, Kind] = {
         },
     ),
     "schedule_agreed": Kind(
-        meaning="The ranks of a group compared what they are about to run, and it is the same on all; the first rank says so.",
+        meaning="The ranks of a group compared what they will run, and it is the same on all; the first says so.",
         written_by="worker",
         fields={
             "rank": _RANK,
