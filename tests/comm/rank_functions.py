@@ -168,6 +168,20 @@ def check_many_in_flight() -> None:
     assert weight.grad is not None
 
 
+def check_collectives_in_callbacks() -> None:
+    """What is chained on one collective waits for another, while more are in flight."""
+    size = dist.get_world_size()
+
+    def again(future: torch.futures.Future) -> torch.Tensor:
+        return dist.all_reduce(future.value()[0], async_op=True).get_future().wait()[0]
+
+    for _ in range(5):
+        first = dist.all_reduce(torch.ones(50_000), async_op=True)
+        second = dist.all_reduce(torch.ones(50_000), async_op=True)
+        assert (first.get_future().then(again).wait() == size * size).all()
+        second.wait()
+
+
 def count_messages(num_elements: int, schedule: str) -> tuple[int, dict[str, dict[str, int]]]:
     """(messages that really went out peer to peer, what the group's own counters say) for one allreduce."""
     dist.all_reduce(torch.ones(num_elements))  # agreement and connections

@@ -30,6 +30,10 @@ def test_many_buckets_in_flight() -> None:
     run_ranks(rank_functions.check_many_in_flight, 3)
 
 
+def test_a_callback_may_wait_for_another_collective() -> None:
+    run_ranks(rank_functions.check_collectives_in_callbacks, 2)
+
+
 def test_overlapping_groups() -> None:
     run_ranks(rank_functions.check_groups, 4)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from ringweave import schedules
 from ringweave.comm.agreement import Intent, agree
 from ringweave.comm.choosing import Choice
+from ringweave.comm.completing import Completer
 from ringweave.comm.counters import Counters
 from ringweave.comm.executor import run_program
 from ringweave.comm.faults import FaultBoard, Report
@@ -67,6 +68,7 @@ class Engine:
         self._board = board
         self._log = log
         self._lanes: list[Lane] = []
+        self._completer = Completer(f"ringweave-{counters.group}-done")
         self._parts: dict[str, tuple[schedules.Schedule, tuple[schedules.Transfer, ...]]] = {}
         self._plans: OrderedDict[tuple[Choice, int, torch.dtype, str], Future[_Plan]] = OrderedDict()
         self._numbers = itertools.count(1)
@@ -107,7 +109,8 @@ class Engine:
 
         job = Job(run, doing, PendingWork([tensor]))
         if self._broken is not None:
-            job.work.finish(self._again(doing))
+            job.work.settle(self._again(doing))
+            job.work.resolve()
         else:
             self._lane(number).submit(job)
         return job.work
@@ -129,6 +132,7 @@ class Engine:
         """Finish what was submitted if that takes no longer, then let go of the connections; safe to call twice."""
         for lane in self._lanes:
             lane.close(timeout_s)
+        self._completer.close(timeout_s)
         self._lanes = []
         self._broken = self._broken or CommunicationError("process group: it was destroyed. Make a new one.")
         self.counters.flush()
@@ -151,7 +155,7 @@ class Engine:
 
     def _new_lane(self, index: int) -> Lane:
         name = f"ringweave-{self.counters.group}-{index}"
-        return Lane(name, lambda: self._connect(index), self._outcome_of)
+        return Lane(name, lambda: self._connect(index), self._outcome_of, self._completer)
 
     def _outcome_of(self, job: Job, lane: Lane) -> BaseException | None:
         """Run a job; None if it went well."""

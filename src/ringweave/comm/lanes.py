@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ringweave.comm.completing import Completer
 from ringweave.comm.executor import Scratch
 from ringweave.comm.transport import Transport
 from ringweave.comm.works import PendingWork
@@ -30,9 +31,14 @@ class Lane:
     """
 
     def __init__(
-        self, name: str, connect: Callable[[], Transport], outcome_of: Callable[[Job, "Lane"], BaseException | None]
+        self,
+        name: str,
+        connect: Callable[[], Transport],
+        outcome_of: Callable[[Job, "Lane"], BaseException | None],
+        completer: Completer,
     ) -> None:
         self.scratch = Scratch()
+        self._completer = completer
         self._connect = connect
         self._outcome_of = outcome_of
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -78,5 +84,6 @@ class Lane:
         while (job := self._jobs.get()) is not None:
             with torch.inference_mode():
                 outcome = self._outcome_of(job, self)
-            job.work.finish(outcome)  # whatever is chained on its future runs here, and not in inference mode
+            job.work.settle(outcome)
+            self._completer.submit(job.work.resolve)  # whatever is chained on its future, not in inference mode
             del job, outcome  # and lets go of the tensors while we wait

@@ -25,10 +25,13 @@ class PendingWork(Work):
         self._trigger: torch.futures.Future[object] = torch.futures.Future()
         self._future = self._trigger.then(self._outcome)
 
-    def finish(self, error: BaseException | None = None) -> None:
-        """Called once by the thread that ran the collective."""
+    def settle(self, error: BaseException | None = None) -> None:
+        """Called once by the thread that ran the collective: those who wait go on."""
         self._error = error
         self._ended.set()
+
+    def resolve(self) -> None:
+        """Called once after `settle`, in a thread that may be kept waiting: runs what is chained on the future."""
         self._trigger.set_result(None)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
