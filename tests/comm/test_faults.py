@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from ringweave.testing.ranks import Outcome, Ranks
-from tests.comm import rank_functions
+from tests.comm import fault_functions
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -18,7 +18,7 @@ def last_line(outcome: Outcome) -> str:
 
 @pytest.mark.parametrize("num_elements", [2_000_000, 10], ids=["ring", "host"])
 def test_a_killed_peer_is_named_by_all_survivors(num_elements: int) -> None:
-    with Ranks(rank_functions.reduce_until_failure, 4, num_elements, timeout_s=20, nodes=NODES) as ranks:
+    with Ranks(fault_functions.reduce_until_failure, 4, num_elements, timeout_s=20, nodes=NODES) as ranks:
         ranks.wait_for(*(f"reducing/{rank}" for rank in range(4)))
         ranks.signal(2, signal.SIGKILL)
         for outcome in ranks.outcomes([0, 1, 3], timeout_s=10):  # far less than the time-out of 20 s
@@ -29,7 +29,7 @@ def test_a_killed_peer_is_named_by_all_survivors(num_elements: int) -> None:
 
 
 def test_a_child_that_outlives_a_killed_peer_does_not_hide_its_death() -> None:
-    with Ranks(rank_functions.fork_and_reduce_until_failure, 3, 500_000, timeout_s=20, nodes=NODES[:3]) as ranks:
+    with Ranks(fault_functions.fork_and_reduce_until_failure, 3, 500_000, timeout_s=20, nodes=NODES[:3]) as ranks:
         ranks.wait_for(*(f"reducing/{rank}" for rank in range(3)))
         ranks.signal(1, signal.SIGKILL)
         for outcome in ranks.outcomes([0, 2], timeout_s=6):  # the child sleeps for 8 s
@@ -38,7 +38,7 @@ def test_a_child_that_outlives_a_killed_peer_does_not_hide_its_death() -> None:
 
 @pytest.mark.parametrize("num_elements", [2_000_000, 10], ids=["ring", "host"])
 def test_a_stopped_peer_is_named_within_the_time_out(num_elements: int) -> None:
-    with Ranks(rank_functions.reduce_until_failure, 4, num_elements, timeout_s=2, nodes=NODES) as ranks:
+    with Ranks(fault_functions.reduce_until_failure, 4, num_elements, timeout_s=2, nodes=NODES) as ranks:
         ranks.wait_for(*(f"reducing/{rank}" for rank in range(4)))
         ranks.signal(3, signal.SIGSTOP)
         for outcome in ranks.outcomes([0, 1, 2], timeout_s=20):
@@ -46,7 +46,7 @@ def test_a_stopped_peer_is_named_within_the_time_out(num_elements: int) -> None:
 
 
 def test_another_size_is_a_disagreement_that_names_both_ranks() -> None:
-    with Ranks(rank_functions.reduce_different_sizes, 3, False, timeout_s=20, nodes=NODES[:3]) as ranks:
+    with Ranks(fault_functions.reduce_different_sizes, 3, False, timeout_s=20, nodes=NODES[:3]) as ranks:
         for outcome in ranks.outcomes(timeout_s=15):
             text = last_line(outcome)
             assert "DisagreementError" in text
@@ -57,7 +57,7 @@ def test_another_size_is_a_disagreement_that_names_both_ranks() -> None:
 
 
 def test_another_size_of_known_programs_is_found_at_the_first_message() -> None:
-    with Ranks(rank_functions.reduce_different_sizes, 3, True, timeout_s=20, nodes=NODES[:3]) as ranks:
+    with Ranks(fault_functions.reduce_different_sizes, 3, True, timeout_s=20, nodes=NODES[:3]) as ranks:
         for outcome in ranks.outcomes(timeout_s=10):
             text = last_line(outcome)
             assert "DisagreementError: allreduce #3" in text
@@ -66,13 +66,13 @@ def test_another_size_of_known_programs_is_found_at_the_first_message() -> None:
 
 
 def test_an_absent_rank_is_named_within_the_time_out() -> None:
-    with Ranks(rank_functions.reduce_without_rank_1, 3, timeout_s=1, nodes=NODES[:3]) as ranks:
+    with Ranks(fault_functions.reduce_without_rank_1, 3, timeout_s=1, nodes=NODES[:3]) as ranks:
         for outcome in ranks.outcomes([0, 2], timeout_s=20):
             assert "rank 1 (node a0) does not answer" in last_line(outcome)
 
 
 def test_after_a_failure_the_group_refuses_at_once_and_says_why() -> None:
-    with Ranks(rank_functions.leave_and_reduce_twice, 3, timeout_s=20, nodes=NODES[:3]) as ranks:
+    with Ranks(fault_functions.leave_and_reduce_twice, 3, timeout_s=20, nodes=NODES[:3]) as ranks:
         for outcome in ranks.outcomes([0, 2], timeout_s=15):
             first, second = outcome.value
             assert "PeerError: allreduce #2" in first
@@ -82,14 +82,14 @@ def test_after_a_failure_the_group_refuses_at_once_and_says_why() -> None:
 
 
 def test_all_that_is_in_flight_fails_with_the_first_use() -> None:
-    with Ranks(rank_functions.fail_at_first_use, 3, timeout_s=20, nodes=NODES[:3]) as ranks:
+    with Ranks(fault_functions.fail_at_first_use, 3, timeout_s=20, nodes=NODES[:3]) as ranks:
         for outcome in ranks.outcomes([0, 2], timeout_s=10):
             assert len(outcome.value) == 2
             assert all("rank 1 (node a0) is gone" in text for text in outcome.value)
 
 
 def test_a_rank_that_fails_by_itself_is_named_by_the_others_at_once() -> None:
-    with Ranks(rank_functions.fail_alone, 3, timeout_s=20, nodes=NODES[:3]) as ranks:
+    with Ranks(fault_functions.fail_alone, 3, timeout_s=20, nodes=NODES[:3]) as ranks:
         texts = [outcome.value for outcome in ranks.outcomes(timeout_s=10)]
     assert "CommunicationError: allreduce #2" in texts[1]
     assert "rank 1 (node a0) failed: MemoryError: no room" in texts[1]
@@ -101,6 +101,6 @@ def test_a_rank_that_fails_by_itself_is_named_by_the_others_at_once() -> None:
 
 @pytest.mark.parametrize("during", ["backward", "barrier"])
 def test_a_death_in_training_is_named(during: str) -> None:
-    with Ranks(rank_functions.die_in_training, 3, during, timeout_s=20, nodes=NODES[:3]) as ranks:
+    with Ranks(fault_functions.die_in_training, 3, during, timeout_s=20, nodes=NODES[:3]) as ranks:
         for outcome in ranks.outcomes([0, 2], timeout_s=15):
             assert "rank 1 (node a0) is gone" in outcome.error

@@ -1,0 +1,104 @@
+"""What the ranks of the fault tests run: real processes that die, stop, stay away or disagree."""
+
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringweave.testing.ranks import announce
+
+
+def fork_and_reduce_until_failure(num_elements: int) -> None:
+    """Like `reduce_until_failure`, with a forked child that outlives its parent, as data loaders have them."""
+    dist.all_reduce(torch.ones(num_elements))
+    dist.all_reduce(torch.ones(num_elements))  # both lanes are connected now
+    if os.fork() == 0:
+        time.sleep(8)
+        os._exit(0)
+    reduce_until_failure(num_elements)
+
+
+def fail_at_first_use() -> list[str]:
+    """Rank 1 leaves; two collectives of one kind are in flight when their first use fails. Their errors."""
+    if dist.get_rank() == 1:
+        os._exit(3)
+    works = [dist.all_reduce(torch.ones(100_000), async_op=True) for _ in range(2)]
+    errors = []
+    for work in works:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors
+
+
+def fail_alone() -> str:
+    """Rank 1 fails by itself in the middle; what it and the others say."""
+    dist.all_reduce(torch.ones(100_000))
+    if dist.get_rank() == 1:
+        from ringweave.comm import engine
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise MemoryError("no room")
+
+        engine.run_program = fail
+    try:
+        dist.all_reduce(torch.ones(100_000))
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def reduce_until_failure(num_elements: int) -> None:
+    """Reduce again and again; ends only by an exception."""
+    tensor = torch.ones(num_elements)
+    dist.all_reduce(tensor)
+    announce("reducing")
+    while True:
+        dist.all_reduce(tensor.fill_(1.0))
+
+
+def reduce_different_sizes(warm_up: bool) -> None:
+    """Rank 1 reduces another size than the others, for the first time or after both sizes are known."""
+    if warm_up:
+        for num in (100_000, 200_000):
+            dist.all_reduce(torch.ones(num))
+    dist.all_reduce(torch.ones(100_000 if dist.get_rank() == 1 else 200_000))
+
+
+def reduce_without_rank_1() -> None:
+    """Rank 1 stays away from the second collective, alive."""
+    dist.all_reduce(torch.ones(100_000))
+    if dist.get_rank() == 1:
+        time.sleep(4)
+        return
+    dist.all_reduce(torch.ones(100_000))
+
+
+def leave_and_reduce_twice() -> tuple[str, str]:
+    """Rank 1 exits; the errors of two collectives in a row."""
+    dist.all_reduce(torch.ones(100_000))
+    if dist.get_rank() == 1:
+        os._exit(3)
+    errors = []
+    for _ in range(2):
+        try:
+            dist.all_reduce(torch.ones(100_000))
+        except RuntimeError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors[0], errors[1]
+
+
+def die_in_training(during: str) -> None:
+    """Rank 1 exits between two train steps of DDP."""
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(500, 500))
+    for _ in range(3):
+        model(torch.randn(3, 500)).sum().backward()
+    if dist.get_rank() == 1:
+        os._exit(3)
+    if during == "backward":
+        model(torch.randn(3, 500)).sum().backward()
+    else:
+        dist.barrier()
