@@ -1,0 +1,1 @@
+"""Systems measured beside each other on the same nodes, links and ranks."""

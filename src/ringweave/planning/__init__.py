@@ -1,0 +1,1 @@
+"""Searches: which schedule a group runs, in which order, with which shares."""
