@@ -38,7 +38,7 @@ def fail_alone() -> str:
     """Rank 1 fails by itself in the middle; what it and the others say."""
     dist.all_reduce(torch.ones(100_000))
     if dist.get_rank() == 1:
-        from ringweave.comm import engine
+        from ringweave.comm.running import engine
 
         def fail(*_: Any, **__: Any) -> None:
             raise MemoryError("no room")

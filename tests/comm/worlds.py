@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from ringweave.comm.programs import IN_PLACE, Do, Instruction, Program
+from ringweave.comm.running.programs import IN_PLACE, Do, Instruction, Program
 
 Action = Callable[[], None]
 

@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, PrefixStore, ReduceOp, Store, Work
 
-from ringweave.comm import members, reductions
+from ringweave.comm import members
 from ringweave.comm.choosing import choose
 from ringweave.comm.counters import Counters
-from ringweave.comm.engine import NUM_LANES, Engine
 from ringweave.comm.faults import FaultBoard
 from ringweave.comm.host import HostedProcessGroup
-from ringweave.comm.sockets import SocketTransport, listen
-from ringweave.comm.transport import TransferFailedError
+from ringweave.comm.running import reductions
+from ringweave.comm.running.engine import NUM_LANES, Engine
+from ringweave.comm.transport.seam import TransferFailedError
+from ringweave.comm.transport.sockets import SocketTransport, listen
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import CommunicationError
 from ringweave.schedules import HOST

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from torch.distributed import Store
 
 from ringweave.comm.members import Members
-from ringweave.comm.transport import TransferFailedError
+from ringweave.comm.transport.seam import TransferFailedError
 from ringweave.errors import CommunicationError, DisagreementError, PeerError
 
 GRACE_S = 1.0

@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, Store, Work
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from ringweave.comm.members import Members
-from ringweave.comm.transport import TransferFailedError
+from ringweave.comm.transport.seam import TransferFailedError
 from ringweave.errors import CommunicationError
 
 _HANDED_ON = (

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from ringweave import schedules
-from ringweave.comm.agreement import Intent, agree
 from ringweave.comm.choosing import Choice
-from ringweave.comm.completing import Completer
 from ringweave.comm.counters import Counters
-from ringweave.comm.executor import run_program
 from ringweave.comm.faults import FaultBoard, Report
-from ringweave.comm.lanes import Job, Lane
 from ringweave.comm.members import Members
-from ringweave.comm.programs import Pipelining, Program, compile_program
-from ringweave.comm.reductions import Reduction
-from ringweave.comm.transport import MismatchError, TransferFailedError, Transport
+from ringweave.comm.running.agreement import Intent, agree
+from ringweave.comm.running.completing import Completer
+from ringweave.comm.running.executor import run_program
+from ringweave.comm.running.lanes import Job, Lane
+from ringweave.comm.running.programs import Pipelining, Program, compile_program
+from ringweave.comm.running.reductions import Reduction
+from ringweave.comm.transport.seam import MismatchError, TransferFailedError, Transport
 from ringweave.comm.works import PendingWork
 from ringweave.errors import CommunicationError, DisagreementError
 from ringweave.telemetry.events import EventLog

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from ringweave.comm.members import Members
-from ringweave.comm.transport import Transport
+from ringweave.comm.transport.seam import Transport
 from ringweave.errors import DisagreementError
 
 _MESSAGE_BYTES = 512

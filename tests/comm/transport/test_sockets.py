@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ringweave.comm.members import Member, Members, Place
-from ringweave.comm.sockets import SocketTransport, listen
-from ringweave.comm.transport import MismatchError, TransferFailedError
+from ringweave.comm.transport.seam import MismatchError, TransferFailedError
+from ringweave.comm.transport.sockets import SocketTransport, listen
 
 TAG = 7 << 32 | 5
 

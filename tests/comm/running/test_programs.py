@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringweave import schedules
-from ringweave.comm.programs import Do, Instruction, Pipelining, Program, compile_program
+from ringweave.comm.running.programs import Do, Instruction, Pipelining, Program, compile_program
 from ringweave.schedules import Schedule
 from ringweave.schedules.ring import ring
 from tests.comm.worlds import ViolationError, World, check_exposure

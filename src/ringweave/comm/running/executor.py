@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringweave.comm.programs import IN_PLACE, Do, Program
-from ringweave.comm.reductions import Combine
-from ringweave.comm.transport import Transport
+from ringweave.comm.running.programs import IN_PLACE, Do, Program
+from ringweave.comm.running.reductions import Combine
+from ringweave.comm.transport.seam import Transport
 
 _ALIGNMENT_BYTES = 64
 

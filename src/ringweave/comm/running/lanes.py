@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ringweave.comm.completing import Completer
-from ringweave.comm.executor import Scratch
-from ringweave.comm.transport import Transport
+from ringweave.comm.running.completing import Completer
+from ringweave.comm.running.executor import Scratch
+from ringweave.comm.transport.seam import Transport
 from ringweave.comm.works import PendingWork
 
 

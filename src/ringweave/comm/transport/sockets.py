@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ringweave.comm.members import TOKEN_BYTES, Members
-from ringweave.comm.transport import MismatchError, TransferFailedError
+from ringweave.comm.transport.seam import MismatchError, TransferFailedError
 
 _HEADER = struct.Struct("<QQ")
 _HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")

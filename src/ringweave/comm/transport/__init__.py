@@ -1,0 +1,1 @@
+"""Moving pieces of messages between two ranks."""
