@@ -3,7 +3,7 @@ import pytest
 from ringweave import schedules
 from ringweave.errors import UsageError
 from ringweave.schedules import HOST, NAMES, Schedule
-from ringweave.schedules.ring import ring
+from ringweave.schedules.generators.ring import ring
 
 
 def test_every_name_but_the_host_is_generated_and_correct() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ringweave.errors import ScheduleError
 from ringweave.schedules import Collective, How, Round, Schedule
-from ringweave.schedules.ring import ring
+from ringweave.schedules.generators.ring import ring
 
 EMPTY = Round.of((), 0, 0, 0)
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from ringweave import schedules
 from ringweave.errors import ScheduleError
 from ringweave.schedules import Collective, Round, Schedule, parse, render
-from ringweave.schedules.ring import ring
+from ringweave.schedules.generators.ring import ring
 from ringweave.schedules.schedule import KINDS
-from tests.schedules import generators
+from tests.schedules import samples
 
 GOLDEN = Path(__file__).parent / "golden"
 NUMBER = st.integers(0, 10**9 - 10)
@@ -42,9 +42,9 @@ def test_text_reads_back(schedule: Schedule) -> None:
     assert str(again) == str(schedule)
 
 
-@given(st.sampled_from(sorted(generators.ALL)), st.integers(2, 9), st.randoms(use_true_random=False))
+@given(st.sampled_from(sorted(samples.ALL)), st.integers(2, 9), st.randoms(use_true_random=False))
 def test_correct_schedules_read_back(name: str, num_ranks: int, random: Random) -> None:
-    schedule = generators.ALL[name](num_ranks, random)
+    schedule = samples.ALL[name](num_ranks, random)
     assert parse(str(schedule)) == schedule
     assert parse(str(schedule)).digest == schedule.digest
 

@@ -4,7 +4,7 @@ from ringweave.schedules.catalogue import HOST, NAMES, check_name, generate
 from ringweave.schedules.projection import Transfer, project
 from ringweave.schedules.schedule import Collective, How, Round, Rounds, Schedule
 from ringweave.schedules.text import parse, render
-from ringweave.schedules.verification import verify
+from ringweave.schedules.proof.verification import verify
 
 __all__ = [
     "HOST",

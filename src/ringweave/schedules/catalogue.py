@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Callable
 
 from ringweave.errors import UsageError, explain
-from ringweave.schedules.ring import ring
+from ringweave.schedules.generators.ring import ring
 from ringweave.schedules.schedule import Schedule
 
 HOST = "host"

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from ringweave import schedules
 from ringweave.comm.running.programs import Do, Instruction, Pipelining, Program, compile_program
 from ringweave.schedules import Schedule
-from ringweave.schedules.ring import ring
+from ringweave.schedules.generators.ring import ring
 from tests.comm.worlds import ViolationError, World, check_exposure
-from tests.schedules import generators
+from tests.schedules import samples
 
 PIPELINING = st.builds(Pipelining, num_segments=st.integers(1, 8), lag=st.integers(0, 4), window=st.integers(1, 6))
 PACE = st.sampled_from(["even", "one slow", "wires slow", "ranks slow"])
 RANDOM = st.randoms(use_true_random=False)
-GENERATOR = st.sampled_from(sorted(generators.ALL))
+GENERATOR = st.sampled_from(sorted(samples.ALL))
 
 
 def compile_all(schedule: Schedule, num_elements: int, pipelining: Pipelining) -> list[Program]:
@@ -47,7 +47,7 @@ def check_sums(memories: Sequence[list[Any]]) -> None:
 def test_every_rank_ends_with_the_same_sum(
     name: str, num_ranks: int, num_elements: int, pipelining: Pipelining, pace: str, eager: bool, random: Random
 ) -> None:
-    schedule = generators.ALL[name](num_ranks, random)
+    schedule = samples.ALL[name](num_ranks, random)
     schedules.verify(schedule)
     programs = compile_all(schedule, num_elements, pipelining)
     for program in programs:
@@ -62,7 +62,7 @@ def test_every_rank_ends_with_the_same_sum(
 def test_what_a_program_says_of_itself(
     name: str, num_ranks: int, num_elements: int, pipelining: Pipelining, random: Random
 ) -> None:
-    schedule = generators.ALL[name](num_ranks, random)
+    schedule = samples.ALL[name](num_ranks, random)
     programs = compile_all(schedule, num_elements, pipelining)
     sent = 0
     for program in programs:
@@ -119,7 +119,7 @@ def waits_of(programs: Sequence[Program], do: Do) -> list[tuple[int, int]]:
     return [(r, n) for r, program in enumerate(programs) for n, i in enumerate(program.instructions) if i.do == do]
 
 
-SAMPLES = {name: generators.ALL[name](4, Random(3)) for name in generators.ALL}
+SAMPLES = {name: samples.ALL[name](4, Random(3)) for name in samples.ALL}
 
 
 @pytest.mark.parametrize("name", SAMPLES)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringweave.schedules.races import RaceDetector
+from ringweave.schedules.proof.races import RaceDetector
 
 OPS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=6)
 

@@ -9,8 +9,8 @@ import pytest
 from ringweave import schedules
 from ringweave.errors import ScheduleError
 from ringweave.schedules import Collective, How, Round, Schedule
-from ringweave.schedules.ring import ring
-from tests.schedules import generators
+from ringweave.schedules.generators.ring import ring
+from tests.schedules import samples
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -30,15 +30,15 @@ def refuse(schedule: Schedule, **options) -> str:
 
 @pytest.mark.parametrize("num_ranks", range(1, 65))
 def test_rings_in_any_order_by_sets_and_by_chance(num_ranks: int) -> None:
-    for schedule in (ring(num_ranks), generators.random_ring(num_ranks, Random(num_ranks))):
+    for schedule in (ring(num_ranks), samples.random_ring(num_ranks, Random(num_ranks))):
         schedules.verify(schedule, exact=True)
         schedules.verify(schedule, exact=False)
 
 
-@pytest.mark.parametrize("name", generators.ALL)
+@pytest.mark.parametrize("name", samples.ALL)
 @pytest.mark.parametrize("num_ranks", [65, 100])
 def test_large_groups_by_chance(name: str, num_ranks: int) -> None:
-    schedules.verify(generators.ALL[name](num_ranks, Random(1)))
+    schedules.verify(samples.ALL[name](num_ranks, Random(1)))
 
 
 def test_a_ring_of_two_thousand() -> None:

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from ringweave import schedules
 from ringweave.errors import ScheduleError
-from ringweave.schedules.ring import ring
-from tests.schedules import generators, mutants
+from ringweave.schedules.generators.ring import ring
+from tests.schedules import samples, mutants
 from tests.schedules.mutants import Mutant, Place
 from tests.schedules.oracle import Listing, judge
 
 KIND = st.sampled_from(sorted(mutants.KINDS))
-GENERATOR = st.sampled_from(sorted(generators.ALL))
+GENERATOR = st.sampled_from(sorted(samples.ALL))
 RANDOM = st.randoms(use_true_random=False)
 
 
@@ -78,7 +78,7 @@ def test_the_number_of_mutants_is_what_the_sizes_say() -> None:
 
 @given(GENERATOR, st.integers(2, 7), KIND, RANDOM)
 def test_exact_and_random_proofs_agree_with_brute_force(name: str, num_ranks: int, kind: str, random: Random) -> None:
-    listing = Listing.of(generators.ALL[name](num_ranks, random))
+    listing = Listing.of(samples.ALL[name](num_ranks, random))
     assert judge(listing) == (True, True)
     for _ in range(random.randrange(3)):
         candidates = list(mutants.KINDS[kind](listing, *random.choice(mutants.places(listing))))
@@ -92,7 +92,7 @@ def test_exact_and_random_proofs_agree_with_brute_force(name: str, num_ranks: in
 @pytest.mark.slow
 @given(GENERATOR, st.integers(2, 7), KIND, RANDOM)
 def test_blocks_of_chunks_change_no_verdict(name: str, num_ranks: int, kind: str, random: Random) -> None:
-    listing = Listing.of(generators.ALL[name](num_ranks, random))
+    listing = Listing.of(samples.ALL[name](num_ranks, random))
     if candidates := list(mutants.KINDS[kind](listing, *random.choice(mutants.places(listing)))):
         listing = random.choice(candidates).listing
     one_chunk, two_chunks = 8 * num_ranks, 16 * num_ranks
@@ -104,7 +104,7 @@ def test_blocks_of_chunks_change_no_verdict(name: str, num_ranks: int, kind: str
 def test_what_breaks_the_result_is_found_by_chance_and_explained_exactly(
     num_ranks: int, kind: str, random: Random
 ) -> None:
-    listing = Listing.of(generators.random_ring(num_ranks, random))
+    listing = Listing.of(samples.random_ring(num_ranks, random))
     place = random.choice([p for p in mutants.places(listing) if kind != "swap" or p[0] == 0])
     mutant = random.choice(list(mutants.KINDS[kind](listing, *place)))
     text = error_of(mutant.listing, exact=False)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from random import Random
 
 from ringweave.schedules import Collective, How, Round, Schedule
-from ringweave.schedules.ring import ring
+from ringweave.schedules.generators.ring import ring
 
 Row = tuple[int, int, int, int]
 """src, dst, first chunk, number of chunks."""

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringweave.errors import ScheduleError
-from ringweave.schedules import diagnosis
-from ringweave.schedules.contents import MAX_EXACT_RANKS, Algebra, ExactSets, RandomSums
-from ringweave.schedules.races import RaceDetector
+from ringweave.schedules.proof import diagnosis
+from ringweave.schedules.proof.contents import MAX_EXACT_RANKS, Algebra, ExactSets, RandomSums
+from ringweave.schedules.proof.races import RaceDetector
 from ringweave.schedules.schedule import How, Round, Schedule
 
 

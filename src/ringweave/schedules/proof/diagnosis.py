@@ -6,7 +6,7 @@ round 7. So the texts tell how the contributions in question got where they are,
 
 from collections.abc import Sequence
 
-from ringweave.schedules.history import Hop, Version, Versions, members, replay
+from ringweave.schedules.proof.history import Hop, Version, Versions, members, replay
 from ringweave.schedules.schedule import How, Round, Schedule
 from ringweave.schedules.text import grid, op_text
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ringweave import schedules
 from ringweave.errors import ScheduleError
 from ringweave.schedules import How
-from ringweave.schedules.ring import ring
+from ringweave.schedules.generators.ring import ring
 
 GOLDEN = Path(__file__).parent / "golden"
 

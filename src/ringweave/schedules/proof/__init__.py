@@ -1,0 +1,1 @@
+"""Proof that a schedule computes its collective, and texts that say where it does not."""
