@@ -7,6 +7,7 @@ RingweaveError                something ringweave refuses or cannot do       exi
 ├── PlacementError            a rank cannot be put on a node of the cluster
 ├── ScheduleError             a schedule is malformed or does not compute its collective
 ├── LaunchError               workers could not be started or stopped
+├── LabError                  a cluster could not be brought up on this machine, or taken down
 └── CommunicationError        a collective could not be run
     ├── PeerError             another rank died, vanished or hangs
     └── DisagreementError     ranks do not run the same thing
@@ -45,6 +46,10 @@ class ScheduleError(RingweaveError):
 
 class LaunchError(RingweaveError):
     """Workers could not be started or stopped."""
+
+
+class LabError(RingweaveError):
+    """A cluster could not be brought up on this machine, changed or taken down."""
 
 
 class CommunicationError(RingweaveError, RuntimeError):
