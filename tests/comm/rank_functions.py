@@ -186,9 +186,9 @@ def count_messages(num_elements: int, schedule: str) -> tuple[int, dict[str, dic
     sent: list[int] = []
     send = SocketTransport.send
 
-    def counting(self: SocketTransport, piece: Any, peer: int, tag: int) -> Any:
+    def counting(self: SocketTransport, piece: Any, peer: int, tag: int, stage: int) -> Any:
         sent.append(len(piece))
-        return send(self, piece, peer, tag)
+        return send(self, piece, peer, tag, stage)
 
     SocketTransport.send = counting
     before = dist.group.WORLD.collectives_by_schedule().get(schedule, {"messages": 0})["messages"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from ringweave.comm.members import Member, Members, Place, meet, own_place
+from ringweave.comm.members import Entrance, Member, Members, Place, meet, own_place
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import PeerError, PlacementError
 
@@ -81,11 +81,11 @@ def test_a_local_rank_without_a_device_is_an_error(cluster_path: Path) -> None:
 def test_meeting_tells_who_did_not_come() -> None:
     place = Place("a0", "127.0.0.1")
     with pytest.raises(PeerError, match=r"rank 5 did not come within 0\.05 s, expected all of 2 ranks"):
-        meet(HashStore(), 0, (3, 5), place, [1, 2], timedelta(seconds=0.05))
+        meet(HashStore(), 0, (3, 5), place, [Entrance(1, "a")], timedelta(seconds=0.05))
 
 
 def test_meeting_alone() -> None:
     place = Place("a0", "127.0.0.1")
-    members = meet(HashStore(), 0, (4,), place, [1, 2], timedelta(seconds=1))
-    assert members.ranks == (Member(4, place, (1, 2)),)
+    members = meet(HashStore(), 0, (4,), place, [Entrance(1, "a"), Entrance(2, "b")], timedelta(seconds=1))
+    assert members.ranks == (Member(4, place, (Entrance(1, "a"), Entrance(2, "b"))),)
     assert len(members.token) == 16

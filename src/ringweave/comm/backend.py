@@ -7,7 +7,6 @@ CPU tensors, NCCL for CUDA tensors), which is registered inside the group under 
 import atexit
 import functools
 import os
-import socket
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,8 +23,9 @@ from ringweave.comm.faults import FaultBoard
 from ringweave.comm.host import HostedProcessGroup
 from ringweave.comm.running import reductions
 from ringweave.comm.running.engine import NUM_LANES, Engine
+from ringweave.comm.transport.connecting import Door, open_doors
 from ringweave.comm.transport.seam import TransferFailedError
-from ringweave.comm.transport.sockets import SocketTransport, listen
+from ringweave.comm.transport.sockets import SocketTransport
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import CommunicationError
 from ringweave.schedules import HOST
@@ -44,21 +44,21 @@ class RingweaveProcessGroup(HostedProcessGroup):
         self,
         store: Store,
         own: members.Members,
-        listeners: list[socket.socket],
+        doors: list[Door],
         group: str,
         timeout: timedelta,
         environment: WorkerEnvironment,
     ) -> None:
-        """`listeners` are where the other members expect this rank's lanes; `group` names the group in events."""
+        """`doors` are where the other members expect this rank's lanes; `group` names the group in events."""
         super().__init__(store, own, timeout)
         self._forced = environment.schedule
-        self._listeners = listeners
+        self._doors = doors
         self._reductions: dict[tuple[object, torch.dtype], reductions.Reduction] = {}
         log = EventLog(environment.run_dir / "events.jsonl") if environment.run_dir else None
         cut_host = weakref.WeakMethod(self.cut_host)  # no circle: the group must end when it is destroyed
         self._engine = Engine(
             own,
-            connect=lambda lane: SocketTransport(listeners[lane], lane, own, timeout),
+            connect=lambda lane: SocketTransport(doors[lane], lane, own, timeout),
             cut_host=lambda: _call_if_alive(cut_host),
             board=FaultBoard(store, own),
             counters=Counters(log, own.own.global_rank, group),
@@ -114,8 +114,8 @@ class RingweaveProcessGroup(HostedProcessGroup):
     def shutdown(self) -> None:
         """What `destroy_process_group` calls: finishes what was started, within the group's time-out."""
         self._engine.close(self._timeout.total_seconds())
-        for listener in self._listeners:
-            listener.close()
+        for door in self._doors:
+            door.close()
 
     def abort(self) -> None:
         """Break what is in flight."""
@@ -124,8 +124,8 @@ class RingweaveProcessGroup(HostedProcessGroup):
     def forget(self) -> None:
         """Close this process's ends of all connections: for a forked child, which would keep its parent's alive."""
         self._engine.forget()
-        for listener in self._listeners:
-            listener.close()
+        for door in self._doors:
+            door.close()
 
     def count_host(self, num_bytes: int) -> None:
         """Note a collective that the host library does."""
@@ -154,13 +154,14 @@ def create_group(options: Any, _backend_options: object) -> RingweaveProcessGrou
     environment = WorkerEnvironment.from_environ(os.environ)
     global_ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     place = members.own_place(environment, os.environ)
-    listeners = listen(place.address, NUM_LANES)
-    ports = [listener.getsockname()[1] for listener in listeners]
+    doors = open_doors(place.address, NUM_LANES)
     # torch gives a group that is made again after destroy the same keys: every incarnation has a space of its own.
     incarnation = options.store.add(f"incarnation/{options.group_rank}", 1)
     store = PrefixStore(f"{incarnation}/", options.store)
-    own = members.meet(store, options.group_rank, global_ranks, place, ports, options.timeout)
-    return RingweaveProcessGroup(store, own, listeners, str(options.group_id), options.timeout, environment)
+    own = members.meet(
+        store, options.group_rank, global_ranks, place, [door.entrance for door in doors], options.timeout
+    )
+    return RingweaveProcessGroup(store, own, doors, str(options.group_id), options.timeout, environment)
 
 
 def _call_if_alive(method: "weakref.WeakMethod[Callable[[], None]]") -> None:

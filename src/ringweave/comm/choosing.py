@@ -21,6 +21,10 @@ class Choice:
     """A name of `schedules.NAMES`."""
     num_segments: int
     """Segments that run the schedule independently."""
+    lag: int = 0
+    """Rounds by which a segment trails the one before it."""
+    window: int = 2
+    """Receives that are posted and not yet waited for."""
 
 
 def choose(num_bytes: int, num_ranks: int, *, forced: str | None, host_can: bool) -> Choice:
@@ -39,4 +43,7 @@ def choose(num_bytes: int, num_ranks: int, *, forced: str | None, host_can: bool
     if host_can and (num_bytes < MIN_SCHEDULED_BYTES or num_ranks == 1 or name == schedules.HOST):
         return Choice(schedules.HOST, 1)
     segments = round(num_bytes / num_ranks / _PIECE_BYTES)
-    return Choice("ring" if name == schedules.HOST else name, max(1, min(_MAX_SEGMENTS, segments)))
+    import os
+    seg = int(os.environ.get("RW_PIECE", _PIECE_BYTES))
+    segments = max(1, min(256, round(num_bytes / num_ranks / seg)))
+    return Choice("ring" if name == schedules.HOST else name, segments, int(os.environ.get("RW_LAG", 1)), int(os.environ.get("RW_WINDOW", 2)))

@@ -5,7 +5,7 @@ import json
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 
 import psutil
@@ -34,13 +34,23 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class Entrance:
+    """Where a lane of a rank is called."""
+
+    port: int
+    """TCP port at its address."""
+    name: str
+    """Unix socket without a file, for the ranks of its node."""
+
+
+@dataclass(frozen=True, slots=True)
 class Member:
     """One rank of a group."""
 
     global_rank: int
     place: Place
-    ports: tuple[int, ...]
-    """TCP port on which it listens, for each lane."""
+    entrances: tuple[Entrance, ...]
+    """For each lane."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +72,12 @@ class Members:
     def own(self) -> Member:
         """This process."""
         return self.ranks[self.group_rank]
+
+    @property
+    def neighbours(self) -> frozenset[int]:
+        """Group ranks of the other members on this process's node."""
+        node = self.own.place.node
+        return frozenset(r for r, m in enumerate(self.ranks) if m.place.node == node and r != self.group_rank)
 
     def name(self, group_rank: int) -> str:
         """`rank 3 (node b0)`."""
@@ -98,15 +114,20 @@ def own_place(environment: WorkerEnvironment, environ: Mapping[str, str]) -> Pla
 
 
 def meet(
-    store: Store, group_rank: int, global_ranks: Sequence[int], place: Place, ports: Sequence[int], timeout: timedelta
+    store: Store,
+    group_rank: int,
+    global_ranks: Sequence[int],
+    place: Place,
+    entrances: Sequence[Entrance],
+    timeout: timedelta,
 ) -> Members:
-    """Tell the group where this process is and listens, and learn the same of the others.
+    """Tell the group where this process is and can be called, and learn the same of the others.
 
     Raises:
         PeerError: Some members did not come within `timeout`; the text names their ranks.
     """
     keys = [f"member/{rank}" for rank in range(len(global_ranks))]
-    entry = {"node": place.node, "address": place.address, "ports": list(ports)}
+    entry = {"node": place.node, "address": place.address, "entrances": [astuple(e) for e in entrances]}
     store.set(keys[group_rank], json.dumps({**entry, "token": secrets.token_hex(TOKEN_BYTES)}))
     try:
         store.wait(keys, timeout)
@@ -119,7 +140,7 @@ def meet(
         ) from cause
     entries = [json.loads(value) for value in store.multi_get(keys)]
     ranks = tuple(
-        Member(rank, Place(entry["node"], entry["address"]), tuple(entry["ports"]))
+        Member(rank, Place(entry["node"], entry["address"]), tuple(Entrance(*e) for e in entry["entrances"]))
         for rank, entry in zip(global_ranks, entries, strict=True)
     )
     return Members(ranks, group_rank, bytes.fromhex(entries[0]["token"]))

@@ -4,7 +4,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 
@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from ringweave.comm.members import Member, Members, Place
+from ringweave.comm.transport.connecting import open_doors
 from ringweave.comm.transport.seam import MismatchError, TransferFailedError
-from ringweave.comm.transport.sockets import SocketTransport, listen
+from ringweave.comm.transport.sockets import SocketTransport
 
 TAG = 7 << 32 | 5
 
@@ -21,13 +22,14 @@ TAG = 7 << 32 | 5
 class Pair:
     """Two transports of a group of two, and a thread for the second rank."""
 
-    def __init__(self, timeout_s: float = 20.0) -> None:
-        self.listeners = listen("127.0.0.1", 2)
-        ports = [listener.getsockname()[1] for listener in self.listeners]
-        ranks = tuple(Member(rank, Place(f"n{rank}", "127.0.0.1"), (port,)) for rank, port in enumerate(ports))
+    def __init__(self, timeout_s: float = 20.0, nodes: Sequence[str] = ("n0", "n1")) -> None:
+        self.doors = open_doors("127.0.0.1", 2)
+        ranks = tuple(
+            Member(rank, Place(nodes[rank], "127.0.0.1"), (door.entrance,)) for rank, door in enumerate(self.doors)
+        )
         members = [Members(ranks, rank, b"0123456789abcdef") for rank in range(2)]
         limit = timedelta(seconds=timeout_s)
-        self.ends = [SocketTransport(self.listeners[r], 0, members[r], limit) for r in range(2)]
+        self.ends = [SocketTransport(self.doors[r], 0, members[r], limit) for r in range(2)]
 
     def connect(self) -> None:
         other = in_thread(lambda: self.ends[1].connect([0]))
@@ -143,14 +145,14 @@ def test_abort_ends_a_wait_from_another_thread_and_the_buffer_is_free(pair: Pair
 
 
 def test_a_peer_that_is_gone_before_it_called_is_noticed(pair: Pair) -> None:
-    pair.listeners[0].close()
+    pair.doors[0].close()
     with pytest.raises(TransferFailedError, match="it does not listen any more") as caught:
         pair.ends[1].connect([0])
     assert (caught.value.peer, caught.value.hung) == (0, False)
 
 
 def test_a_call_to_a_peer_that_is_gone_is_refused_at_once(pair: Pair) -> None:
-    pair.listeners[1].close()
+    pair.doors[1].close()
     with pytest.raises(TransferFailedError, match=r"no connection to 127\.0\.0\.1 port") as caught:
         pair.ends[0].connect([1])
     assert caught.value.peer == 1
@@ -160,7 +162,7 @@ def test_a_call_to_a_peer_that_is_gone_is_refused_at_once(pair: Pair) -> None:
     "hello", [b"", b"GET / HTTP/1.1\r\n\r\n1234", b"0123456789abcdeX\0\0\0\0", b"0123456789abcdef\x09\0\0\0"]
 )
 def test_strangers_are_hung_up_on(pair: Pair, hello: bytes) -> None:
-    with socket.create_connection(pair.listeners[1].getsockname()) as stranger:
+    with socket.create_connection(pair.doors[1].outer.getsockname()) as stranger:
         stranger.sendall(hello)
         stranger.shutdown(socket.SHUT_WR)
         pair.connect()

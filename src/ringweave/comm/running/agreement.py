@@ -6,10 +6,12 @@ from dataclasses import asdict, dataclass
 import torch
 
 from ringweave.comm.members import Members
+from ringweave.comm.running.staging import NO_STAGE, Layout, Stage
 from ringweave.comm.transport.seam import Transport
 from ringweave.errors import DisagreementError
 
 _MESSAGE_BYTES = 512
+_LAYOUT = Layout((Stage(0, 1, NO_STAGE),), _MESSAGE_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,11 +54,14 @@ def agree(intent: Intent, members: Members, transport: Transport, *, tag: int, t
     right, left = (own + 1) % size, (own - 1) % size
     theirs = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
     transport.connect({left, right})
+    transport.begin(_LAYOUT, 1)
     arriving = transport.receive(transport.expose(theirs)[:], left, tag)
-    leaving = transport.send(transport.expose(_pack(intent))[:], right, tag)
-    transport.wait(arriving, timeout_s)
+    leaving = transport.send(transport.expose(_pack(intent))[:], right, tag, 0)
+    arrived = transport.wait(arriving, timeout_s)
     transport.wait(leaving, timeout_s)
-    other = _unpack(theirs)
+    other = _unpack(theirs if arrived is None else arrived)
+    if arrived is not None:
+        transport.release(arriving)
     if other != intent:
         found = str(other) if other else "something unreadable"
         raise DisagreementError(

@@ -218,8 +218,8 @@ class Engine:
     ) -> _Plan:
         """Compile the program for messages like this one, and make sure that the neighbours intend the same."""
         schedule, transfers = self._part_of(choice.schedule)
-        pipelining = Pipelining(num_segments=choice.num_segments)
-        program = compile_program(schedule, transfers, message.numel(), pipelining)
+        pipelining = Pipelining(num_segments=choice.num_segments, lag=choice.lag, window=choice.window)
+        program = compile_program(schedule, transfers, message.numel(), pipelining, self._members.neighbours)
         intent = Intent(
             operation=reduction.name,
             dtype=str(message.dtype),

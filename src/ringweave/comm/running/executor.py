@@ -1,7 +1,7 @@
 """Runs a rank's program on a message."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,12 +59,13 @@ def run_program(  # noqa: PLR0913 - everything that a run depends on is passed i
     """
     buffers = scratch.take(program.num_buffers, program.buffer_elements, message.dtype)
     exposed, landings = transport.expose(message), [transport.expose(buffer) for buffer in buffers]
+    transport.begin(program.layout, message.element_size())
     handles: dict[int, Any] = {}
     deadline = clock() + timeout_s
     for step in program.instructions:
         do, piece, peer = step.do, step.piece, step.peer
         if do == Do.SEND:
-            handles[piece] = transport.send(exposed[step.start : step.stop], peer, tag)
+            handles[piece] = transport.send(exposed[step.start : step.stop], peer, tag, step.buffer)
         elif do == Do.POST:
             if step.buffer == IN_PLACE:
                 landing = exposed[step.start : step.stop]
@@ -72,6 +73,20 @@ def run_program(  # noqa: PLR0913 - everything that a run depends on is passed i
                 landing = landings[step.buffer][: step.stop - step.start]
             handles[piece] = transport.receive(landing, peer, tag)
         else:
-            transport.wait(handles.pop(piece), deadline - clock())
-            if do == Do.ARRIVE and step.buffer != IN_PLACE:
-                combine(message[step.start : step.stop], buffers[step.buffer][: step.stop - step.start])
+            handle = handles.pop(piece)
+            shared = transport.wait(handle, deadline - clock())
+            if do == Do.ARRIVE:
+                _take(message[step.start : step.stop], step.buffer, buffers, shared, combine)
+            if shared is not None:
+                transport.release(handle)
+
+
+def _take(region: Tensor, buffer: int, buffers: Sequence[Tensor], shared: Tensor | None, combine: Combine) -> None:
+    """Bring a piece that has arrived, in place, in a scratch buffer or in shared memory, into the message."""
+    if buffer == IN_PLACE:
+        if shared is not None:
+            region.copy_(shared.view(region.dtype))
+    elif shared is not None:
+        combine(region, shared.view(region.dtype))
+    else:
+        combine(region, buffers[buffer][: region.numel()])

@@ -11,9 +11,10 @@ waits for; so the piece with the smallest key that has not arrived can always mo
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
+from ringweave.comm.running import staging
 from ringweave.schedules.projection import Transfer
 from ringweave.schedules.schedule import How, Schedule
 
@@ -44,6 +45,7 @@ class Instruction:
     start: int
     stop: int
     buffer: int
+    """Scratch buffer of a receive, or IN_PLACE; stage of a send to a rank of this node, or NO_STAGE."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class Program:
     """Messages that this rank puts on the wire."""
     peers: frozenset[int]
     """Group ranks that it exchanges messages with."""
+    layout: staging.Layout
+    """What it shows to the ranks of its node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,8 +90,8 @@ class _Piece:
     """Pieces that must have arrived before this one is sent, or posted in place."""
     after_departures: list[int] = field(default_factory=list)
     """Sent pieces that must have left before this one may touch its region."""
-    place: int = 0
-    """Its place among the receives."""
+    stage: int = staging.NO_STAGE
+    """Where it is shown, if it is sent to a rank of this node."""
 
     @property
     def in_place(self) -> bool:
@@ -95,20 +99,27 @@ class _Piece:
 
 
 def compile_program(
-    schedule: Schedule, transfers: Sequence[Transfer], num_elements: int, pipelining: Pipelining
+    schedule: Schedule,
+    transfers: Sequence[Transfer],
+    num_elements: int,
+    pipelining: Pipelining,
+    neighbours: Set[int] = frozenset(),
 ) -> Program:
     """The instructions of the rank whose transfers these are, for messages of `num_elements`.
+
+    `neighbours` are the ranks of its node: they read what it sends them out of memory that is shared.
 
     Cost:
         Linear in transfers x segments x chunks per transfer.
     """
     pieces = _cut(schedule, transfers, num_elements, pipelining)
+    layout = _lay_out([p for p in pieces if p.transfer.sends and p.transfer.peer in neighbours], pipelining)
     emitter = _Emitter(pieces, pipelining.window)
     emitter.run()
     sends = sum(piece.transfer.sends for piece in pieces)
     largest = max((p.stop - p.start for p in pieces if not (p.transfer.sends or p.in_place)), default=0)
     peers = frozenset(piece.transfer.peer for piece in pieces)
-    return Program(tuple(emitter.instructions), len(pieces), emitter.num_buffers, largest, sends, peers)
+    return Program(tuple(emitter.instructions), len(pieces), emitter.num_buffers, largest, sends, peers, layout)
 
 
 def _cut(schedule: Schedule, transfers: Sequence[Transfer], num_elements: int, pipelining: Pipelining) -> list[_Piece]:
@@ -143,6 +154,17 @@ def _find_hazards(pieces: list[_Piece]) -> None:
             else:
                 piece.after_departures.extend(n for n in reads_since.pop(region, ()) if n not in piece.after_departures)
                 last_write[region] = number
+
+
+def _lay_out(shown: Sequence[_Piece], pipelining: Pipelining) -> staging.Layout:
+    """Give each piece that is shown to a rank of this node its stage."""
+    contents = [staging.Content(p.key[1], p.start, p.stop, tuple(sorted(p.after_arrivals))) for p in shown]
+    rounds = [piece.transfer.round_index for piece in shown]
+    showings = zip(contents, rounds, strict=True)
+    layout, stages = staging.lay_out(showings, pipelining.num_segments, pipelining.lag)
+    for piece, content in zip(shown, contents, strict=True):
+        piece.stage = stages[content]
+    return layout
 
 
 class _Emitter:
@@ -186,7 +208,7 @@ class _Emitter:
         for waiting in self._sends.values():
             while waiting and self._arrived.issuperset(self._pieces[waiting[-1]].after_arrivals):
                 number = waiting.pop()
-                self._emit(Do.SEND, number, IN_PLACE)
+                self._emit(Do.SEND, number, self._pieces[number].stage)
                 self._leaving.add(number)
 
     def _post_ahead(self, place: int) -> None:

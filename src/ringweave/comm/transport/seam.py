@@ -5,6 +5,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ringweave.comm.running.staging import NO_STAGE, Layout
+
 
 class TransferFailedError(Exception):
     """A message did not get through.
@@ -43,21 +45,35 @@ class Transport(Protocol):
         """Make sure that `peers` can be reached; they do the same with us."""
         ...
 
-    def send(self, piece: Any, peer: int, tag: int) -> Any:
-        """Start sending, and return a handle; the piece must not change until it has left."""
+    def begin(self, layout: Layout, element_bytes: int) -> None:
+        """Get ready for a collective that shows so much content to the ranks of this node."""
+        ...
+
+    def send(self, piece: Any, peer: int, tag: int, stage: int = NO_STAGE) -> Any:
+        """Start sending, and return a handle; the piece must not change until it has left.
+
+        `stage` is the content's number in the layout, for a peer that may read it from memory that is shared.
+        """
         ...
 
     def receive(self, piece: Any, peer: int, tag: int) -> Any:
         """Expect the next message from `peer`, with this tag and size, and return a handle."""
         ...
 
-    def wait(self, handle: Any, timeout_s: float) -> None:
+    def wait(self, handle: Any, timeout_s: float) -> Tensor | None:
         """Block until the message is through.
+
+        Returns:
+            None when a received message lies in its piece; else the bytes where they lie, until `release`.
 
         Raises:
             TransferFailedError: A peer is gone, or silent for `timeout_s`.
             MismatchError: A peer sent something else.
         """
+        ...
+
+    def release(self, handle: Any) -> None:
+        """What `wait` returned has been read."""
         ...
 
     def close(self) -> None:

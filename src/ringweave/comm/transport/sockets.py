@@ -1,8 +1,9 @@
-"""Moving pieces between ranks over TCP connections of our own.
+"""The connections of a rank to the others of its group: TCP between nodes, shared memory inside one.
 
 One thread drives one transport: it queues messages and, while it waits for one of them, moves the bytes of all. No
-other thread, no copy, no rendezvous: a message goes from the sender's tensor into the kernel and from there into the
-receiver's tensor. What is not received yet waits in the kernel, and TCP slows the sender down.
+other thread, no copy that is not needed, no rendezvous: between nodes a message goes from the sender's tensor into the
+kernel and from there into the receiver's tensor. What is not received yet waits in the kernel, and TCP slows the sender
+down.
 
 Messages between two ranks arrive in the order in which they were sent and carry a header, so that a peer that runs
 something else is found out at once. A closed connection is an error at once; a silent one when time is up; and `abort`
@@ -10,12 +11,9 @@ from any thread ends every wait. (Gloo's own peer-to-peer messages lose the fail
 be interrupted: docs/decisions/0002-sockets.md.)
 """
 
-import collections
 import contextlib
-import hmac
 import select
 import socket
-import struct
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -24,119 +22,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringweave.comm.members import TOKEN_BYTES, Members
-from ringweave.comm.transport.seam import MismatchError, TransferFailedError
+from ringweave.comm.members import Members
+from ringweave.comm.running.staging import NO_STAGE, Layout
+from ringweave.comm.transport.arenas import Showing, ShowRoom
+from ringweave.comm.transport.connecting import LOOK_UP_S, Door, Switchboard
+from ringweave.comm.transport.seam import TransferFailedError
+from ringweave.comm.transport.shared import Seen, SharedConnection, Shown
+from ringweave.comm.transport.streams import Message, StreamConnection
 
-_HEADER = struct.Struct("<QQ")
-_HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")
-
-_BACKLOG = 1024
-
-_LOOK_UP_S = 0.2
-"""How often a waiting thread looks for what no event tells it: that it was aborted, that a caller is gone."""
-
-_HELLO_S = 1.0
-"""How long a caller may take to say who it is."""
-
-
-class Message:
-    """A message under way: what is left of it, header first."""
-
-    __slots__ = ("done", "header", "left", "num_bytes", "peer", "tag")
-
-    def __init__(self, peer: int, tag: int, payload: memoryview, header: bytearray) -> None:
-        self.peer = peer
-        self.tag = tag
-        self.num_bytes = payload.nbytes
-        self.header = header
-        self.left: list[memoryview] = [memoryview(header), *([payload.cast("B")] if payload.nbytes else [])]
-        self.done = False
-
-    @property
-    def header_missing(self) -> bool:
-        """Whether part of the header is still to come."""
-        return len(self.left) > (1 if self.num_bytes else 0)
-
-    def advance(self, num_bytes: int) -> None:
-        """Note that so many more bytes are through."""
-        while self.left and num_bytes >= self.left[0].nbytes:
-            num_bytes -= self.left.pop(0).nbytes
-        if num_bytes:
-            self.left[0] = self.left[0][num_bytes:]
-        self.done = not self.left
-
-
-class _Connection:
-    """One peer: its socket and the messages that wait for it."""
-
-    def __init__(self, peer: int, sock: socket.socket) -> None:
-        self.peer = peer
-        self.sock = sock
-        self.outgoing: collections.deque[Message] = collections.deque()
-        self.incoming: collections.deque[Message] = collections.deque()
-        self.watched = 0
-
-    def write(self) -> None:
-        """Send as much as the kernel takes."""
-        while self.outgoing:
-            message = self.outgoing[0]
-            try:
-                message.advance(self.sock.sendmsg(message.left))
-            except BlockingIOError:
-                return
-            if message.done:
-                self.outgoing.popleft()
-
-    def read(self) -> None:
-        """Receive as much as the kernel has of the messages that are expected."""
-        while self.incoming:
-            message = self.incoming[0]
-            header_was_missing = message.header_missing
-            try:
-                received = self.sock.recvmsg_into(message.left)[0]
-            except BlockingIOError:
-                return
-            if received == 0:
-                raise ConnectionResetError("connection closed by peer")
-            message.advance(received)
-            if header_was_missing and not message.header_missing:
-                self._check(message)
-            if message.done:
-                self.incoming.popleft()
-
-    @staticmethod
-    def _check(message: Message) -> None:
-        tag, num_bytes = _HEADER.unpack(message.header)
-        if (tag, num_bytes) != (message.tag, message.num_bytes):
-            raise MismatchError(message.peer, got=(tag, num_bytes), expected=(message.tag, message.num_bytes))
-
-
-def listen(address: str, count: int) -> list[socket.socket]:
-    """So many sockets that listen on `address`, each on a free port."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return [socket.create_server((address, 0), family=family, backlog=_BACKLOG) for _ in range(count)]
+Handle = Message | Shown | Seen
 
 
 class SocketTransport:
     """Peer-to-peer messages within a group, driven by the one thread that calls it."""
 
     def __init__(
-        self,
-        listener: socket.socket,
-        lane: int,
-        members: Members,
-        timeout: timedelta,
-        clock: Callable[[], float] = time.monotonic,
+        self, door: Door, lane: int, members: Members, timeout: timedelta, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`listener` is where the members expect this rank's lane; connections are made when first needed."""
-        self._listener = listener
-        self._lane = lane
+        """`door` is where the members expect this rank's lane; connections are made when first needed."""
         self._members = members
-        self._timeout = timeout
         self._clock = clock
-        self._connections: dict[int, _Connection] = {}
-        self._by_descriptor: dict[int, _Connection] = {}
+        self._switchboard = Switchboard(door, lane, members, timeout.total_seconds(), clock)
+        self._connections: dict[int, StreamConnection | SharedConnection] = {}
+        self._shared: list[SharedConnection] = []
+        self._by_descriptor: dict[int, StreamConnection | SharedConnection] = {}
         self._poller = select.epoll()
+        self._show_room = ShowRoom()
+        self._showing: Showing | None = None
         self._closed = False
 
     @staticmethod
@@ -153,42 +65,55 @@ class SocketTransport:
         Raises:
             TransferFailedError: A peer did not come within the time-out.
         """
-        deadline = self._clock() + self._timeout.total_seconds()
         missing = [peer for peer in peers if peer not in self._connections]
         if not missing:
             return
+        deadline = self._switchboard.deadline()
         for peer in missing:
             if peer > self._members.group_rank:
-                self._call(peer)
+                self._adopt(peer, self._switchboard.call(peer))
         while absent := [peer for peer in missing if peer not in self._connections]:
-            self._answer(absent[0], deadline)
+            answered = self._switchboard.answer(absent[0], deadline)
+            if answered is not None and answered[0] not in self._connections:
+                self._adopt(*answered)
 
-    def send(self, piece: Any, peer: int, tag: int) -> Message:
+    def begin(self, layout: Layout, element_bytes: int) -> None:
+        """Find a place in shared memory for what the next collective shows to this node's ranks."""
+        self._showing = self._show_room.begin(layout, element_bytes)
+
+    def send(self, piece: Any, peer: int, tag: int, stage: int = NO_STAGE) -> Handle:
         """Queue a piece, and start sending it; it must not change until it has left."""
         connection = self._connection(peer)
-        payload = memoryview(piece)
-        message = Message(peer, tag, payload, bytearray(_HEADER.pack(tag, payload.nbytes)))
-        connection.outgoing.append(message)
-        if len(connection.outgoing) == 1:
-            self._attempt(connection, connection.write)
+        if isinstance(connection, StreamConnection):
+            if stage != NO_STAGE and self._showing is not None:
+                self._showing.note_read(stage)
+            handle = self._attempt(connection, lambda: connection.send(piece, tag))
+        else:
+            showing, payload = self._showing, piece.reshape(-1)
+            assert showing is not None, "a program has a stage for what goes to a rank of its node"
+            handle = self._attempt(connection, lambda: connection.send(payload, tag, showing, stage))
         self._watch(connection)
-        return message
+        return handle
 
-    def receive(self, piece: Any, peer: int, tag: int) -> Message:
-        """Expect the next message from `peer` in this piece."""
+    def receive(self, piece: Any, peer: int, tag: int) -> Handle:
+        """Expect the next message from `peer` in this piece, or of its size in shared memory."""
         connection = self._connection(peer)
-        message = Message(peer, tag, memoryview(piece), bytearray(_HEADER.size))
-        connection.incoming.append(message)
+        if isinstance(connection, StreamConnection):
+            handle: Handle = connection.receive(piece, tag)
+        else:
+            handle = self._attempt(connection, lambda: connection.receive(piece.nbytes, tag))
         self._watch(connection)
-        return message
+        return handle
 
-    def wait(self, handle: Message, timeout_s: float) -> None:
+    def wait(self, handle: Handle, timeout_s: float) -> Tensor | None:
         """Move bytes, of this and of all other messages, until this one is through.
 
         Raises:
             TransferFailedError: Some connection that is waited for broke, or `timeout_s` passed.
             MismatchError: A peer sent something else than was expected.
         """
+        if handle.done:
+            return handle.content
         deadline = self._clock() + timeout_s
         while not handle.done:
             left_s = deadline - self._clock()
@@ -196,20 +121,29 @@ class SocketTransport:
                 raise TransferFailedError(handle.peer, "the connections of this group were cut", hung=False)
             if left_s <= 0:
                 raise TransferFailedError(handle.peer, f"nothing for {timeout_s:.3g} s", hung=True)
-            for descriptor, events in self._poller.poll(min(left_s, _LOOK_UP_S)):
+            for connection in self._shared:
+                self._attempt(connection, connection.write)
+            for descriptor, events in self._poller.poll(min(left_s, LOOK_UP_S)):
                 connection = self._by_descriptor[descriptor]
                 if events & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
                     self._attempt(connection, connection.read)
                 if events & (select.EPOLLOUT | select.EPOLLHUP | select.EPOLLERR):
                     self._attempt(connection, connection.write)
                 self._watch(connection)
+        return handle.content
+
+    def release(self, handle: Handle) -> None:
+        """What `wait` returned has been read."""
+        connection = self._connection(handle.peer)
+        assert isinstance(connection, SharedConnection), "only shared memory has to be given back"
+        connection.release()
 
     def close(self) -> None:
         """Let go of all connections; what was sent still arrives."""
         self._closed = True
         for connection in self._connections.values():
             connection.sock.close()
-        self._listener.close()
+        self._switchboard.close()
 
     def abort(self) -> None:
         """Cut all connections, from any thread: every wait ends at once, here and at the peers."""
@@ -217,23 +151,22 @@ class SocketTransport:
         for connection in list(self._connections.values()):
             with contextlib.suppress(OSError):
                 connection.sock.shutdown(socket.SHUT_RDWR)
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
+        self._switchboard.abort()
 
-    def _connection(self, peer: int) -> _Connection:
+    def _connection(self, peer: int) -> StreamConnection | SharedConnection:
         if self._closed:
             raise TransferFailedError(peer, "the connections of this group are closed", hung=False)
         return self._connections[peer]
 
-    def _attempt(self, connection: _Connection, move: Callable[[], None]) -> None:
+    def _attempt(self, connection: StreamConnection | SharedConnection, move: Callable[[], Any]) -> Any:
         try:
-            move()
+            return move()
         except OSError as cause:
             raise TransferFailedError(connection.peer, str(cause), hung=False) from cause
 
-    def _watch(self, connection: _Connection) -> None:
+    def _watch(self, connection: StreamConnection | SharedConnection) -> None:
         """Ask the poller for exactly what this connection can do next."""
-        wanted = (select.EPOLLIN if connection.incoming else 0) | (select.EPOLLOUT if connection.outgoing else 0)
+        wanted = connection.wanted
         if wanted == connection.watched:
             return
         descriptor = connection.sock.fileno()
@@ -242,65 +175,20 @@ class SocketTransport:
         elif wanted:
             self._poller.modify(descriptor, wanted)
         else:
-            self._poller.unregister(descriptor)  # or a peer that has left would wake us for ever
+            self._poller.unregister(descriptor)
         connection.watched = wanted
 
-    def _call(self, peer: int) -> None:
-        callee = self._members.ranks[peer]
-        where = (callee.place.address, callee.ports[self._lane])
-        try:
-            sock = socket.create_connection(where, timeout=self._timeout.total_seconds())
-            sock.sendall(_HELLO.pack(self._members.token, self._members.group_rank))
-        except OSError as cause:
-            text = f"no connection to {where[0]} port {where[1]}: {cause}"
-            raise TransferFailedError(peer, text, hung=isinstance(cause, TimeoutError)) from cause
-        self._adopt(peer, sock)
-
-    def _answer(self, peer: int, deadline: float) -> None:
-        """Take one call; whoever does not know the token is hung up on."""
-        left_s = deadline - self._clock()
-        if left_s <= 0 or self._closed:
-            raise TransferFailedError(peer, "it did not connect", hung=not self._closed)
-        self._listener.settimeout(min(left_s, _LOOK_UP_S))
-        try:
-            sock, _ = self._listener.accept()
-        except TimeoutError:
-            self._probe(peer)
-            return
-        except OSError:
-            return  # we were cut off, which the next round says
-        caller = self._caller(sock, min(left_s, _HELLO_S))
-        if caller is None:
-            sock.close()
-        else:
-            self._adopt(caller, sock)
-
-    def _probe(self, peer: int) -> None:
-        """Raise if the peer that should call us is gone: then nobody listens at its port any more."""
-        waited_for = self._members.ranks[peer]
-        where = (waited_for.place.address, waited_for.ports[self._lane])
-        try:
-            socket.create_connection(where, timeout=_LOOK_UP_S).close()
-        except TimeoutError:
-            return  # silent, but not known to be gone
-        except OSError as cause:
-            raise TransferFailedError(peer, f"it does not listen any more: {cause}", hung=False) from cause
-
-    def _caller(self, sock: socket.socket, timeout_s: float) -> int | None:
-        """Group rank of the caller, None if it is not one that may call."""
-        sock.settimeout(timeout_s)
-        try:
-            hello = sock.recv(_HELLO.size, socket.MSG_WAITALL)
-        except OSError:
-            return None
-        if len(hello) < _HELLO.size:
-            return None
-        token, caller = _HELLO.unpack(hello)
-        may_call = hmac.compare_digest(token, self._members.token) and caller < self._members.group_rank
-        return caller if may_call and caller not in self._connections else None
-
     def _adopt(self, peer: int, sock: socket.socket) -> None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setblocking(False)
-        connection = _Connection(peer, sock)
+        if sock.family == socket.AF_UNIX:
+            connection = SharedConnection(peer, sock, on_read=self._show_more)
+            self._shared.append(connection)
+        else:
+            connection = StreamConnection(peer, sock)
         self._connections[peer] = self._by_descriptor[sock.fileno()] = connection
+        self._watch(connection)
+
+    def _show_more(self) -> None:
+        """Places have become free: whoever waits for one goes on."""
+        for connection in self._shared:
+            connection.show()
+            self._watch(connection)
