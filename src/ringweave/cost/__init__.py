@@ -1,1 +1,6 @@
-"""What collectives must and will take, by formula: lower bounds with the cut that binds, bytes on every link."""
+"""What a collective costs on a cluster: the bound that nothing beats, bytes on links, predicted times."""
+
+from ringweave.cost.bounds import Bound, bound, network_bound
+from ringweave.cost.network import Network, network
+
+__all__ = ["Bound", "Network", "bound", "network", "network_bound"]
