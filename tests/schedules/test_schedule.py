@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringweave.errors import ScheduleError
-from ringweave.schedules import Collective, How, Round, Schedule
+from ringweave.schedules import Collective, How, Phase, Round, Schedule
 from ringweave.schedules.generators.ring import ring
 
 EMPTY = Round.of((), 0, 0, 0)
@@ -45,6 +45,18 @@ def make(**changes) -> Schedule:
         (lambda: make(name=""), "schedule name: '', expected one line without spaces around it. Shorten it."),
         (lambda: make(name="a\nb"), "schedule name: 'a\\nb', expected one line without spaces around it. Shorten it."),
         (lambda: make(name=" a"), "schedule name: ' a', expected one line without spaces around it. Shorten it."),
+        (
+            lambda: make(phases=(Phase(0, "a"),)),
+            "phases: [0], expected none, for no rounds. Name each by its first round.",
+        ),
+        (
+            lambda: make(rounds=(EMPTY, EMPTY), phases=(Phase(1, "a"), Phase(0, "b"))),
+            "phases: [1, 0], expected rounds 0..1 in ascending order. Name each by its first round.",
+        ),
+        (
+            lambda: make(rounds=(EMPTY,), phases=(Phase(0, "a "),)),
+            "phase name: 'a ', expected one line without spaces around it. Shorten it.",
+        ),
         (
             lambda: make(collective=Collective("allgather", owners=(0, 1))),
             "allgather: 2 owners for 1 chunks.",
@@ -113,6 +125,7 @@ def test_identity_is_what_is_sent_not_how_it_is_called_or_stored() -> None:
     base = make(rounds=(Round.of([1], [0], [0], How.REDUCE), Round.of([0], [1], [0], How.COPY)))
     stored = make(
         name="y",
+        phases=(Phase(1, "z"),),
         num_ranks=np.int64(2),
         shares=tuple(np.array([1])),
         rounds=[Round.of(np.array([1], np.int64), 0, 0, 0), Round.of((0,), 1, 0, 1)],

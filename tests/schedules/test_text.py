@@ -52,7 +52,7 @@ def test_correct_schedules_read_back(name: str, num_ranks: int, random: Random) 
 def test_the_text_of_a_ring() -> None:
     assert str(ring(2)) == (
         "schedule ring\ncollective allreduce\nranks 2\nshares 1 1\n"
-        "round 0: 0>1:+0 1>0:+1\nround 1: 0>1:=1 1>0:=0\n"
+        "phase reduce-scatter\nround 0: 0>1:+0 1>0:+1\nphase allgather\nround 1: 0>1:=1 1>0:=0\n"
     )  # fmt: skip
 
 
@@ -68,9 +68,9 @@ GOOD = str(ring(3))
     ("was", "becomes", "expected"),
     [
         ("ranks 3", "rank 3", "schedule text: 'rank 3', expected schedule, collective, ranks, root, owners, shares "
-         "(once each) or round. Mend this line. [line 3]"),
+         "(once each), phase or round. Mend this line. [line 3]"),
         ("ranks 3", "ranks 3\nranks 3", "schedule text: 'ranks 3', expected schedule, collective, ranks, root, owners, "
-         "shares (once each) or round. Mend this line. [line 4]"),
+         "shares (once each), phase or round. Mend this line. [line 4]"),
         ("ranks 3\n", "", "schedule text: no line 'ranks', expected one. Add it."),
         ("shares 1 1 1\n", "", "schedule text: no line 'shares', expected one. Add it."),
         ("schedule ring\n", "", "schedule text: no line 'schedule', expected one. Add it."),
@@ -90,15 +90,20 @@ GOOD = str(ring(3))
         ("shares 1 1 1", "shares 0", "shares: (0,), expected one whole number per chunk, none negative and not all 0. "
          "Give each chunk its relative size."),
         ("round 1:", "round 2:", "round: '2: 0>1:+2 1>2:+0 2>0:+1', expected '1:' and operations. Number the rounds "
-         "from 0. [line 6]"),
+         "from 0. [line 7]"),
         ("round 1: 0>1:+2 1>2:+0 2>0:+1", "round 1", "round: '1', expected '1:' and operations. Number the rounds from "
-         "0. [line 6]"),
-        ("0>1:+2", "0>1+2", "operation: '0>1+2', expected like 0>1:+4 or 0>1:=4-6. Mend it. [line 6]"),
-        ("0>1:+2", "0>1:*2", "operation: '0>1:*2', expected like 0>1:+4 or 0>1:=4-6. Mend it. [line 6]"),
-        ("0>1:+2", "0>-1:+2", "operation: '0>-1:+2', expected like 0>1:+4 or 0>1:=4-6. Mend it. [line 6]"),
-        ("0>1:+2", "0>1:+2-", "operation: '0>1:+2-', expected like 0>1:+4 or 0>1:=4-6. Mend it. [line 6]"),
+         "0. [line 7]"),
+        ("0>1:+2", "0>1+2", "operation: '0>1+2', expected like 0>1:+4 or 0>1:=4-6. Mend it. [line 7]"),
+        ("0>1:+2", "0>1:*2", "operation: '0>1:*2', expected like 0>1:+4 or 0>1:=4-6. Mend it. [line 7]"),
+        ("0>1:+2", "0>-1:+2", "operation: '0>-1:+2', expected like 0>1:+4 or 0>1:=4-6. Mend it. [line 7]"),
+        ("0>1:+2", "0>1:+2-", "operation: '0>1:+2-', expected like 0>1:+4 or 0>1:=4-6. Mend it. [line 7]"),
         ("0>1:+2", "0>9999999999:+2", "operation: '0>9999999999:+2', expected like 0>1:+4 or 0>1:=4-6. Mend it. "
-         "[line 6]"),
+         "[line 7]"),
+        ("phase allgather", "phase", "phase name: '', expected one line without spaces around it. Shorten it."),
+        ("phase allgather", "phase a\nphase b", "phases: [0, 2, 2], expected rounds 0..3 in ascending order. Name each "
+         "by its first round."),
+        ("2>0:=2", "2>0:=2\nphase end", "phases: [0, 2, 4], expected rounds 0..3 in ascending order. Name each by its "
+         "first round."),
     ],
 )  # fmt: skip
 def test_every_line_that_is_not_understood(was: str, becomes: str, expected: str) -> None:

@@ -11,7 +11,7 @@ import hashlib
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -143,6 +143,13 @@ class Rounds(Sequence[Round]):
         return self.make(index % self.num_rounds)
 
 
+class Phase(NamedTuple):
+    """Rounds that people think of as one: from `first_round` to the next phase."""
+
+    first_round: int
+    name: str
+
+
 @dataclass(frozen=True, eq=False)
 class Schedule:
     """Ordered operations of one collective. Two schedules are equal when their digests are.
@@ -161,12 +168,13 @@ class Schedule:
     """Relative size of each chunk, as whole numbers; their count is the number of chunks."""
     rounds: Sequence[Round]
     """In order; computed lazily for large groups."""
+    phases: tuple[Phase, ...] = ()
+    """What its parts are called, in order, for people; not part of its identity."""
 
     def __post_init__(self) -> None:
-        if self.name.splitlines() != [self.name.strip()]:
-            raise ScheduleError(
-                f"schedule name: {self.name!r}, expected one line without spaces around it. Shorten it."
-            )
+        for what, name in (("schedule", self.name), *(("phase", phase.name) for phase in self.phases)):
+            if name.splitlines() != [name.strip()]:
+                raise ScheduleError(f"{what} name: {name!r}, expected one line without spaces around it. Shorten it.")
         object.__setattr__(self, "num_ranks", _whole("num_ranks", (self.num_ranks,))[0])
         object.__setattr__(self, "shares", _whole("shares", self.shares))
         if self.num_ranks < 1:
@@ -181,6 +189,7 @@ class Schedule:
                 )
             )
         self._check_members()
+        self._check_phases()
 
     def _check_members(self) -> None:
         """The ranks that the collective names are there."""
@@ -192,6 +201,12 @@ class Schedule:
             if outside:
                 expected = f"ranks 0..{self.num_ranks - 1}"
                 raise ScheduleError(explain(word, got=outside[0], expected=expected, do="Name a rank of the group"))
+
+    def _check_phases(self) -> None:
+        starts, num_rounds = [phase.first_round for phase in self.phases], len(self.rounds)
+        if starts and (starts != sorted(set(starts)) or starts[0] < 0 or starts[-1] >= num_rounds):
+            expected = f"rounds 0..{num_rounds - 1} in ascending order" if num_rounds else "none, for no rounds"
+            raise ScheduleError(explain("phases", got=starts, expected=expected, do="Name each by its first round"))
 
     @property
     def num_chunks(self) -> int:

@@ -5,17 +5,19 @@ schedule ring
 collective allreduce
 ranks 3
 shares 1 1 1
+phase reduce-scatter
 round 0: 0>1:+0 1>2:+1 2>0:+2
 round 1: ...
 ```
-`0>1:+0` is rank 0 sending chunk 0 to rank 1, which adds it; `=` overwrites; `4-6` are chunks 4, 5 and 6.
+`0>1:+0` is rank 0 sending chunk 0 to rank 1, which adds it; `=` overwrites; `4-6` are chunks 4, 5 and 6. A line `phase`
+names the rounds from there on; it may be absent.
 """
 
 import re
 from collections.abc import Iterable, Sequence
 
 from ringweave.errors import ScheduleError, explain
-from ringweave.schedules.schedule import KINDS, Collective, How, Round, Schedule
+from ringweave.schedules.schedule import KINDS, Collective, How, Phase, Round, Schedule
 
 _SIGNS = {How.REDUCE: "+", How.COPY: "="}
 _OP = re.compile(r"([0-9]{1,9})>([0-9]{1,9}):([+=])([0-9]{1,9})(?:-([0-9]{1,9}))?")
@@ -36,7 +38,10 @@ def write(schedule: Schedule) -> str:
     if collective.owners is not None:
         lines.append("owners " + " ".join(map(str, collective.owners)))
     lines.append("shares " + " ".join(map(str, schedule.shares)))
+    names = dict(schedule.phases)
     for index, round_ in enumerate(schedule.rounds):
+        if index in names:
+            lines.append(f"phase {names[index]}")
         lines.append(" ".join([f"round {index}:", *(op_text(*row) for row in round_.rows())]))
     return "\n".join(lines) + "\n"
 
@@ -49,20 +54,23 @@ def parse(text: str) -> Schedule:
     """
     fields: dict[str, str] = {}
     rounds: list[Round] = []
+    phases: list[Phase] = []
     for number, line in enumerate(text.splitlines(), start=1):
         keyword, _, rest = line.strip().partition(" ")
         if not keyword or keyword.startswith("#"):
             continue
         if keyword == "round":
             rounds.append(_parse_round(rest, len(rounds), number))
+        elif keyword == "phase":
+            phases.append(Phase(len(rounds), rest.strip()))
         elif keyword in ("schedule", "collective", "ranks", "root", "owners", "shares") and keyword not in fields:
             fields[keyword] = rest.strip()
         else:
-            expected = "schedule, collective, ranks, root, owners, shares (once each) or round"
+            expected = "schedule, collective, ranks, root, owners, shares (once each), phase or round"
             raise ScheduleError(
                 explain("schedule text", got=line, expected=expected, do="Mend this line", where=f"line {number}")
             )
-    return _assemble(fields, rounds)
+    return _assemble(fields, rounds, phases)
 
 
 def render(schedule: Schedule, *, max_rounds: int = 24, max_ranks: int = 12) -> str:
@@ -74,7 +82,11 @@ def render(schedule: Schedule, *, max_rounds: int = 24, max_ranks: int = 12) -> 
         f"{len(schedule.rounds)} rounds\n"
         "3>1 sends chunk 3 to rank 1; +4<0 adds chunk 4 from rank 0; =4<0 overwrites with it"
     )
-    lines = [head, *grid(schedule, range(shown), max_ranks=max_ranks)]
+    names = dict(schedule.phases)
+    ranks_line, *round_lines = grid(schedule, range(shown), max_ranks=max_ranks)
+    lines = [head, ranks_line]
+    for index, line in enumerate(round_lines):
+        lines += [f"{names[index]}:", line] if index in names else [line]
     if shown < len(schedule.rounds):
         lines.append(f"... {len(schedule.rounds) - shown} more rounds")
     if schedule.num_ranks > max_ranks:
@@ -149,7 +161,7 @@ def _number(fields: dict[str, str], keyword: str) -> int:
     return numbers[0]
 
 
-def _assemble(fields: dict[str, str], rounds: Sequence[Round]) -> Schedule:
+def _assemble(fields: dict[str, str], rounds: Sequence[Round], phases: Sequence[Phase]) -> Schedule:
     absent = [keyword for keyword in ("schedule", "collective", "ranks", "shares") if keyword not in fields]
     if absent:
         raise ScheduleError(f"schedule text: no line {absent[0]!r}, expected one. Add it.")
@@ -161,4 +173,4 @@ def _assemble(fields: dict[str, str], rounds: Sequence[Round]) -> Schedule:
     owners = _numbers(fields, "owners") if "owners" in fields else None
     root = _number(fields, "root") if "root" in fields else None
     ranks, shares = _number(fields, "ranks"), _numbers(fields, "shares")
-    return Schedule(fields["schedule"], Collective(kind, owners, root), ranks, shares, rounds)
+    return Schedule(fields["schedule"], Collective(kind, owners, root), ranks, shares, rounds, tuple(phases))

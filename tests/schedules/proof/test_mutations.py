@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ringweave import schedules
 from ringweave.errors import ScheduleError
 from ringweave.schedules.generators.ring import ring
-from tests.schedules import samples, mutants
+from tests.schedules import mutants, samples
 from tests.schedules.mutants import Mutant, Place
 from tests.schedules.oracle import Listing, judge
 

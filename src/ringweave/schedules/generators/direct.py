@@ -1,0 +1,82 @@
+"""Direct reduce-scatter and allgather with unequal shares: each chunk goes straight to the rank that owns it.
+
+Unequal shares reach the bound of a group with unequal NICs, max(1/B_min, 2(N-1)/sum B) seconds per byte: a slow rank
+owns little or nothing, so that it sends the message once and receives it once. Its sending is all in the first phase
+and its receiving in the second, so the phases must overlap: run it in several segments.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringweave.errors import ScheduleError, explain
+from ringweave.schedules.joining import then
+from ringweave.schedules.schedule import Collective, How, Round, Rounds, Schedule
+
+
+def direct(num_ranks: int, shares: Sequence[int] | None = None) -> Schedule:
+    """Allreduce in which each rank reduces its own share of the message and sends it to all.
+
+    Args:
+        num_ranks: Size of the group, N; one rank needs no round.
+        shares: What each rank owns, relative to the others, as whole numbers; None is the same for all. A rank with
+            share 0 owns no chunk: the chunks are those of the owners, in the order of their ranks.
+
+    Returns:
+        A schedule of one chunk per owner and 2(N-1) rounds. In round t = 1..N-1 rank i sends the chunk of rank
+        (i+t) mod N to that rank; after that, owner i sends its chunk to rank (i+t) mod N.
+
+    Raises:
+        ScheduleError: Shares that are not one whole number per rank, none negative and not all 0.
+
+    Cost:
+        Rank i with the fraction x_i of the shares sends and receives 1 + (N-2) x_i of the message.
+    """
+    return then("direct", direct_reduce_scatter(num_ranks, shares), direct_allgather(num_ranks, shares))
+
+
+def direct_reduce_scatter(num_ranks: int, shares: Sequence[int] | None = None) -> Schedule:
+    """The first half of `direct`: rank i sends 1 - x_i of the message and receives (N-1) x_i, in N-1 rounds."""
+    owners, kept = _owners(num_ranks, shares)
+    chunks, ones, how = _constants(owners, How.REDUCE)
+
+    def make(index: int) -> Round:
+        return Round((owners - np.int32(index + 1)) % num_ranks, owners, chunks, ones, how)
+
+    collective = Collective("reduce-scatter", tuple(owners.tolist()))
+    return Schedule("direct reduce-scatter", collective, num_ranks, kept, Rounds(num_ranks - 1, make))
+
+
+def direct_allgather(num_ranks: int, shares: Sequence[int] | None = None) -> Schedule:
+    """The second half of `direct`: rank i sends (N-1) x_i of the message and receives 1 - x_i, in N-1 rounds."""
+    owners, kept = _owners(num_ranks, shares)
+    chunks, ones, how = _constants(owners, How.COPY)
+
+    def make(index: int) -> Round:
+        return Round(owners, (owners + np.int32(index + 1)) % num_ranks, chunks, ones, how)
+
+    collective = Collective("allgather", tuple(owners.tolist()))
+    return Schedule("direct allgather", collective, num_ranks, kept, Rounds(num_ranks - 1, make))
+
+
+def _constants(owners: NDArray[np.int32], how: How) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8]]:
+    return np.arange(len(owners), dtype=np.int32), np.ones_like(owners), np.full_like(owners, how, np.uint8)
+
+
+def _owners(num_ranks: int, shares: Sequence[int] | None) -> tuple[NDArray[np.int32], tuple[int, ...]]:
+    """The ranks that own a chunk, and the chunks' shares."""
+    shares = (1,) * num_ranks if shares is None else tuple(shares)
+    if len(shares) != num_ranks:
+        raise ScheduleError(
+            explain(
+                "shares",
+                got=shares,
+                expected=f"one whole number for each of {num_ranks} ranks",
+                do="Give a rank that shall own nothing the share 0",
+            )
+        )
+    owners = [rank for rank, share in enumerate(shares) if share]
+    if not owners:
+        owners = list(range(num_ranks))  # nothing to share: for Schedule to refuse
+    return np.array(owners, np.int32), tuple(shares[rank] for rank in owners)

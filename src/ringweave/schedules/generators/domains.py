@@ -1,0 +1,170 @@
+"""Domains of ranks inside domains, each with a leader per chunk, and the flat tables by which a whole level works.
+
+Racks of nodes of ranks, for instance.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringweave.errors import ScheduleError, explain
+
+_Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Domain:
+    """Ranks, or domains of ranks, that are near each other. A bare rank leads itself for every chunk."""
+
+    members: tuple["Domain | int", ...]
+    """Ranks or domains below."""
+    leaders: tuple[int, ...]
+    """For each chunk the rank that leads this domain: the leader of one of its members."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """All domains of one depth. A run is a stretch of chunks over which no leader in its domain changes."""
+
+    first_chunk: _Ints
+    """For each run, like the next four."""
+    num_chunks: _Ints
+    num_members: _Ints
+    """Members of its domain."""
+    members_at: _Ints
+    """Where its domain's members begin in `rank_of` and `domain_of`."""
+    place: _Ints
+    """Which of these members leads the domain."""
+    rank_of: _Ints
+    """For each member: the rank, or -1 for a domain."""
+    domain_of: _Ints
+    """For each member: which of the domains of the level below; 0 for a rank."""
+    heads: _Ints
+    """Leaders of the domains of the level below, (domains, chunks)."""
+
+    def leaders(self, distance: int) -> _Ints:
+        """For each run the leader of the member that is `distance` places after the one that leads the domain."""
+        return self._of_members((self.place + np.int32(distance)) % self.num_members)
+
+    def _of_members(self, place: _Ints) -> _Ints:
+        member = self.members_at + place
+        ranks = self.rank_of[member]
+        if self.heads.size:
+            ranks = np.where(ranks >= 0, ranks, self.heads[self.domain_of[member], self.first_chunk])
+        return ranks
+
+
+class Tree:
+    """A tree of domains, checked and counted.
+
+    Raises:
+        ScheduleError: A domain has no member, or leaders for another number of chunks, or the tree does not name every
+            rank from 0 once.
+    """
+
+    def __init__(self, top: Domain, num_chunks: int) -> None:
+        self._domains: list[list[Domain]] = []
+        self._parents: list[list[tuple[int, int]]] = []  # for each domain its parent and its place in it
+        below, parents = [top], [(0, 0)]
+        while below:
+            self._domains.append(below)
+            self._parents.append(parents)
+            places = [(i, p) for i, domain in enumerate(below) for p in range(len(domain.members))]
+            parents = [(i, p) for i, p in places if isinstance(below[i].members[p], Domain)]
+            below = [member for domain in below for member in domain.members if isinstance(member, Domain)]
+        self._check_domains(num_chunks)
+        self.num_ranks = self._count_ranks()
+        self._within = self._find_ranks()
+
+    def levels(self, chunks: Sequence[int], root: int | None = None) -> list[Level]:
+        """From the top down, for the chunks that are named; these get numbers from 0.
+
+        Args:
+            chunks: Which entries of `Domain.leaders` count.
+            root: A rank that leads every domain it is in, whatever the leaders say; None leaves them as they are.
+
+        Raises:
+            ScheduleError: A domain's leader leads none of its members.
+
+        Cost:
+            Four bytes for each domain and chunk.
+        """
+        kept, heads, built = np.asarray(chunks, np.intp), np.zeros((0, 0), np.int32), []
+        for depth in reversed(range(len(self._domains))):
+            leaders = np.stack([self._leaders(domain)[kept] for domain in self._domains[depth]])
+            if root is not None and self._within[depth][0, root] >= 0:
+                leaders[self._within[depth][0, root]] = root
+            built.append(self._level(depth, leaders, heads))
+            heads = leaders
+        return built[::-1]
+
+    def _level(self, depth: int, leaders: _Ints, heads: _Ints) -> Level:
+        domains = self._domains[depth]
+        begins = np.ones(leaders.shape, np.bool_)
+        begins[:, 1:] = leaders[:, 1:] != leaders[:, :-1]
+        parents = self._parents[depth + 1] if depth + 1 < len(self._parents) else []
+        for (parent, _), head in zip(parents, heads, strict=True):
+            begins[parent, 1:] |= head[1:] != head[:-1]
+        domain, first = (column.astype(np.int32) for column in np.nonzero(begins))
+        end = np.where(np.append(domain[1:] == domain[:-1], False), np.roll(first, -1), leaders.shape[1])
+        sizes = np.array([len(d.members) for d in domains], np.int32)
+        members = [member for d in domains for member in d.members]
+        ranks = np.array([-1 if isinstance(member, Domain) else member for member in members], np.int32)
+        below = np.where(ranks < 0, np.cumsum(ranks < 0) - 1, 0).astype(np.int32)
+        members_at = (np.cumsum(sizes, dtype=np.int32) - sizes)[domain]
+        leader = leaders[domain, first]
+        domain_of_leader, place = self._within[depth][:, leader]
+        level = Level(first, (end - first).astype(np.int32), sizes[domain], members_at, place, ranks, below, heads)
+        wrong = (domain_of_leader != domain) | (level.leaders(0) != leader)
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            raise ScheduleError(
+                explain(
+                    "leader of a domain",
+                    got=int(leader[at]),
+                    expected="the leader of one of its members for the same chunk",
+                    do="Choose one of these",
+                    where=f"depth {depth}, domain {domain[at]}, chunk {first[at]} of those with a share",
+                )
+            )
+        return level
+
+    def _leaders(self, domain: Domain) -> _Ints:
+        given = np.asarray(domain.leaders)
+        outside = given if given.dtype.kind not in "iu" else given[(given < 0) | (given >= self.num_ranks)]
+        if len(outside):
+            expected = f"ranks 0..{self.num_ranks - 1}"
+            raise ScheduleError(explain("leader of a domain", got=outside[0], expected=expected, do="Name a rank"))
+        return given.astype(np.int32)
+
+    def _check_domains(self, num_chunks: int) -> None:
+        for domains in self._domains:
+            for domain in domains:
+                if not domain.members:
+                    raise ScheduleError("domain: no members, expected at least one. Leave empty domains out.")
+                if len(domain.leaders) != num_chunks:
+                    got, expected = len(domain.leaders), f"{num_chunks}, one per share"
+                    raise ScheduleError(explain("leaders of a domain", got=got, expected=expected, do="Name one each"))
+
+    def _count_ranks(self) -> int:
+        members = (m for domains in self._domains for domain in domains for m in domain.members)
+        ranks = sorted(member for member in members if not isinstance(member, Domain))
+        if ranks != list(range(len(ranks))):
+            expected = f"every rank from 0 to {len(ranks) - 1} once"
+            raise ScheduleError(explain("ranks of the domains", got=ranks, expected=expected, do="List each once"))
+        return len(ranks)
+
+    def _find_ranks(self) -> list[_Ints]:
+        """At each depth, for each rank: the domain that it is in, or -1, and in which member of it."""
+        within = [np.full((2, self.num_ranks), -1, np.int32) for _ in self._domains]
+        for depth, domains in enumerate(self._domains):
+            for at, domain in enumerate(domains):
+                ranks = [(p, member) for p, member in enumerate(domain.members) if not isinstance(member, Domain)]
+                for place, rank in ranks:
+                    index = at, place
+                    for above in range(depth, -1, -1):
+                        within[above][:, rank] = index
+                        index = self._parents[above][index[0]]
+        return within
