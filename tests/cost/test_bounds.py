@@ -161,7 +161,7 @@ def test_links_that_no_byte_of_the_group_passes_do_not_bind() -> None:
     ("arguments", "text"),
     [
         ({"nodes": []}, "nodes that take part: [], expected at least one. Name nodes of the cluster."),
-        ({"nodes": ["n9"]}, "node of cluster flat: 'n9', expected one of n0, n1. Did you mean \"n0\"?"),
+        ({"nodes": ["n9"]}, "node of cluster flat: 'n9', expected one of n0, n1. Use a name of the cluster file."),
         (
             {"rates": {"n0->cor": 1.0}},
             "measured link: 'n0->cor', expected a link of the cluster. Did you mean \"n0->core\"?",

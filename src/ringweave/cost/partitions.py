@@ -3,7 +3,7 @@
 Every allreduce without reduction inside the network carries at least 2 (parts - 1) times the message out of the parts
 of any partition, and a part lets out no more than its smallest cut. Here the parts are connected sets of vertices,
 no two of them overlapping, each with at least one node; switches may belong to none. Leaving out parts that overlap
-loses nothing beside the bound of the single cuts: by submodularity of cuts, two parts that share switches can be joined,
+loses nothing beside the bound of the single cuts: by submodularity of cuts, two that share switches can be joined,
 which saves at least the cut around the shared switches, and that is at least twice the smallest cut of all. So
 max(cuts, partitions) is the same.
 
