@@ -65,8 +65,8 @@ def test_no_verb_loads_torch() -> None:
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["rnu"], "verb: 'rnu', expected one of run, doctor. Did you mean run? See ringweave --help."),
-        (["fly"], "verb: 'fly', expected one of run, doctor. See ringweave --help."),
+        (["rnu"], f"verb: 'rnu', expected one of {', '.join(VERBS)}. Did you mean run? See ringweave --help."),
+        (["fly"], f"verb: 'fly', expected one of {', '.join(VERBS)}. See ringweave --help."),
         (["--zzz"], "No such option '--zzz'. See ringweave --help."),
         (["doctor", "--x"], "No such option '--x'. See ringweave doctor --help."),
         (["doctor", "--jsn"], "No such option '--jsn'. Did you mean '--json'? See ringweave doctor --help."),

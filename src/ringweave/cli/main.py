@@ -85,4 +85,6 @@ def _refuse(text: str, exit_code: int, argv: list[str]) -> int:
 def _wants_json(argv: list[str]) -> bool:
     """Whether a verb that takes --json was given it; what follows `run` may be another program's."""
     verb = VERBS.get(argv[0]) if argv else None
-    return verb is not None and verb.answers and "--json" in argv
+    if verb is None or "--json" not in argv:
+        return False
+    return verb.answers or any(word in verb.answering for word in argv[1:2])

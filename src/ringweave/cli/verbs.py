@@ -14,9 +14,17 @@ class Verb:
     """One line for the list of verbs."""
     answers: bool
     """It takes --json."""
+    answering: tuple[str, ...] = ()
+    """The verbs below it that take --json."""
 
 
 VERBS: Mapping[str, Verb] = {
     "run": Verb(module="run", help="Run a PyTorch program on several workers.", answers=False),
+    "lab": Verb(
+        module="lab",
+        help="Bring a cluster file up on this machine: namespaces, limited links.",
+        answers=False,
+        answering=("up", "set", "status", "down"),
+    ),
     "doctor": Verb(module="doctor", help="Say what is here and works, and how to mend what does not.", answers=True),
 }

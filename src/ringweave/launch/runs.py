@@ -1,28 +1,28 @@
 """One run on this machine, from the cluster to the final record."""
 
 import os
-import random
 import shlex
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
 from ringweave import telemetry
 from ringweave.environment import WorkerEnvironment
-from ringweave.launch import records, reports, run_dirs, supervision
+from ringweave.launch import orders, records, reports, run_dirs, supervision
 from ringweave.launch.causes import Death
 from ringweave.launch.launcher import WorkerState
 from ringweave.launch.local.launcher import LocalLauncher
 from ringweave.launch.local.merging import Console
-from ringweave.launch.local.ports import free_port
+from ringweave.launch.local.sites import Site, ThisMachine
+from ringweave.launch.orders import BLOCK, Order
 from ringweave.launch.run_dirs import RunDir
-from ringweave.launch.workers import Meeting, Program, WorkerGroup, lay_out
+from ringweave.launch.workers import Program, WorkerGroup, lay_out
 from ringweave.topology import Cluster
 
 
@@ -41,6 +41,10 @@ class Request:
     """Schedule to be used by force; None leaves the choice to the planner."""
     replace_backend: bool
     """Let an explicit "gloo" or "nccl" be ringweave too."""
+    order: Order = BLOCK
+    """In which order the devices get ranks."""
+    site: Site = field(default_factory=ThisMachine)
+    """Where the workers' processes are put: on this machine as it is, or inside of a lab on it."""
 
 
 def run(request: Request, *, environ: Mapping[str, str], stdout: TextIO, stderr: TextIO) -> reports.Ending:
@@ -62,7 +66,7 @@ def run(request: Request, *, environ: Mapping[str, str], stdout: TextIO, stderr:
         books = _Books(request, group, attempt)
         console = Console({"stdout": stdout.buffer, "stderr": stderr.buffer}, environ)  # type: ignore[attr-defined]
         try:
-            with LocalLauncher(request.run_dir.log, console, environ) as launcher:
+            with LocalLauncher(request.run_dir.log, console, environ, enter=request.site.enter) as launcher:
                 launcher.start(group)
                 books.workers_started(launcher.pid)
                 states = supervision.supervise(launcher, interrupts, on_exit=books.worker_exited)
@@ -126,10 +130,12 @@ class _Books:
 
 
 def _lay_out(request: Request) -> WorkerGroup:
-    return lay_out(
-        request.cluster.nodes,
+    nodes = request.cluster.nodes
+    first_index, _ = orders.deal([node.num_devices for node in nodes], request.order)[0]
+    group = lay_out(
+        nodes,
         request.program.argv(sys.executable),
-        Meeting(host="127.0.0.1", port=free_port(random.SystemRandom())),
+        request.site.meeting(nodes[first_index].name),
         num_cpus=len(os.sched_getaffinity(0)),
         common=WorkerEnvironment(
             cluster_path=request.run_dir.cluster,
@@ -137,7 +143,10 @@ def _lay_out(request: Request) -> WorkerGroup:
             replace_backend=request.replace_backend,
             schedule=request.schedule,
         ),
+        order=request.order,
     )
+    workers = [replace(each, environ={**each.environ, **request.site.environ(each.node)}) for each in group.workers]
+    return replace(group, workers=tuple(workers))
 
 
 def _first_record(request: Request, group: WorkerGroup, attempt: int, command: list[str]) -> dict[str, Any]:
@@ -153,6 +162,8 @@ def _first_record(request: Request, group: WorkerGroup, attempt: int, command: l
         },
         "world_size": group.world_size,
         "schedule": request.schedule,
+        "order": str(request.order),
+        "lab": request.site.lab_name,
         "started": _now(),
         "ended": None,
         "wall_s": None,

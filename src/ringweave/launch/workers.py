@@ -13,6 +13,8 @@ from typing import Protocol
 
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import UsageError, explain
+from ringweave.launch import orders
+from ringweave.launch.orders import BLOCK, Order
 
 
 class NodeLike(Protocol):
@@ -103,9 +105,15 @@ def parse_counts(text: str) -> list[int]:
 
 
 def lay_out(
-    nodes: Sequence[NodeLike], argv: tuple[str, ...], meeting: Meeting, *, num_cpus: int, common: WorkerEnvironment
+    nodes: Sequence[NodeLike],
+    argv: tuple[str, ...],
+    meeting: Meeting,
+    *,
+    num_cpus: int,
+    common: WorkerEnvironment,
+    order: Order = BLOCK,
 ) -> WorkerGroup:
-    """One worker per device, ranks counted through the nodes in cluster order.
+    """One worker per device, ranks counted through the devices in the given order.
 
     Args:
         nodes: Nodes of the cluster, all taken to share one machine's CPUs.
@@ -113,6 +121,7 @@ def lay_out(
         meeting: Where the workers find each other.
         num_cpus: CPUs of the machine; each worker's share becomes OMP_NUM_THREADS.
         common: What all workers are told; the node is filled in for each.
+        order: In which order the devices get ranks; block goes through the nodes in cluster order.
 
     Returns:
         The group, environ as torchrun would set it, plus ringweave's own variables.
@@ -126,19 +135,15 @@ def lay_out(
         "OMP_NUM_THREADS": str(max(1, num_cpus // max(1, world_size))),
         "PYTHONUNBUFFERED": "1",
     }
-    places = [
-        (node_index, node, local_rank)
-        for node_index, node in enumerate(nodes)
-        for local_rank in range(len(node.devices))
-    ]
+    places = orders.deal([len(node.devices) for node in nodes], order)
     workers = tuple(
         WorkerSpec(
             global_rank=global_rank,
             local_rank=local_rank,
-            node=node.name,
-            environ=shared | _own_variables(global_rank, local_rank, node_index, node, common),
+            node=nodes[node_index].name,
+            environ=shared | _own_variables(global_rank, local_rank, node_index, nodes[node_index], common),
         )
-        for global_rank, (node_index, node, local_rank) in enumerate(places)
+        for global_rank, (node_index, local_rank) in enumerate(places)
     )
     return WorkerGroup(argv=argv, workers=workers)
 

@@ -41,8 +41,10 @@ class LocalLauncher(Launcher):
         console: Console,
         environ: Mapping[str, str],
         clock: Callable[[], float] = time.monotonic,
+        enter: Callable[[WorkerSpec, Sequence[str]], Sequence[str]] = lambda worker, argv: argv,
     ) -> None:
         self._log_paths, self._console, self._environ, self._clock = log_paths, console, environ, clock
+        self._enter = enter
         self._processes: list[subprocess.Popen[bytes]] = []
         self._exits: dict[int, Exit] = {}
         self._stopping = False
@@ -122,7 +124,7 @@ class LocalLauncher(Launcher):
     def _start_one(self, worker: WorkerSpec, argv: tuple[str, ...]) -> None:
         log = LogFile(self._log_paths(worker.global_rank))
         self._logs.append(log)
-        command = [sys.executable, "-I", "-S", bootstrap.__file__, str(os.getpid()), *argv]
+        command = [sys.executable, "-I", "-S", bootstrap.__file__, str(os.getpid()), *self._enter(worker, argv)]
         try:
             process = subprocess.Popen(
                 command,

@@ -1,0 +1,131 @@
+"""`ringweave lab`: a cluster file brought up on this machine, as namespaces with limited links."""
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import click
+
+from ringweave import lab, topology
+from ringweave.cli import run_options
+from ringweave.cli.run_options import RUN_SETTINGS, RunOptions
+from ringweave.errors import UsageError, explain
+from ringweave.lab import Lab
+from ringweave.launch.local.sites import InLab
+
+_LAB_OPTION = click.option("--lab", "name", metavar="NAME", help="Which lab. Default: the only one that is up.")
+_JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+
+
+@click.group
+def command() -> None:
+    """Bring a cluster file up on this Linux machine, and work in it.
+
+    Every node gets its own network, host name and /dev/shm; every link is limited to its rate; devices of unequal speed
+    get CPU quotas. Needs root. What latency the file gives cannot be played here.
+    """
+
+
+@command.command
+@click.argument("cluster_path", metavar="CLUSTER")
+@click.option("--name", metavar="NAME", help="Name of the lab. Default: name of the cluster.")
+@click.option(
+    "--quotas",
+    type=click.Choice(["auto", "always", "never"]),
+    default="auto",
+    help="CPU quotas by the devices' speeds; auto (default): only if these differ.",
+)
+@_JSON_OPTION
+def up(cluster_path: str, name: str | None, quotas: str, as_json: bool) -> int:
+    """Bring CLUSTER up. What an earlier attempt of that name has left is cleared away first."""
+    started_s = time.monotonic()
+    cluster = topology.load(cluster_path)
+    made = lab.up(cluster, name, quotas=cast("Any", quotas), progress=lambda what: _say(f"{what} ..."))
+    wall_s = round(time.monotonic() - started_s, 3)
+    if as_json:
+        click.echo(json.dumps({"name": made.name, "addresses": made.addresses, "wall_s": wall_s}))
+    else:
+        click.echo(f"lab {made.name} is up after {wall_s:.1f} s: {len(made.addresses)} nodes")
+    return 0
+
+
+@command.command("exec", context_settings=RUN_SETTINGS)
+@_LAB_OPTION
+@click.option("--device", type=int, metavar="N", help="Compute on this device of the node, with its CPU quota.")
+@click.argument("node")
+@click.argument("argv", nargs=-1, type=click.UNPROCESSED, required=True, metavar="-- CMD [ARGS]...")
+def execute(name: str | None, device: int | None, node: str, argv: tuple[str, ...]) -> int | None:
+    """Run CMD in NODE. It takes the place of this command: streams, signals and exit code are its own."""
+    argv = argv[1:] if argv[0] == "--" else argv
+    if not argv:
+        raise UsageError("command: none given, expected one after --. For example: ringweave lab exec a0 -- hostname.")
+    command_line = _find(name).command(node, argv, device=device)
+    if shutil.which(argv[0]) is None:
+        return _refuse_command(argv[0], node)
+    return os.execv(command_line[0], command_line)
+
+
+@command.command("run", context_settings=RUN_SETTINGS)
+@_LAB_OPTION
+@run_options.shared
+def run(name: str | None, options: RunOptions) -> int:
+    """Run SCRIPT on all devices of the lab, every worker in its node. Otherwise the same as ringweave run."""
+    place = _find(name)
+    return options.run(place.cluster, topology.dumps(place.cluster), None, InLab(place))
+
+
+@command.command("down")
+@_LAB_OPTION
+@click.option("--all", "is_all", is_flag=True, help="All labs of this machine.")
+@_JSON_OPTION
+def down(name: str | None, is_all: bool, as_json: bool) -> int:
+    """Take a lab down, complete or not, and end all that runs in it. It may be gone already."""
+    if is_all and name is not None:
+        raise UsageError("--lab and --all: both given, expected one of them. Leave --lab out to take all down.")
+    there = lab.names()
+    wanted = there if is_all else [name] if name is not None else [_only(there)] if there else []
+    gone = [each for each in wanted if lab.down(each)]
+    if as_json:
+        click.echo(json.dumps({"down": gone}))
+    else:
+        click.echo(f"down: {', '.join(gone)}" if gone else "nothing to take down")
+    return 0
+
+
+def _find(name: str | None) -> Lab:
+    if name is not None:
+        return lab.find(name)
+    return lab.find(_only([each for each in lab.names() if lab.is_up(each)]))
+
+
+def _only(names: list[str]) -> str:
+    """The one lab that there is.
+
+    Raises:
+        UsageError: There is none, or more than one.
+    """
+    if len(names) == 1:
+        return names[0]
+    do = "Name it: --lab NAME" if names else "Bring one up first: ringweave lab up CLUSTER"
+    raise UsageError(explain("labs", got=", ".join(names) or "none", expected="one that is up", do=do))
+
+
+def _refuse_command(name: str, node: str) -> int:
+    """127 or 126, as a shell has them."""
+    is_there = "/" in name and Path(name).exists()
+    text = explain(
+        "command",
+        got=name,
+        expected="a program that can be run" if is_there else "a program on the PATH, or the path of one",
+        do="Make it executable: chmod +x" if is_there else "Check the name; nodes see this machine's files",
+        where=f"node {node}",
+    )
+    click.echo(f"ringweave: error: {text}", err=True)
+    return 126 if is_there else 127
+
+
+def _say(text: str) -> None:
+    click.echo(f"ringweave: {text}", err=True)

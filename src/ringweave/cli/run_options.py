@@ -1,0 +1,100 @@
+"""The options that every verb has which runs a program: `ringweave run` and `ringweave lab run`."""
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ringweave.launch import orders, run_dirs, runs, workers
+from ringweave.launch.local.sites import Site
+from ringweave.launch.orders import Order
+from ringweave.launch.run_dirs import RunDir
+from ringweave.launch.workers import Program
+from ringweave.topology import Cluster
+
+RUN_SETTINGS = {"allow_interspersed_args": False}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    """What was asked for, checked."""
+
+    program: Program
+    run_dir: str | None
+    schedule: str | None
+    replace_backend: bool
+    order: Order
+
+    def run(self, cluster: Cluster, cluster_text: str, cluster_path: str | None, site: Site) -> int:
+        """Run the program on a cluster; the exit code."""
+        request = runs.Request(
+            program=self.program,
+            cluster=cluster,
+            cluster_text=cluster_text,
+            cluster_path=cluster_path,
+            run_dir=_run_dir(self.run_dir, self.program.target),
+            schedule=self.schedule,
+            replace_backend=self.replace_backend,
+            order=self.order,
+            site=site,
+        )
+        return runs.run(request, environ=os.environ, stdout=sys.stdout, stderr=sys.stderr).exit_code
+
+
+def shared(command: Callable[..., int]) -> Callable[..., int]:
+    """Give a command these options; it gets them as one argument called `options`."""
+
+    @functools.wraps(command)
+    def call(**given: Any) -> int:
+        program = Program(
+            target=given.pop("script"), arguments=given.pop("arguments"), is_module=given.pop("is_module")
+        )
+        options = RunOptions(
+            program=program,
+            run_dir=given.pop("run_dir"),
+            schedule=given.pop("schedule"),
+            replace_backend=given.pop("replace_backend"),
+            order=orders.parse(given.pop("order")),
+        )
+        workers.check_target(program)
+        _check_schedule(options.schedule)
+        return command(options=options, **given)
+
+    return functools.reduce(lambda inner, option: option(inner), reversed(_OPTIONS), call)
+
+
+_OPTIONS = (
+    click.option(
+        "--run-dir", metavar="DIR", help="Where logs, events and run.json go. Default: runs/DATE-TIME-SCRIPT."
+    ),
+    click.option("--schedule", metavar="NAME", help="Use this schedule for allreduces from 64 KiB up."),
+    click.option("--replace-backend", is_flag=True, help='Let a script\'s "gloo" or "nccl" be ringweave too.'),
+    click.option(
+        "--order",
+        metavar="ORDER",
+        default="block",
+        help="How devices get ranks: block (default), round-robin or shuffled[:SEED].",
+    ),
+    click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as with python -m."),
+    click.argument("script"),
+    click.argument("arguments", nargs=-1, type=click.UNPROCESSED),
+)
+
+
+def _check_schedule(name: str | None) -> None:
+    if name is not None:
+        from ringweave import schedules  # brings numpy, which most runs need not wait for here
+
+        schedules.check_name(name, where="--schedule")
+
+
+def _run_dir(given: str | None, script: str) -> RunDir:
+    if given:
+        return RunDir(root=Path(given).absolute())
+    return run_dirs.fresh(Path("runs"), script, datetime.now())
