@@ -111,7 +111,7 @@ class Round:
     def __len__(self) -> int:
         return len(self.src)
 
-    def where(self, mask: NDArray[np.bool_]) -> "Round":
+    def where(self, mask: NDArray[np.bool_] | slice) -> "Round":
         """The operations that `mask` selects, order kept."""
         return Round(self.src[mask], self.dst[mask], self.first_chunk[mask], self.num_chunks[mask], self.how[mask])
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ringweave.schedules.schedule import Round
+
 _Ints = NDArray[np.int32]
 
 
@@ -20,7 +22,7 @@ class Race:
 class RaceDetector:
     """Finds a rank's chunk that is written twice in a round, or read where it is written.
 
-    Remembers who sends to whom: many schedules keep that from round to round.
+    Works on stretches of chunks as they are. Remembers who sends to whom: many schedules keep that from round to round.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -30,17 +32,19 @@ class RaceDetector:
         self._reads_written_rank = np.zeros(0, np.bool_)
         self._writer_of_read = np.zeros(0, np.intp)
 
-    def find(self, src: _Ints, dst: _Ints, chunk: _Ints) -> Race | None:
-        """The first race between operations on one chunk each, if there is one."""
-        if not (np.array_equal(src, self._src) and np.array_equal(dst, self._dst)):
-            self._look_at(src, dst)
+    def find(self, ops: Round) -> Race | None:
+        """The first race between operations on chunks and ranks that exist, if there is one."""
+        if not (np.array_equal(ops.src, self._src) and np.array_equal(ops.dst, self._dst)):
+            self._look_at(ops.src, ops.dst)
         if not self._is_written_once:
-            return _find_by_sorting(src, dst, chunk)
-        conflict = self._reads_written_rank & (chunk.take(self._writer_of_read) == chunk)
+            return _find_by_sorting(ops)
+        first, count = ops.first_chunk, ops.num_chunks
+        written_first, written_count = first.take(self._writer_of_read), count.take(self._writer_of_read)
+        conflict = (first < written_first + written_count) & (written_first < first + count) & self._reads_written_rank
         if not conflict.any():
             return None
         at = int(np.argmax(conflict))
-        return Race(int(src[at]), int(chunk[at]), "is read and written")
+        return Race(int(ops.src[at]), int(max(first[at], written_first[at])), "is read and written")
 
     def _look_at(self, src: _Ints, dst: _Ints) -> None:
         """If no rank receives twice, all that can collide with a read is the one write to its rank."""
@@ -52,16 +56,30 @@ class RaceDetector:
         self._reads_written_rank = dst[self._writer_of_read] == src
 
 
-def _find_by_sorting(src: _Ints, dst: _Ints, chunk: _Ints) -> Race | None:
-    width = int(chunk.max()) + 1
-    written = np.sort(dst.astype(np.int64) * width + chunk)
-    double = written[1:] == written[:-1]
+def _find_by_sorting(ops: Round) -> Race | None:
+    """Stretches of all ranks' chunks, laid out one rank after the other, in order: neighbours show what overlaps."""
+    width = int((ops.first_chunk + ops.num_chunks).max())
+    begin, end = _sorted(ops.dst, ops, width)
+    double = begin[1:] < end[:-1]
     if double.any():
-        rank, at_chunk = divmod(int(written[np.argmax(double)]), width)
-        return Race(rank, at_chunk, "is written twice")
-    read = src.astype(np.int64) * width + chunk
-    conflict = written[np.minimum(np.searchsorted(written, read), len(written) - 1)] == read
+        rank, chunk = divmod(int(begin[1:][np.argmax(double)]), width)
+        return Race(rank, chunk, "is written twice")
+    read_begin, read_end = _sorted(ops.src, ops, width)
+    before = np.searchsorted(begin, read_end) - 1  # the last write that begins before the read ends
+    conflict = (before >= 0) & (end[before] > read_begin)
     if conflict.any():
-        rank, at_chunk = divmod(int(read[np.argmax(conflict)]), width)
-        return Race(rank, at_chunk, "is read and written")
+        at = int(np.argmax(conflict))
+        rank, chunk = divmod(int(max(read_begin[at], begin[before[at]])), width)
+        return Race(rank, chunk, "is read and written")
     return None
+
+
+def _sorted(ranks: _Ints, ops: Round, width: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(begin, end) of the operations' stretches at these ranks, by begin; ends are in order only if none overlap."""
+    begin, count = ranks * np.int64(width) + ops.first_chunk, ops.num_chunks
+    if (count == count[0]).all():
+        begin.sort()
+        return begin, begin + count[0]
+    order = np.argsort(begin)
+    begin = begin[order]
+    return begin, begin + count[order]

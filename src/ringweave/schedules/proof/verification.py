@@ -10,7 +10,8 @@ what one does not hold, counting somebody twice (exact sets alone see it where t
 and copying to a rank what it holds already.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,9 @@ from ringweave.schedules.proof import diagnosis
 from ringweave.schedules.proof.contents import MAX_EXACT_RANKS, Algebra, ExactSets, RandomSums
 from ringweave.schedules.proof.races import RaceDetector
 from ringweave.schedules.schedule import How, Round, Schedule
+
+_MAX_CELLS = 2**18
+"""Chunks of ranks that are computed on at a time, in megabytes rather than gigabytes of intermediate columns."""
 
 
 def verify(
@@ -80,34 +84,27 @@ def _verify_block(schedule: Schedule, algebra: Algebra, chunks: range, steps: _S
     races = RaceDetector(schedule.num_ranks)
     for index, round_ in enumerate(schedule.rounds):
         steps.begin(index)
-        if chunks.start == 0:
+        if chunks.start == 0 and len(round_):
             _check_numbers(schedule, index, round_)
+            race = races.find(round_)
+            if race is not None:
+                raise ScheduleError(diagnosis.race(schedule, index, race.rank, race.chunk, race.what))
         ops = round_ if len(chunks) == schedule.num_chunks else _within(round_, chunks)
-        if len(ops):
-            _run_round(schedule, algebra, races, held, chunks, index, ops)
+        for some in _slices(ops):
+            _run(schedule, algebra, held, chunks, some)
     _check_result(schedule, algebra, held, chunks)
 
 
-def _run_round(
-    schedule: Schedule,
-    algebra: Algebra,
-    races: RaceDetector,
-    held: NDArray[np.uint64],
-    chunks: range,
-    index: int,
-    ops: Round,
-) -> None:
-    src, dst, chunk, how = _one_chunk_each(ops)
-    race = races.find(src, dst, chunk)
-    if race is not None:
-        raise ScheduleError(diagnosis.race(schedule, index, race.rank, race.chunk, race.what))
-    flat, column = held.reshape(-1), chunk - chunks.start
-    arriving = flat.take(src * np.int64(len(chunks)) + column)
-    places = dst * np.int64(len(chunks)) + column
-    mine = flat.take(places)
+def _run(schedule: Schedule, algebra: Algebra, held: NDArray[np.uint64], chunks: range, ops: Round) -> None:
+    """Some operations of a round; as none reads or writes what another one writes, their order does not matter."""
+    sources, places = _cells(ops, chunks)
+    flat = held.reshape(-1)
+    arriving, mine = flat.take(sources), flat.take(places)
+    how = ops.how if len(ops) == len(places) else np.repeat(ops.how, ops.num_chunks)
     faults = algebra.faults(mine, arriving, how)
     if faults.any():
-        raise ScheduleError(diagnosis.wrong_chunk(schedule, int(chunk[np.argmax(faults)])))
+        chunk = chunks[int(places[np.argmax(faults)]) % len(chunks)]
+        raise ScheduleError(diagnosis.wrong_chunk(schedule, chunk))
     reduces = how == How.REDUCE
     if reduces.all():
         arriving = algebra.combine(mine, arriving)
@@ -118,8 +115,6 @@ def _run_round(
 
 def _check_numbers(schedule: Schedule, index: int, round_: Round) -> None:
     """Ranks and chunks that do not exist; the slow look follows only where a quick one is not sure."""
-    if not len(round_):
-        return
     ranks, chunks, reduces = schedule.num_ranks, schedule.num_chunks, schedule.collective.reduces
     src, dst, first, count = round_.src, round_.dst, round_.first_chunk, round_.num_chunks
     fine = (
@@ -173,14 +168,28 @@ def _within(round_: Round, chunks: range) -> Round:
     return Round(ops.src, ops.dst, first, stop - first, ops.how)
 
 
-def _one_chunk_each(
-    ops: Round,
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8]]:
-    """(src, dst, chunk, how) with operations on several chunks written out."""
-    counts = ops.num_chunks
+def _slices(ops: Round) -> Iterator[Round]:
+    """The operations in order, in parts of bounded numbers of chunks, so that what is computed on them stays small."""
+    if int(ops.num_chunks.sum(dtype=np.int64)) <= _MAX_CELLS:
+        if len(ops):
+            yield ops
+        return
+    part = np.cumsum(ops.num_chunks, dtype=np.int64) // _MAX_CELLS
+    borders = np.flatnonzero(np.diff(part, prepend=-1, append=-1))
+    for begin, end in itertools.pairwise(borders.tolist()):
+        yield ops.where(np.s_[begin:end])
+
+
+def _cells(ops: Round, chunks: range) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where the chunks that are sent are held at the senders and at the receivers, operation by operation."""
+    counts, width = ops.num_chunks, np.int64(len(chunks))
+    column = ops.first_chunk - np.int64(chunks.start)
+    sources, places = ops.src * width + column, ops.dst * width + column
     if (counts == 1).all():
-        return ops.src, ops.dst, ops.first_chunk, ops.how
-    repeated = np.repeat(np.arange(len(ops)), counts)
-    within = np.arange(len(repeated)) - np.repeat(np.cumsum(counts) - counts, counts)
-    chunk = (ops.first_chunk[repeated] + within).astype(np.int32)
-    return ops.src[repeated], ops.dst[repeated], chunk, ops.how[repeated]
+        return sources, places
+    if (counts == counts[0]).all():
+        within = np.arange(counts[0])
+        return (sources[:, None] + within).reshape(-1), (places[:, None] + within).reshape(-1)
+    begins = np.cumsum(counts) - counts
+    within = np.arange(int(counts.sum())) - np.repeat(begins, counts)
+    return np.repeat(sources, counts) + within, np.repeat(places, counts) + within
