@@ -44,6 +44,12 @@ def choose(num_bytes: int, num_ranks: int, *, forced: str | None, host_can: bool
         return Choice(schedules.HOST, 1)
     segments = round(num_bytes / num_ranks / _PIECE_BYTES)
     import os
+
     seg = int(os.environ.get("RW_PIECE", _PIECE_BYTES))
     segments = max(1, min(256, round(num_bytes / num_ranks / seg)))
-    return Choice("ring" if name == schedules.HOST else name, segments, int(os.environ.get("RW_LAG", 1)), int(os.environ.get("RW_WINDOW", 2)))
+    return Choice(
+        "ring" if name == schedules.HOST else name,
+        segments,
+        int(os.environ.get("RW_LAG", 1)),
+        int(os.environ.get("RW_WINDOW", 2)),
+    )

@@ -11,7 +11,7 @@ from ringweave.comm.transport.seam import Transport
 from ringweave.errors import DisagreementError
 
 _MESSAGE_BYTES = 512
-_LAYOUT = Layout((Stage(0, 1, NO_STAGE),), _MESSAGE_BYTES)
+_LAYOUT = Layout((Stage(0, 1, NO_STAGE, is_awaited=False),), _MESSAGE_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,7 @@ Content that goes to several ranks of the node is shown once. Only the segments 
 segment s uses those of segment s - window again, so that the memory stays small and in the caches.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ class Stage:
     """Ranks that read it."""
     after: int
     """Stage that was there before: its readers must be through; NO_STAGE if the place is fresh."""
+    is_awaited: bool
+    """Another stage of the program comes to the same place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,10 @@ def lay_out(
     for number, content in enumerate(rounds):
         slot, place = content.segment % window, places[content]
         before = last_at.get((slot, place), NO_STAGE)
-        stages.append(Stage(slot * slot_elements + offsets[place], len(rounds[content]), before))
+        if before != NO_STAGE:
+            stages[before] = dataclasses.replace(stages[before], is_awaited=True)
+        offset = slot * slot_elements + offsets[place]
+        stages.append(Stage(offset, len(rounds[content]), before, is_awaited=False))
         last_at[slot, place] = number
     numbers = {content: number for number, content in enumerate(rounds)}
     return Layout(tuple(stages), window * slot_elements), numbers

@@ -78,6 +78,10 @@ class Showing:
         self._shown[stage] = True
         return offset
 
+    def is_awaited(self, stage: int) -> bool:
+        """Whether its place is needed again by the same collective."""
+        return self._layout.stages[stage].is_awaited
+
     def note_read(self, stage: int) -> bool:
         """One reader is through, or needs no memory; True if it was the last."""
         self._unread[stage] -= 1

@@ -19,7 +19,9 @@ from ringweave.comm.transport.seam import MismatchError
 _FRAME = struct.Struct("<QQQQ")
 """Kind, then: tag, bytes and offset of a piece; how many pieces have been read; the number of an arena."""
 
-_PIECE, _READ, _ARENA = 1, 2, 3
+_PIECE, _AWAITED_PIECE, _READ, _ARENA = 1, 2, 3, 4
+_MAX_UNTOLD = 64
+"""Pieces read whose places nobody waits for, before the peer is told: a frame wakes it up."""
 
 
 class Shown:
@@ -44,13 +46,14 @@ class Shown:
 class Seen:
     """A piece that is expected from another rank of this node."""
 
-    __slots__ = ("content", "num_bytes", "peer", "tag")
+    __slots__ = ("content", "is_awaited", "num_bytes", "peer", "tag")
 
     def __init__(self, peer: int, tag: int, num_bytes: int) -> None:
         self.peer = peer
         self.tag = tag
         self.num_bytes = num_bytes
         self.content: Tensor | None = None
+        self.is_awaited = False
 
     @property
     def done(self) -> bool:
@@ -71,9 +74,10 @@ class SharedConnection:
         self._outgoing: collections.deque[Shown] = collections.deque()
         self._unread: collections.deque[Shown] = collections.deque()
         self._incoming: collections.deque[Seen] = collections.deque()
-        self._arrived: collections.deque[tuple[int, int, int, Arena | None]] = collections.deque()
+        self._arrived: collections.deque[tuple[int, int, int, bool, Arena | None]] = collections.deque()
         self._frames: collections.deque[tuple[bytes, int | None]] = collections.deque()
         self._num_read = 0
+        self._is_awaited = False
         self._arena_shown: Arena | None = None
         self._arena: Arena | None = None
         self._has_left = False
@@ -101,9 +105,14 @@ class SharedConnection:
             raise ConnectionResetError("connection closed by peer")
         return seen
 
-    def release(self) -> None:
-        """The oldest piece that was received has been read; the peer is told before we wait the next time."""
+    def release(self, seen: Seen) -> None:
+        """A piece has been read; a peer that needs its place is told before we wait the next time."""
         self._num_read += 1
+        self._is_awaited |= seen.is_awaited
+
+    def tell(self) -> None:
+        """Let the peer know all that has been read, before we wait the next time: another collective begins."""
+        self._is_awaited = self._num_read > 0
 
     def show(self) -> None:
         """Show what has a free place, in the order of sending."""
@@ -115,7 +124,8 @@ class SharedConnection:
             if shown.showing.arena is not self._arena_shown:
                 self._arena_shown = shown.showing.arena
                 self._frames.append((_FRAME.pack(_ARENA, 0, 0, 0), self._arena_shown.descriptor))
-            self._frames.append((_FRAME.pack(_PIECE, shown.tag, shown.payload.nbytes, offset), None))
+            kind = _AWAITED_PIECE if shown.showing.is_awaited(shown.stage) else _PIECE
+            self._frames.append((_FRAME.pack(kind, shown.tag, shown.payload.nbytes, offset), None))
             shown.done = True
             shown.payload = None
             self._unread.append(self._outgoing.popleft())
@@ -123,7 +133,8 @@ class SharedConnection:
 
     def write(self) -> None:
         """Send the frames that wait, as many as the kernel takes."""
-        if self._num_read:
+        if self._is_awaited or self._num_read > _MAX_UNTOLD:
+            self._is_awaited = False
             self._frames.append((_FRAME.pack(_READ, self._num_read, 0, 0), None))
             self._num_read = 0
         while self._frames and not self._has_left:
@@ -161,8 +172,8 @@ class SharedConnection:
 
     def _take(self, frame: tuple[int, int, int, int], descriptors: list[int]) -> None:
         kind, first, second, third = frame
-        if kind == _PIECE:
-            self._arrived.append((first, second, third, self._arena))
+        if kind in (_PIECE, _AWAITED_PIECE):
+            self._arrived.append((first, second, third, kind == _AWAITED_PIECE, self._arena))
         elif kind == _READ:
             self._note_read(first)
         elif kind == _ARENA and descriptors:
@@ -180,9 +191,10 @@ class SharedConnection:
     def _match(self) -> None:
         """Give the pieces that arrived to the receives that expect them."""
         while self._arrived and self._incoming:
-            (tag, num_bytes, offset, arena), seen = self._arrived.popleft(), self._incoming.popleft()
+            (tag, num_bytes, offset, is_awaited, arena), seen = self._arrived.popleft(), self._incoming.popleft()
             if (tag, num_bytes) != (seen.tag, seen.num_bytes):
                 raise MismatchError(self.peer, got=(tag, num_bytes), expected=(seen.tag, seen.num_bytes))
             if arena is None or offset + num_bytes > arena.num_bytes:
                 raise ConnectionError(f"{num_bytes} bytes at {offset} are outside of the peer's shared memory")
+            seen.is_awaited = is_awaited
             seen.content = arena.tensor[offset : offset + num_bytes]

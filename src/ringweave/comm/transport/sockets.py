@@ -80,6 +80,8 @@ class SocketTransport:
     def begin(self, layout: Layout, element_bytes: int) -> None:
         """Find a place in shared memory for what the next collective shows to this node's ranks."""
         self._showing = self._show_room.begin(layout, element_bytes)
+        for connection in self._shared:
+            connection.tell()
 
     def send(self, piece: Any, peer: int, tag: int, stage: int = NO_STAGE) -> Handle:
         """Queue a piece, and start sending it; it must not change until it has left."""
@@ -135,8 +137,9 @@ class SocketTransport:
     def release(self, handle: Handle) -> None:
         """What `wait` returned has been read."""
         connection = self._connection(handle.peer)
-        assert isinstance(connection, SharedConnection), "only shared memory has to be given back"
-        connection.release()
+        assert isinstance(connection, SharedConnection), "nothing else is shared"
+        assert isinstance(handle, Seen), "only what is received is released"
+        connection.release(handle)
 
     def close(self) -> None:
         """Let go of all connections; what was sent still arrives."""
