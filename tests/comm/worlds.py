@@ -2,7 +2,9 @@
 
 Elements are expressions, so that what was combined with what, and in which order, can be read from the result. Nothing
 is copied when a send starts: an element is read when it leaves, which may be any time later, one by one. Under
-rendezvous it leaves when the receive is posted as well; with buffers in between it leaves when it likes.
+rendezvous it leaves when the receive is posted as well; with buffers in between it leaves when it likes. Between ranks
+of one node it is shown in the sender's arena once its place there is free, and read from there by the instruction that
+waits for it.
 """
 
 from collections import deque
@@ -12,6 +14,7 @@ from random import Random
 from typing import Any
 
 from ringweave.comm.running.programs import IN_PLACE, Do, Instruction, Program
+from ringweave.comm.running.staging import NO_STAGE
 
 Action = Callable[[], None]
 
@@ -28,6 +31,7 @@ class Send:
     start: int
     stop: int
     next: int
+    stage: int = NO_STAGE
 
 
 @dataclass
@@ -48,6 +52,7 @@ class Channel:
     sends: deque[Send] = field(default_factory=deque)
     sizes: deque[int] = field(default_factory=deque)
     pipe: deque[Any] = field(default_factory=deque)
+    shown: deque[Send] = field(default_factory=deque)
     posts: deque[Post] = field(default_factory=deque)
 
 
@@ -62,6 +67,15 @@ class Rank:
     at: int = 0
     sends: dict[int, Send] = field(default_factory=dict)
     posts: dict[int, Post] = field(default_factory=dict)
+    arena: list[Any] = field(default_factory=list)
+    unread: list[int] = field(default_factory=list)
+    is_shown: list[bool] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        stages = self.program.layout.stages
+        self.arena = [None] * self.program.layout.num_elements
+        self.unread = [stage.num_readers for stage in stages]
+        self.is_shown = [False] * len(stages)
 
     @property
     def step(self) -> Instruction | None:
@@ -90,7 +104,7 @@ class World:
         for rank in self.ranks:
             if rank.step is not None:
                 raise ViolationError(f"rank {rank.number} waits for ever in {rank.step}")
-        if any(c.sends or c.pipe or c.posts for c in self._channels.values()):
+        if any(c.sends or c.pipe or c.shown or c.posts for c in self._channels.values()):
             raise ViolationError("a message was sent or awaited in vain")
         return [rank.memory for rank in self.ranks]
 
@@ -112,6 +126,9 @@ class World:
         step = rank.step
         if step is None:
             return None
+        channel = self._channel(step.peer, rank.number)
+        if step.do == Do.ARRIVE and channel.shown and channel.posts[0] is rank.posts[step.piece]:
+            return lambda: self._read(channel, rank, step)
         if step.do == Do.ARRIVE and rank.posts[step.piece].next < rank.posts[step.piece].stop:
             return None
         if step.do == Do.LEAVE and rank.sends[step.piece].next < rank.sends[step.piece].stop:
@@ -122,7 +139,7 @@ class World:
         rank.at += 1
         size = step.stop - step.start
         if step.do == Do.SEND:
-            rank.sends[step.piece] = Send(rank.memory, step.start, step.stop, step.start)
+            rank.sends[step.piece] = Send(rank.memory, step.start, step.stop, step.start, step.buffer)
             channel = self._channel(rank.number, step.peer)
             channel.sends.append(rank.sends[step.piece])
             channel.sizes.append(size)
@@ -143,8 +160,45 @@ class World:
     def _channel(self, src: int, dst: int) -> Channel:
         return self._channels.setdefault((src, dst), Channel())
 
+    def _read(self, channel: Channel, reader: Rank, step: Instruction) -> None:
+        """Take a piece that is shown, as it is there by now."""
+        reader.at += 1
+        send, owner = channel.shown.popleft(), self._rank_of(channel)
+        channel.posts.popleft()
+        if channel.sizes.popleft() != step.stop - step.start:
+            raise ViolationError(f"rank {reader.number} reads another piece than is shown")
+        offset = owner.program.layout.stages[send.stage].offset
+        for place, at in enumerate(range(step.start, step.stop), start=offset):
+            shown_at, value = owner.arena[place]
+            if shown_at != at:
+                raise ViolationError(f"rank {reader.number} finds element {shown_at} where {at} was shown")
+            self._write(reader, at, value if step.buffer == IN_PLACE else (reader.memory[at], value))
+        owner.unread[send.stage] -= 1
+
+    def _show(self, channel: Channel) -> None:
+        """Copy what is next into the arena, unless another rank's reading has brought it there."""
+        send, owner = channel.sends.popleft(), self._rank_of(channel)
+        offset = owner.program.layout.stages[send.stage].offset
+        if not owner.is_shown[send.stage]:
+            for place, at in enumerate(range(send.start, send.stop), start=offset):
+                owner.arena[place] = (at, send.memory[at])
+            owner.is_shown[send.stage] = True
+        send.next = send.stop
+        channel.shown.append(send)
+
+    def _may_show(self, channel: Channel) -> bool:
+        owner, send = self._rank_of(channel), channel.sends[0]
+        after = owner.program.layout.stages[send.stage].after
+        return owner.is_shown[send.stage] or after == NO_STAGE or owner.unread[after] == 0
+
+    def _rank_of(self, channel: Channel) -> Rank:
+        """Who sends in this channel."""
+        return next(self.ranks[src] for (src, _), other in self._channels.items() if other is channel)
+
     def _move_of(self, channel: Channel) -> Action | None:
-        """An element leaves, or arrives, or under rendezvous does both."""
+        """An element leaves, or arrives, or under rendezvous does both; or a piece is shown."""
+        if channel.sends and channel.sends[0].stage != NO_STAGE:
+            return (lambda: self._show(channel)) if self._may_show(channel) else None
         may_leave = bool(channel.sends) and (self._eager or bool(channel.posts and not channel.pipe))
         may_arrive = bool(channel.posts and channel.pipe)
         if may_arrive and not (may_leave and self._random.random() < 0.5):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ringweave import schedules
 from ringweave.comm.running.programs import Do, Instruction, Pipelining, Program, compile_program
 from ringweave.schedules import Schedule
+from ringweave.schedules.generators.direct import direct
 from ringweave.schedules.generators.ring import ring
 from tests.comm.worlds import ViolationError, World, check_exposure
 from tests.schedules import samples
@@ -23,9 +24,17 @@ RANDOM = st.randoms(use_true_random=False)
 GENERATOR = st.sampled_from(sorted(samples.ALL))
 
 
-def compile_all(schedule: Schedule, num_elements: int, pipelining: Pipelining) -> list[Program]:
-    parts = [schedules.project(schedule, rank) for rank in range(schedule.num_ranks)]
-    return [compile_program(schedule, part, num_elements, pipelining) for part in parts]
+def compile_all(
+    schedule: Schedule, num_elements: int, pipelining: Pipelining, nodes: Sequence[int] | None = None
+) -> list[Program]:
+    """`nodes` is the node of each rank; None puts each on a node of its own."""
+    ranks = range(schedule.num_ranks)
+    parts = [schedules.project(schedule, rank) for rank in ranks]
+    alike = [{other for other in ranks if nodes and nodes[other] == nodes[rank] and other != rank} for rank in ranks]
+    return [
+        compile_program(schedule, part, num_elements, pipelining, neighbours)
+        for part, neighbours in zip(parts, alike, strict=True)
+    ]
 
 
 def summands(expression: Any) -> list[int]:
@@ -56,6 +65,44 @@ def test_every_rank_ends_with_the_same_sum(
     check_sums(memories)
     again = World(programs, num_elements, Random(0), eager=not eager, pace="even").run()
     assert again == memories
+
+
+@pytest.mark.slow
+@settings(max_examples=400)
+@given(GENERATOR, st.integers(2, 6), st.integers(0, 30), PIPELINING, PACE, RANDOM)
+def test_ranks_that_share_memory_end_with_the_same_sum(
+    name: str, num_ranks: int, num_elements: int, pipelining: Pipelining, pace: str, random: Random
+) -> None:
+    schedule = samples.ALL[name](num_ranks, random)
+    nodes = [random.randrange(3) if random.random() < 0.5 else 0 for _ in range(num_ranks)]
+    programs = compile_all(schedule, num_elements, pipelining, nodes)
+    for program in programs:
+        check_exposure(program, pipelining.window)
+    memories = World(programs, num_elements, random, eager=True, pace=pace).run()
+    check_sums(memories)
+    apart = compile_all(schedule, num_elements, pipelining)
+    assert World(apart, num_elements, Random(0), eager=True, pace="even").run() == memories
+
+
+def test_content_for_several_neighbours_is_shown_once_in_memory_that_is_used_again() -> None:
+    schedule = direct(4)
+    (program, *_) = compile_all(schedule, 4 * 64 * 20, Pipelining(num_segments=20, lag=1), [0] * 4)
+    stages = program.layout.stages
+    assert len(stages) == 20 * 4  # of each segment: three parts for their owners, one result for everybody
+    assert sorted({stage.num_readers for stage in stages}) == [1, 3]
+    assert program.layout.num_elements == 3 * 4 * 64  # the result is read in three rounds, so three segments overlap
+    (apart, *_) = compile_all(schedule, 4 * 64 * 20, Pipelining(num_segments=20, lag=1), [0, 1, 2, 3])
+    assert apart.layout.stages == ()
+
+
+def test_the_world_shows_what_comes_of_places_that_are_used_too_early() -> None:
+    programs = compile_all(direct(3), 3 * 64 * 6, Pipelining(num_segments=6, lag=1), [0] * 3)
+    assert not breaks(programs, 3 * 64 * 6)
+    hasty = [
+        replace(p, layout=replace(p.layout, stages=tuple(replace(s, after=-1) for s in p.layout.stages)))
+        for p in programs
+    ]
+    assert breaks(hasty, 3 * 64 * 6)
 
 
 @given(GENERATOR, st.integers(1, 6), st.integers(0, 40), PIPELINING, RANDOM)
