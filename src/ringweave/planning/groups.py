@@ -1,0 +1,146 @@
+"""From a cluster and a group's nodes to the group's plan."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from ringweave import cost, schedules
+from ringweave.cost import Assumptions, Demand
+from ringweave.errors import RingweaveError
+from ringweave.planning import layouts, sharing
+from ringweave.planning.choices import pipelined
+from ringweave.planning.plans import Plan
+from ringweave.planning.sharing import Hierarchy
+from ringweave.schedules import Domain, Schedule
+from ringweave.topology import Cluster
+
+_T = TypeVar("_T")
+
+_USUAL_BYTES = 25_000_000
+"""What layouts are compared at: the size of a bucket of DistributedDataParallel."""
+_MAX_QUADRATIC_RANKS = 4096
+"""Beyond this the 2 N^2 operations of direct and ps are not enumerated."""
+_MAX_LEADERS = 20_000_000
+"""Chunks times domains of a multi-level schedule that are kept."""
+_MAX_DEPTH = 64
+
+
+def plan_group(
+    cluster: Cluster,
+    nodes: Sequence[str],
+    *,
+    rates: Mapping[str, float] | None = None,
+    assumptions: Assumptions | None = None,
+    leader_per_nic: bool = False,
+) -> Plan:
+    """The plan of a group of ranks.
+
+    Args:
+        cluster: The machines.
+        nodes: Name of the node of each group rank.
+        rates: Measured bytes per second by directed link name (`a0->r0`), in place of the cluster's.
+        assumptions: What the cluster file does not say; None is the default ones.
+        leader_per_nic: Give each NIC of a node a leader in the matrix, not just each node.
+
+    Raises:
+        ClusterError: A node or a link is not in the cluster, or a rate is not positive.
+
+    Cost:
+        About 10 ms for 8 ranks; where unequal racks need the linear program, the first use imports scipy.
+    """
+    net = cost.network(cluster, nodes, rates)
+    layout = layouts.lay_out(cluster, net, nodes, leader_per_nic=leader_per_nic)
+    candidates = _Candidates(net, nodes, assumptions or Assumptions())
+    count = len(nodes)
+    candidates.consider("ring", [layout.ring_order], lambda order: schedules.ring(count, order))
+    num_columns = candidates.consider(
+        "leader-matrix", layouts.column_counts(layout), lambda columns: schedules.leader_matrix(layout.groups, columns)
+    )
+    tiers = candidates.consider("hierarchical", layouts.tierings(layout), schedules.hierarchical)
+    direct_shares, domain, shares = candidates.direct_shares(), *candidates.level_shares()
+    if candidates.are_few("ps"):
+        candidates.consider("ps", [layout.root], lambda root: schedules.parameter_server(count, root))
+    if candidates.are_few("direct"):
+        candidates.consider("direct", [direct_shares], lambda each: schedules.direct(count, each))
+    if domain is not None:
+        candidates.consider("multi-level", [domain], lambda top: schedules.multi_level(top, shares))
+    candidates.consider("halving-doubling", [count], schedules.halving_doubling)
+    bound = cost.network_bound(net, 1)
+    return Plan(
+        nodes=tuple(nodes),
+        ring_order=layout.ring_order,
+        groups=layout.groups,
+        num_columns=len(schedules.matrix([group[0] for group in layout.groups], num_columns)[0]),
+        tiers=tiers,
+        root=layout.root,
+        direct_shares=direct_shares,
+        domain=domain,
+        shares=shares,
+        demands=tuple(candidates.demands.items()),
+        left_out=tuple(candidates.left_out.items()),
+        bound_s_per_byte=bound.seconds,
+        binding=bound.binding,
+    )
+
+
+class _Candidates:
+    """What was considered so far."""
+
+    def __init__(self, net: cost.Network, nodes: Sequence[str], assumed: Assumptions) -> None:
+        self.demands: dict[str, Demand] = {}
+        self.left_out: dict[str, str] = {}
+        self._net = net
+        self._assumed = assumed
+        self._vertices = cost.vertices(net, nodes)
+
+    def consider(self, name: str, variants: Sequence[_T], generate: Callable[[_T], Schedule]) -> _T:
+        """The variant of the least predicted time for a message of usual size; its demand is kept."""
+        best: tuple[float, _T, Demand] | None = None
+        for variant in variants:
+            asked = cost.demand(generate(variant), self._net, self._vertices, self._assumed)
+            predicted_s = pipelined(name, asked, _USUAL_BYTES).predicted_s
+            if best is None or predicted_s < best[0]:
+                best = predicted_s, variant, asked
+        assert best is not None
+        self.demands[name] = best[2]
+        return best[1]
+
+    def are_few(self, name: str) -> bool:
+        """Whether there are few enough ranks for a schedule of 2 N^2 operations."""
+        if len(self._vertices) <= _MAX_QUADRATIC_RANKS:
+            return True
+        self.left_out[name] = f"its operations are too many to count with more than {_MAX_QUADRATIC_RANKS} ranks"
+        return False
+
+    def direct_shares(self) -> tuple[int, ...]:
+        """What each rank owns if all were on one switch, the ranks of a node sharing its link."""
+        count = len(self._vertices)
+        if count == 1:
+            return (1,)
+        rates, on_node = [], [0] * len(self._net)
+        for vertex in self._vertices.tolist():
+            on_node[vertex] += 1
+        for vertex in self._vertices.tolist():
+            up, down = self._net.up_bytes_per_s[vertex], self._net.down_bytes_per_s[vertex]
+            rates.append(min(float(min(up, down)), self._assumed.memory_bytes_per_s) / on_node[vertex])
+        flat = Hierarchy([-1] + [0] * count, [1.0, *rates], [-1, *range(count)])
+        owned = [0] * count
+        for first, end, leaf in sharing.cut(flat, sharing.fractions(flat)).led_by[0]:
+            owned[leaf - 1] += end - first
+        return tuple(owned)
+
+    def level_shares(self) -> tuple[Domain | None, tuple[int, ...]]:
+        """Domain tree and shares of the multi-level schedule, or None and why in `left_out`."""
+        if len(self._vertices) == 1:
+            return Domain((0,), (0,)), (1,)
+        tree = sharing.hierarchy(self._net, self._vertices.tolist(), self._assumed.memory_bytes_per_s)
+        num_domains = len(tree) - tree.num_leaves
+        if max(tree.depths) > _MAX_DEPTH:
+            self.left_out["multi-level"] = f"switches below each other more than {_MAX_DEPTH} deep"
+        elif tree.num_leaves * num_domains > _MAX_LEADERS:
+            self.left_out["multi-level"] = f"leaders of {tree.num_leaves} chunks in {num_domains} domains are too many"
+        else:
+            try:
+                return sharing.level_shares(tree)
+            except RingweaveError as error:
+                self.left_out["multi-level"] = str(error)
+        return None, ()

@@ -1,0 +1,160 @@
+"""Fractions become whole numbers: which stretch of the message each domain's member leads, on a grid of a few units.
+
+From the root down. A domain v knows, for each unit of the grid, how far up it leads (its *reach*): to the root, to some
+domain between, or only itself. For each reach the units are given out among its members in the ratio of the fractions,
+in the order of the message; what a member does not get it leads only for itself. So all choices nest by construction.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ringweave.planning.sharing.fractions import Fractions
+from ringweave.planning.sharing.hierarchy import Hierarchy
+
+_GRIDS = (60, 120, 240, 360, 720, 1260, 2520, 5040, 10080, 27720, 55440, 110880, 360360, 720720, 1441440)
+_TOLERANCE = 1.005
+
+Stretch = tuple[int, int, int]
+"""First unit, unit after the last, and what holds for them: a reach, or a member."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A way to lay the fractions out in a message."""
+
+    num_units: int
+    """Units of the message."""
+    led_by: list[list[Stretch]]
+    """For each domain, in the order of the message, the member that leads it; empty for a rank."""
+    busiest_s_per_byte: float
+    """The largest tau with whole units."""
+
+
+def cut(tree: Hierarchy, wanted: Fractions) -> Cut:
+    """The coarsest grid on which the busiest link is at most 0.5 % busier than with exact fractions.
+
+    Where all members of every domain are alike the units are as many as the ranks, and none is busier.
+
+    Cost:
+        Linear in vertices and stretches, for each grid that is tried.
+    """
+    if wanted.is_symmetric:
+        return Cut(tree.num_leaves, [*_radix(tree)], wanted.busiest_s_per_byte)
+    grids = [grid for grid in _GRIDS if grid >= tree.num_leaves] or [_GRIDS[-1]]
+    for grid in grids:
+        found = _on_grid(tree, wanted.led, grid)
+        if found.busiest_s_per_byte <= wanted.busiest_s_per_byte * _TOLERANCE:
+            break
+    return found
+
+
+def _on_grid(tree: Hierarchy, led: Sequence[Sequence[float]], grid: int) -> Cut:
+    led_by: list[list[Stretch]] = [[] for _ in tree.parents]
+    reaches: list[list[Stretch]] = [[] for _ in tree.parents]
+    reaches[0] = [(0, grid, 0)]
+    others: list[list[int]] = [[] for _ in tree.parents]
+    largest = 0.0
+    for domain, members in enumerate(tree.children):
+        if not members:
+            continue
+        given, stretches = _give_out(reaches[domain], [led[member] for member in members])
+        led_by[domain] = [(first, end, members[place]) for first, end, place, _ in stretches]
+        for place, member in enumerate(members):
+            others[member] = [*others[domain], len(members) - 1]
+            units = [*_running(given[place])]
+            carried = grid - units[0] + sum(m * z for m, z in zip(others[member], units, strict=True))
+            largest = max(largest, carried / grid / tree.rates[member])
+        _pass_down(stretches, members, reaches, (grid, tree.depths[domain] + 1))
+        reaches[domain] = []
+    return Cut(grid, led_by, largest)
+
+
+def _running(values: Sequence[int]) -> Iterator[int]:
+    total = 0
+    for value in values:
+        total += value
+        yield total
+
+
+def _give_out(
+    reaches: Sequence[Stretch], led: Sequence[Sequence[float]]
+) -> tuple[list[list[int]], list[tuple[int, int, int, int]]]:
+    """Units of each member by reach, and the stretches as (first, end, place of the member, reach)."""
+    num_reaches = len(led[0])
+    available = [0] * num_reaches
+    for first, end, reach in reaches:
+        available[reach] += end - first
+    given = [[0] * num_reaches for _ in led]
+    owed = [0.0] * len(led)
+    for reach in range(num_reaches):
+        wanted = [z[reach] - (z[reach - 1] if reach else 0.0) for z in led]
+        for place, units in enumerate(_apportioned(available[reach], wanted, owed)):
+            given[place][reach] = units
+    left = [[given[place][reach] for place in range(len(led))] for reach in range(num_reaches)]
+    at = [0] * num_reaches
+    stretches = []
+    for first, end, reach in reaches:
+        start = first
+        while start < end:
+            while not left[reach][at[reach]]:
+                at[reach] += 1
+            units = min(end - start, left[reach][at[reach]])
+            stretches.append((start, start + units, at[reach], reach))
+            left[reach][at[reach]] -= units
+            start += units
+    return given, stretches
+
+
+def _apportioned(units: int, wanted: Sequence[float], owed: list[float]) -> list[int]:
+    """Whole units in the ratio of what is wanted, the largest remainders first; `owed` carries what rounding took."""
+    total = sum(max(0.0, value) for value in wanted)
+    ideal = [units * max(0.0, value) / total if total > 0 else units / len(wanted) for value in wanted]
+    aims = [max(0.0, exact + more) for exact, more in zip(ideal, owed, strict=True)]
+    given = [int(aim) for aim in aims]
+    while (spare := units - sum(given)) != 0:
+        step = 1 if spare > 0 else -1
+        open_ = [i for i in range(len(given)) if spare > 0 or given[i] > 0]
+        open_.sort(key=lambda i: step * (given[i] - aims[i]))
+        for i in open_[: abs(spare)]:
+            given[i] += step
+    for place, exact in enumerate(ideal):
+        owed[place] += exact - given[place]
+    return given
+
+
+def _pass_down(
+    stretches: Sequence[tuple[int, int, int, int]],
+    members: Sequence[int],
+    reaches: list[list[Stretch]],
+    whole: tuple[int, int],
+) -> None:
+    """Each member's reaches: what it was given, and between that only itself."""
+    grid, own = whole
+    for first, end, place, reach in stretches:
+        mine = reaches[members[place]]
+        before = mine[-1][1] if mine else 0
+        if before < first:
+            mine.append((before, first, own))
+        mine.append((first, end, reach))
+    for member in members:
+        before = reaches[member][-1][1] if reaches[member] else 0
+        if before < grid:
+            reaches[member].append((before, grid, own))
+
+
+def _radix(tree: Hierarchy) -> Iterator[list[Stretch]]:
+    """One unit per rank, numbered with the member of the deepest domain as first digit and the root's as last.
+
+    Then the units that a member leads for the domain above it lie together, on every level.
+    """
+    num_units = tree.num_leaves
+    sizes = {tree.depths[vertex]: len(children) for vertex, children in enumerate(tree.children) if children}
+    below = {0: 1}
+    for depth in range(1, len(sizes)):
+        below[depth] = below[depth - 1] * sizes[depth - 1]
+    for domain, members in enumerate(tree.children):
+        if not members:
+            yield []
+            continue
+        width = below[tree.depths[domain]]
+        yield [(first, first + width, members[first // width % len(members)]) for first in range(0, num_units, width)]

@@ -1,0 +1,105 @@
+"""Which fraction of a message each subtree leads on each level, so that no link is busier than it must be.
+
+In a multi-level allreduce every domain w (a switch, or a node with several ranks) has a leader for each byte of the
+message, which is the leader of one of its members. Let z(d, w), for a vertex d below w, be the fraction of the message
+whose leader in w is d or below d. The choices nest: z(d, w) <= z(d, w') for w' between d and w; the members d of w have
+sum z(d, w) = 1, and further down the fractions of the members d of v, for w above v, add up to z(v, w).
+
+What leaves d: on the way up, the bytes whose leader at the root is elsewhere, once, 1 - z(d, root); on the way down, what
+the leaders below d send to the m_w - 1 other members of each domain w above d, (m_w - 1) z(d, w). What enters d is the
+same, in the other order. So the link of d, with rate r, needs
+
+    tau_d = (1 - z(d, root) + sum over w above d of (m_w - 1) z(d, w)) / r
+
+seconds per byte of the message, and the largest of these is minimised. That is a linear program, and every solution can
+be laid out in the message (`cutting`). Subtrees that are alike get the same, which makes the program small. On a single
+switch it is solved by filling up: x_i = max(0, (tau B_i - 1)/(N - 2)), with tau such that the sum is 1.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ringweave.planning.sharing.hierarchy import Hierarchy
+from ringweave.planning.sharing.orbits import Orbits, orbits
+
+_NOT_BUSIER = 1 + 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Fractions:
+    """The solution for one hierarchy."""
+
+    led: list[list[float]]
+    """For each vertex z(vertex, w) for the domains w above it, from the root down."""
+    busiest_s_per_byte: float
+    """The largest tau."""
+    is_symmetric: bool
+    """All vertices of a depth are alike: every member of a domain leads the same."""
+
+
+def fractions(tree: Hierarchy) -> Fractions:
+    """The fractions that make the busiest link least busy, and then the others.
+
+    Cost:
+        Linear where all members of a domain are alike or all ranks hang on one switch; elsewhere a linear program with
+        a variable for each kind of vertex and each domain above it.
+    """
+    kinds = orbits(tree)
+    if kinds.is_symmetric or all(kinds.is_uniform(kind) for kind in kinds.children[0]):
+        solved = _filled_at_the_root(tree, kinds)
+        if kinds.is_symmetric or solved.busiest_s_per_byte <= _busiest(tree, solved.led, depth=1) * _NOT_BUSIER:
+            return solved
+    from ringweave.planning.sharing import program  # brings scipy, which takes as long as all the rest
+
+    return _spread(tree, kinds, program.solve(kinds))
+
+
+def _busiest(tree: Hierarchy, led: Sequence[Sequence[float]], depth: int | None = None) -> float:
+    """The largest tau of any vertex, or of those of one depth."""
+    members = [len(children) for children in tree.children]
+    above: list[list[int]] = [[] for _ in tree.parents]
+    largest = 0.0
+    for vertex, parent in enumerate(tree.parents):
+        if parent >= 0:
+            above[vertex] = [*above[parent], members[parent] - 1]
+            carried = 1 - led[vertex][0] + sum(m * z for m, z in zip(above[vertex], led[vertex], strict=True))
+            if depth in (None, tree.depths[vertex]):
+                largest = max(largest, carried / tree.rates[vertex])
+    return largest
+
+
+def _filled_at_the_root(tree: Hierarchy, kinds: Orbits) -> Fractions:
+    """Filling up at the root; below, every member leads the same: right where only the links to the root decide."""
+    top = kinds.children[0]
+    shares = dict(
+        zip(top, fill([kinds.rates[kind] for kind in top], [kinds.counts[kind] for kind in top]), strict=True)
+    )
+    led: list[list[float]] = [[]]
+    for kind, parent in enumerate(kinds.parents[1:], start=1):
+        fraction = 1 / kinds.num_members[parent] if parent else shares[kind]
+        led.append([*(z * fraction for z in led[parent]), fraction])
+    return _spread(tree, kinds, led)
+
+
+def _spread(tree: Hierarchy, kinds: Orbits, of_kind: list[list[float]]) -> Fractions:
+    led = [of_kind[kind] for kind in kinds.of_vertex]
+    return Fractions(led, _busiest(tree, led), kinds.is_symmetric)
+
+
+def fill(rates: Sequence[float], counts: Sequence[int]) -> list[float]:
+    """Shares of nodes on one switch: `counts[i]` nodes of rate `rates[i]` each; the least tau for all that own anything.
+
+    Where the slowest link alone decides, no other is made busier than it has to be.
+    """
+    total = sum(counts)
+    if total <= 2:
+        return [1 / total] * len(rates)
+    owners = sorted(range(len(rates)), key=lambda i: -rates[i])
+    used, together, level = 0, 0.0, 0.0
+    for index in owners:
+        if used and level * rates[index] <= 1:
+            break
+        used += counts[index]
+        together += counts[index] * rates[index]
+        level = (total - 2 + used) / together
+    return [max(0.0, (level * rate - 1) / (total - 2)) for rate in rates]

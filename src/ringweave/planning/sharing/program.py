@@ -1,0 +1,115 @@
+"""The linear program of `fractions`, over kinds of vertices; the only user of scipy."""
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+from scipy.optimize import OptimizeResult, linprog
+from scipy.sparse import csr_array
+
+from ringweave.errors import RingweaveError
+from ringweave.planning.sharing.orbits import Orbits
+
+_Row = dict[int, float]
+_SLACK = 1 + 1e-9
+_PRICED = 1e-7
+_TIDY = 1e-4
+"""How little the loads added up count beside the busiest link."""
+
+
+def solve(kinds: Orbits) -> list[list[float]]:
+    """Z of each kind for the domains above it, from the root down.
+
+    First the busiest link is made least busy. What then decides (the links with a price) keeps that; of the others the
+    busiest is made least busy, and all together carry little.
+
+    Raises:
+        RingweaveError: The solver gives up.
+    """
+    program = _Program(kinds)
+    first = program.minimise(level_of=dict.fromkeys(range(1, len(kinds.parents)), None))
+    level = float(first.x[-1])
+    prices = np.abs(first.ineqlin.marginals[: len(kinds.parents) - 1])
+    level_of = {kind: level * _SLACK if prices[kind - 1] > _PRICED else None for kind in range(1, len(kinds.parents))}
+    second = program.minimise(level_of=level_of, at_most=level * _SLACK)
+    return program.unpacked(second.x)
+
+
+class _Program:
+    """Variables: z(kind, domain above), one after the other, then tau."""
+
+    def __init__(self, kinds: Orbits) -> None:
+        self._kinds = kinds
+        self._above: list[list[int]] = [[]]
+        for parent in kinds.parents[1:]:
+            self._above.append([*self._above[parent], parent])
+        starts = itertools.accumulate((len(above) for above in self._above), initial=0)
+        self._starts = list(starts)
+        self._tau = self._starts[-1]
+        self._unit = max(kinds.rates[1:])
+        self._equal = [*self._sums()]
+        self._nested = [*self._nestings()]
+
+    def minimise(self, level_of: dict[int, float | None], at_most: float | None = None) -> OptimizeResult:
+        """Least tau: each kind's link stays below its level, or where that is None below tau."""
+        cost = np.zeros(self._tau + 1)
+        cost[self._tau] = 1
+        rows, limits = [], []
+        for kind, level in level_of.items():
+            row, rate = self._carried(kind), self._kinds.rates[kind] / self._unit
+            for column, factor in row.items():
+                cost[column] += _TIDY * factor / rate / self._tau if at_most else 0
+            if level is None:
+                row[self._tau] = -rate
+            rows.append(row)
+            limits.append(-1 + rate * (level or 0))
+        rows += self._nested
+        result = linprog(
+            cost,
+            A_ub=self._matrix(rows),
+            b_ub=limits + [0.0] * len(self._nested),
+            A_eq=self._matrix([row for row, _ in self._equal]),
+            b_eq=[value for _, value in self._equal],
+            bounds=[(0, 1)] * self._tau + [(0, at_most)],
+            method="highs",
+        )
+        if not result.success:
+            raise RingweaveError(f"shares: {result.message}, expected a solution. Force --schedule ring and report it.")
+        return result
+
+    def unpacked(self, values: np.ndarray) -> list[list[float]]:
+        """Z of each kind."""
+        z = np.clip(values[: self._tau], 0, 1).tolist()
+        return [z[start : start + len(above)] for start, above in zip(self._starts, self._above, strict=False)]
+
+    def _carried(self, kind: int) -> _Row:
+        """What passes the link of the kind, less 1."""
+        row = {
+            self._starts[kind] + place: float(self._kinds.num_members[domain] - 1)
+            for place, domain in enumerate(self._above[kind])
+        }
+        row[self._starts[kind]] -= 1
+        return row
+
+    def _sums(self) -> Iterator[tuple[_Row, float]]:
+        """What the members lead is what their domain leads."""
+        for domain, members in enumerate(self._kinds.children):
+            for place in range(len(self._above[domain]) + 1 if members else 0):
+                row = {self._starts[kind] + place: float(self._kinds.counts[kind]) for kind in members}
+                if place < len(self._above[domain]):
+                    row[self._starts[domain] + place] = -1.0
+                    yield row, 0.0
+                else:
+                    yield row, 1.0
+
+    def _nestings(self) -> Iterator[_Row]:
+        """Who leads a domain leads the domains below that it is in."""
+        for start, above in zip(self._starts, self._above, strict=False):
+            for place in range(len(above) - 1):
+                yield {start + place: 1.0, start + place + 1: -1.0}
+
+    def _matrix(self, rows: list[_Row]) -> csr_array:
+        at = [index for index, row in enumerate(rows) for _ in row]
+        columns = [column for row in rows for column in row]
+        values = [value for row in rows for value in row.values()]
+        return csr_array((values, (at, columns)), shape=(len(rows), self._tau + 1))
