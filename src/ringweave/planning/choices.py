@@ -10,6 +10,8 @@ MAX_PIECE_BYTES = 1500 * 10**3
 LOCAL_PIECE_BYTES = 10**6
 """Inside one node."""
 MAX_SEGMENTS = 64
+MAX_WINDOW = 64
+"""Each receive that is posted ahead may need a buffer of a piece's size."""
 _IN_FLIGHT = 4
 _WORTH_OVERLAPPING = 1.02
 _NUM_TRIED = 8
@@ -24,8 +26,8 @@ class Choice:
     num_segments: int
     """Segments that run the schedule independently."""
     lag: int
-    """Rounds by which a segment trails the one before it in the order of waiting; 0 ends a round for all segments before
-    the next one is waited for."""
+    """Rounds by which a segment trails the one before it in the order of waiting; with 0 a round ends for all segments
+    before the next one is waited for."""
     window: int
     """Receives that are posted ahead."""
     predicted_s: float
@@ -53,13 +55,19 @@ def pipelined(name: str, asked: Demand, num_bytes: int) -> Choice:
             predicted_s = asked.predicted_s(num_bytes, num_segments=count, lag=lag)
             compared_s = predicted_s * (_WORTH_OVERLAPPING if lag else 1)
             if best is None or compared_s < best[0]:
-                window = 2 * (asked.num_receives if lag else asked.receives_in_a_round)
                 best = (
                     compared_s,
-                    Choice(schedule=name, num_segments=count, lag=lag, window=max(2, window), predicted_s=predicted_s),
+                    Choice(
+                        schedule=name, num_segments=count, lag=lag, window=_window(asked, lag), predicted_s=predicted_s
+                    ),
                 )
     assert best is not None
     return best[1]
+
+
+def _window(asked: Demand, lag: int) -> int:
+    ahead = 2 * (asked.num_receives if lag else asked.receives_in_a_round)
+    return max(2, min(MAX_WINDOW, ahead))
 
 
 def _limited(num_segments: int) -> int:

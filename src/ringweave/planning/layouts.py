@@ -1,4 +1,4 @@
-"""How the ranks of a group are laid out on the tree: the ring, groups and their leaders, rows and columns, the server."""
+"""How the ranks of a group are laid out on the tree: the ring, groups and their leaders, rows and columns, the root."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A plan as JSON text, and back. Leaders are written in runs, domains as a list whose first entry is the whole group."""
+"""A plan as JSON text, and back. Leaders are written in runs, domains as a list that begins with the whole group."""
 
 import itertools
 import json
@@ -12,11 +12,12 @@ from ringweave.planning.plans import Plan
 from ringweave.schedules import Domain
 
 FORMAT = "ringweave-plan-1"
+"""First key of the document."""
 
 
 def write(plan: Plan) -> str:
     """One line of JSON."""
-    document: dict[str, Any] = {"format": FORMAT}
+    document: dict[str, Any] = {FORMAT: True}
     for field in fields(plan):
         document[field.name] = getattr(plan, field.name)
     document["domain"] = _flattened(plan.domain) if plan.domain else None
@@ -33,8 +34,7 @@ def read(text: str) -> Plan:
     """
     try:
         document = json.loads(text)
-        if document.pop("format") != FORMAT:
-            raise ValueError(f"not of format {FORMAT}")
+        del document[FORMAT]
         for name in ("nodes", "ring_order", "direct_shares", "shares"):
             document[name] = tuple(document[name])
         for name in ("groups", "tiers"):

@@ -5,9 +5,9 @@ message, which is the leader of one of its members. Let z(d, w), for a vertex d 
 whose leader in w is d or below d. The choices nest: z(d, w) <= z(d, w') for w' between d and w; the members d of w have
 sum z(d, w) = 1, and further down the fractions of the members d of v, for w above v, add up to z(v, w).
 
-What leaves d: on the way up, the bytes whose leader at the root is elsewhere, once, 1 - z(d, root); on the way down, what
-the leaders below d send to the m_w - 1 other members of each domain w above d, (m_w - 1) z(d, w). What enters d is the
-same, in the other order. So the link of d, with rate r, needs
+What leaves d: on the way up, the bytes whose leader at the root is elsewhere, once, 1 - z(d, root); on the way down,
+what the leaders below d send to the m_w - 1 other members of each domain w above d, (m_w - 1) z(d, w). What enters d is
+the same, in the other order. So the link of d, with rate r, needs
 
     tau_d = (1 - z(d, root) + sum over w above d of (m_w - 1) z(d, w)) / r
 
@@ -87,7 +87,7 @@ def _spread(tree: Hierarchy, kinds: Orbits, of_kind: list[list[float]]) -> Fract
 
 
 def fill(rates: Sequence[float], counts: Sequence[int]) -> list[float]:
-    """Shares of nodes on one switch: `counts[i]` nodes of rate `rates[i]` each; the least tau for all that own anything.
+    """Shares of nodes on one switch, `counts[i]` of rate `rates[i]` each: the least tau for all that own anything.
 
     Where the slowest link alone decides, no other is made busier than it has to be.
     """

@@ -1,7 +1,7 @@
 """The tree in which a message is shared out: switches, nodes and ranks, without the levels that have nothing to choose.
 
-Its leaves are the ranks. A node with a single rank is that rank; a switch with a single vertex below it is left out, and
-the vertex gets the smaller of the two rates. So every vertex that is no leaf is a domain of at least two members.
+Its leaves are the ranks. A node with a single rank is that rank; a switch with a single vertex below it is left out,
+and the vertex gets the smaller of the two rates. So every vertex that is no leaf is a domain of at least two members.
 """
 
 from collections.abc import Sequence
