@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,8 +95,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     """`start("--workers", "4", script)`: a run with its run directory in tmp_path; ended with the test."""
     runs: list[Run] = []
 
-    def begin(*arguments: object, **environ: str) -> Run:
-        command = [sys.executable, "-c", _CLI, "run", "--run-dir", tmp_path / "run", *map(str, arguments)]
+    def begin(*arguments: object, verb: Sequence[str] = ("run",), **environ: str) -> Run:
+        command = [sys.executable, "-c", _CLI, *verb, "--run-dir", tmp_path / "run", *map(str, arguments)]
         inherited = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
         with (tmp_path / "stdout").open("wb") as out, (tmp_path / "stderr").open("wb") as err:
             process = subprocess.Popen(command, stdout=out, stderr=err, cwd=tmp_path, env=inherited | environ)

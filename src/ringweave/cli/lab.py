@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import click
 
-from ringweave import lab, topology
+from ringweave import lab, topology, units
 from ringweave.cli import run_options
 from ringweave.cli.run_options import RUN_SETTINGS, RunOptions
 from ringweave.errors import UsageError, explain
-from ringweave.lab import Lab
+from ringweave.lab import Lab, status
 from ringweave.launch.local.sites import InLab
 
 _LAB_OPTION = click.option("--lab", "name", metavar="NAME", help="Which lab. Default: the only one that is up.")
@@ -77,6 +77,43 @@ def run(name: str | None, options: RunOptions) -> int:
     return options.run(place.cluster, topology.dumps(place.cluster), None, InLab(place))
 
 
+@command.command("set")
+@_LAB_OPTION
+@click.argument("link")
+@click.argument("rate")
+@_JSON_OPTION
+def set_rate(name: str | None, link: str, rate: str, as_json: bool) -> int:
+    """Give LINK another RATE while it is in use: "a0->r0" 100Mbit/s, or "a0<->r0" for both directions.
+
+    Links are named as in the cluster file's documentation; the shell needs quotes around them.
+    """
+    rate_bytes_per_s = units.parse_rate(rate)
+    place = _find(name)
+    links = _directions(link)
+    for each in links:
+        place.rate(each)  # refuses one that is not there before anything is changed
+    for each in links:
+        place.set_rate(each, rate_bytes_per_s)
+    rates = {each: place.rate(each) for each in links}
+    if as_json:
+        click.echo(json.dumps({"lab": place.name, "rate_bytes_per_s": rates}))
+    else:
+        click.echo("\n".join(f"{each}: {units.format_rate(now)}" for each, now in rates.items()))
+    return 0
+
+
+@command.command("status")
+@_LAB_OPTION
+@_JSON_OPTION
+def show(name: str | None, as_json: bool) -> int:
+    """Say what labs there are: nodes, addresses, quotas, processes, links with their rates and the bytes sent."""
+    if name is not None and name not in lab.names():
+        lab.find(name)  # says what there is
+    documents = [status.describe(each) for each in (lab.names() if name is None else [name])]
+    click.echo(json.dumps({"labs": documents}) if as_json else status.to_text(documents), nl=as_json)
+    return 0
+
+
 @command.command("down")
 @_LAB_OPTION
 @click.option("--all", "is_all", is_flag=True, help="All labs of this machine.")
@@ -99,6 +136,12 @@ def _find(name: str | None) -> Lab:
     if name is not None:
         return lab.find(name)
     return lab.find(_only([each for each in lab.names() if lab.is_up(each)]))
+
+
+def _directions(link: str) -> list[str]:
+    """`a0<->r0` means a0->r0 and r0->a0; anything else is the name of one link, or of none."""
+    src, both, dst = link.partition("<->")
+    return [topology.link_name(src, dst), topology.link_name(dst, src)] if both else [link]
 
 
 def _only(names: list[str]) -> str:

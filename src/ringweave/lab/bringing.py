@@ -46,7 +46,7 @@ def make(cluster: Cluster, name: str, mode: Mode, progress: Progress) -> None:
                     do=f"Take that one down first: ringweave lab down --lab {name}, or give another --name",
                 )
             )
-        if (state.folder(name)).exists():
+        if _is_there(name):
             progress("clearing away what an earlier attempt has left")
             _remove(name, lock)
         try:
@@ -64,12 +64,11 @@ def remove(name: str) -> bool:
         LabError: Something of it could not be removed.
     """
     state.refuse_inside()
-    if name not in state.names():
+    if not _is_there(name):
         return False
-    if os.geteuid() != 0:
-        tools.refuse_problems(tools.problems())
+    tools.refuse_others()
     with state.locked(name) as lock:
-        was_there = state.folder(name).exists()
+        was_there = _is_there(name)
         _remove(name, lock)
     return was_there
 
@@ -174,6 +173,10 @@ def _remove(name: str, lock: int) -> None:
     if left:
         raise LabError(f"network namespaces: {', '.join(left)} still there, expected none. Remove them by ip netns.")
     state.forget(name)
+
+
+def _is_there(name: str) -> bool:
+    return state.folder(name).exists() or bool(namespace_paths(name))
 
 
 def _unmount(folder: Path, lock: int) -> None:

@@ -178,6 +178,7 @@ def find(name: str) -> Lab:
         UsageError: None is up that is called so.
     """
     state.refuse_inside()
+    tools.refuse_others()
     record = state.read(name)
     if not bringing.is_up(record):
         raise UsageError(_not_up(name))
@@ -186,7 +187,12 @@ def find(name: str) -> Lab:
 
 
 def names() -> list[str]:
-    """All labs of this machine that are up, and what is left of those that were not finished."""
+    """All labs of this machine that are up, and what is left of those that were not finished.
+
+    Raises:
+        UsageError: This process is in a node of a lab.
+    """
+    state.refuse_inside()
     return state.names()
 
 
@@ -223,8 +229,8 @@ def _look(namespaces: set[str]) -> dict[tuple[str, str], dict[str, Any]]:
                 explain(
                     "links of the lab",
                     got=" ".join(complaint.decode(errors="replace").split()),
-                    expected="a lab that is up",
-                    do="See ringweave lab status",
+                    expected="a lab that is still up",
+                    do="Look for it: ringweave lab status",
                     where=name,
                 )
             )

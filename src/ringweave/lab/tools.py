@@ -24,9 +24,10 @@ _TRIAL = """exec 2>&1
 echo veth; ip link add name rw-t0 type veth peer name rw-t1 || exit 1
 echo bridge; ip link add name rw-t2 type bridge || exit 1
 echo tbf; tc qdisc add dev rw-t0 root tbf rate 1mbit burst 80kb limit 1mb || exit 1
-echo tmpfs; mount -t tmpfs rw-t3 /mnt || exit 1
+echo mounts; mount -t tmpfs rw-t3 /run || exit 1
 """
 """Says what it tries before it tries it."""
+_TRIED = ("veth", "bridge", "tbf", "mounts")
 _MODULES = {"veth": "veth", "bridge": "bridge", "tbf": "sch_tbf"}
 
 
@@ -41,7 +42,7 @@ def problems(*, needs_quotas: bool = False) -> list[str]:
         packages = " ".join(sorted({PACKAGES[name] for name in absent}))
         return [_text("programs", f"{', '.join(absent)} not found", ", ".join(PACKAGES), f"apt install {packages}")]
     if os.geteuid() != 0:
-        return [_text("user", f"id {os.geteuid()}", "root, who may make namespaces", "Put sudo in front")]
+        return [_not_root()]
     found = _try_kernel()
     if needs_quotas and cgroups.find() is None:
         do = "mount -t cgroup2 none /sys/fs/cgroup, or bring the lab up with --quotas never"
@@ -58,6 +59,16 @@ def refuse_problems(found: Iterable[str]) -> None:
     text = "\n".join(found)
     if text:
         raise LabError(text)
+
+
+def refuse_others() -> None:
+    """Raise an error unless this is root.
+
+    Raises:
+        LabError: It is not.
+    """
+    if os.geteuid() != 0:
+        raise LabError(_not_root())
 
 
 def find(name: str) -> str | None:
@@ -96,6 +107,10 @@ def run(argv: Sequence[str], *, lines: Sequence[str] = (), may_fail: bool = Fals
     return done.stdout
 
 
+def _not_root() -> str:
+    return _text("user", f"id {os.geteuid()}", "root, who may make and enter namespaces", "Put sudo in front")
+
+
 def _try_kernel() -> list[str]:
     command = ["unshare", "--net", "--uts", "--mount", "--propagation", "private", "sh", "-c", _TRIAL]
     trial = subprocess.run(
@@ -103,22 +118,18 @@ def _try_kernel() -> list[str]:
     )
     if trial.returncode == 0:
         return []
-    tried = trial.stdout.split("\n", maxsplit=1)[0] if not trial.stdout else _last_tried(trial.stdout)
+    tried = [line for line in trial.stdout.splitlines() if line in _TRIED]
     said = " ".join((trial.stderr or trial.stdout).strip().splitlines()[-1:])
-    if tried in _MODULES:
-        return [_text(tried, said, "a kernel that has it", f"Load it: modprobe {_MODULES[tried]}")]
+    if tried and tried[-1] in _MODULES:
+        kind = tried[-1]
+        return [_text(f"links ({kind})", said, "a kernel that has it", f"Load it: modprobe {_MODULES[kind]}")]
     do = "Run as root outside of a container, or in one with --privileged"
     return [_text("namespaces", said, "namespaces for network, host name and mounts", do)]
 
 
-def _last_tried(printed: str) -> str:
-    tried = [line for line in printed.splitlines() if line in (*_MODULES, "tmpfs")]
-    return tried[-1] if tried else ""
-
-
 def _failure(argv: Sequence[str], said: str) -> str:
-    do = "Nothing of the lab is left; see whether the machine is short of something (dmesg)"
-    return _text("making the lab", said, f"{argv[0]} to succeed", do, where=" ".join(argv[:8]))
+    do = "See what the kernel says (dmesg), and bring the lab up again"
+    return _text("command of the lab", said, f"{argv[0]} to succeed", do, where=" ".join(argv[:6]))
 
 
 def _text(what: str, got: str, expected: str, do: str, where: str = "lab") -> str:

@@ -1,0 +1,47 @@
+import pytest
+
+from ringweave import topology
+from ringweave.errors import ClusterError
+from ringweave.lab import addresses
+
+
+def assigned(*nodes: str) -> dict[str, tuple[str, ...]]:
+    return dict(addresses.assign(topology.loads("name: c\nnodes:\n" + "\n".join(f"  - {{{node}}}" for node in nodes))))
+
+
+def test_addresses_count_through_nodes_and_their_nics() -> None:
+    nics = "nics: [{name: eth0, rate: 1Gbit/s}, {name: eth1, rate: 1Gbit/s}]"
+    assert assigned(f"name: a, devices: 1, {nics}", "name: b, devices: 1, nic: 1Gbit/s, count: 2") == {
+        "a": ("10.99.0.1", "10.99.0.2"),
+        "b-0": ("10.99.0.3",),
+        "b-1": ("10.99.0.4",),
+    }
+
+
+def test_a_given_address_is_the_first_nics_and_nobody_elses() -> None:
+    nics = "nics: [{name: eth0, rate: 1Gbit/s}, {name: eth1, rate: 1Gbit/s}]"
+    got = assigned("name: a, devices: 1, nic: 1Gbit/s", f"name: b, devices: 1, address: 10.99.0.1, {nics}")
+    assert got == {"a": ("10.99.0.2",), "b": ("10.99.0.1", "10.99.0.3")}
+
+
+def test_assigning_again_changes_nothing() -> None:
+    """A lab that is up is found by its file, addresses filled in."""
+    nics = "nics: [{name: x, rate: 1Gbit/s}, {name: y, rate: 1Gbit/s}]"
+    first = assigned(f"name: a, devices: 1, {nics}", f"name: b, devices: 1, {nics}")
+    again = assigned(
+        *(f"name: {node}, devices: 1, address: {own[0]}, {nics}" for node, own in first.items()),
+    )
+    assert again == first
+
+
+@pytest.mark.parametrize("address", ["fd00::1", "127.0.0.1", "10.99.0.0", "10.99.255.255", "192.168.1.255"])
+def test_an_address_that_no_node_can_have_is_refused(address: str) -> None:
+    expected = "address of node a: .*, expected an IPv4 address of one host, not loopback, when .* Leave the key out"
+    with pytest.raises(ClusterError, match=expected):
+        assigned(f'name: a, devices: 1, nic: 1Gbit/s, address: "{address}"')
+
+
+def test_networks() -> None:
+    assert addresses.networks(["10.99.0.1", "10.99.3.1", "192.168.1.5"]) == ["10.99.0.0/16", "192.168.1.0/24"]
+    assert addresses.interface("10.99.0.1") == "10.99.0.1/16"
+    assert addresses.interface("192.168.1.5") == "192.168.1.5/24"

@@ -1,0 +1,95 @@
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ringweave.errors import LabError
+from ringweave.lab import cgroups, tools
+
+
+@pytest.fixture
+def unshare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Make `unshare` a script that says this, then fails; being root is taken for granted."""
+
+    def fake(script: str) -> None:
+        for name in tools.PACKAGES:
+            path = tmp_path / name
+            path.write_text(f"#!{shutil.which('sh')}\n{script}\nexit 1\n")
+            path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        monkeypatch.setattr(os, "geteuid", lambda: 0)
+
+    return fake
+
+
+def test_absent_programs_are_named_with_their_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools, "_path", lambda: "/nosuch")
+    (problem,) = tools.problems()
+    assert problem == (
+        "programs: 'ip, tc, nsenter, unshare, mountpoint, mount, umount, sh not found', expected ip, tc, nsenter, "
+        "unshare, mountpoint, mount, umount, sh. apt install dash iproute2 mount util-linux. [lab]"
+    )
+
+
+def test_who_is_not_root_is_told_so(unshare, monkeypatch: pytest.MonkeyPatch) -> None:
+    unshare("")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    text = "user: 'id 1000', expected root, who may make and enter namespaces. Put sudo in front. [lab]"
+    assert tools.problems() == [text]
+    with pytest.raises(LabError, match=r"expected root, who may make and enter namespaces\. Put sudo"):
+        tools.refuse_others()
+
+
+@pytest.mark.parametrize(
+    ("script", "text"),
+    [
+        (
+            "echo veth; echo bridge; echo tbf; echo 'Error: Specified qdisc kind is unknown.'",
+            "links (tbf): 'Error: Specified qdisc kind is unknown.', expected a kernel that has it. "
+            "Load it: modprobe sch_tbf. [lab]",
+        ),
+        (
+            "echo veth; echo bridge; echo 'RTNETLINK answers: Operation not supported'",
+            "links (bridge): 'RTNETLINK answers: Operation not supported', expected a kernel that has it. "
+            "Load it: modprobe bridge. [lab]",
+        ),
+        (
+            "echo 'unshare: unshare failed: Operation not permitted' >&2",
+            "namespaces: 'unshare: unshare failed: Operation not permitted', expected namespaces for network, host "
+            "name and mounts. Run as root outside of a container, or in one with --privileged. [lab]",
+        ),
+        (
+            "printf 'veth\\nbridge\\ntbf\\nmounts\\nmount: permission denied.\\n'",
+            "namespaces: 'mount: permission denied.', expected namespaces for network, host name and mounts. Run as "
+            "root outside of a container, or in one with --privileged. [lab]",
+        ),
+    ],
+)
+def test_what_the_kernel_lacks_is_told_with_its_mend(unshare, script: str, text: str) -> None:
+    unshare(script)
+    assert tools.problems() == [text]
+
+
+def test_quotas_need_control_groups_only_if_there_are_quotas(unshare, monkeypatch: pytest.MonkeyPatch) -> None:
+    unshare("exit 0")
+    monkeypatch.setattr(cgroups, "find", lambda: None)
+    assert tools.problems() == []
+    (problem,) = tools.problems(needs_quotas=True)
+    assert problem.startswith("CPU quotas: 'no cgroup with the cpu controller', expected one that is mounted. mount -t")
+
+
+def test_all_problems_are_told_at_once() -> None:
+    tools.refuse_problems([])
+    with pytest.raises(LabError, match=r"^one\ntwo$"):
+        tools.refuse_problems(["one", "two"])
+
+
+def test_a_command_that_fails_is_quoted() -> None:
+    expected = r"command of the lab: 'no room', expected sh to succeed\. See what the kernel says .*\. \[sh -c .*\]"
+    with pytest.raises(LabError, match=expected):
+        tools.run(["sh", "-c", "echo no room >&2; exit 3"])
+    assert tools.run(["sh", "-c", "echo so; exit 3"], may_fail=True) == "so\n"
+    with pytest.raises(LabError, match="No such file or directory"):
+        tools.run(["/nosuch/ip"])
