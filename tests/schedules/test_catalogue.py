@@ -6,12 +6,25 @@ from ringweave.schedules import HOST, NAMES, Schedule
 from ringweave.schedules.generators.ring import ring
 
 
+def test_the_names_that_users_type() -> None:
+    assert NAMES == (
+        "ring",
+        "leader-matrix",
+        "hierarchical",
+        "ps",
+        "direct",
+        "multi-level",
+        "halving-doubling",
+        "host",
+    )
+
+
 def test_every_name_but_the_host_is_generated_and_correct() -> None:
     assert HOST in NAMES
     for name in NAMES:
         assert schedules.check_name(name) == name
         if name != HOST:
-            for num_ranks in (1, 2, 5, 8):
+            for num_ranks in (1, 2, 3, 5, 8, 13):
                 schedule: Schedule = schedules.generate(name, num_ranks)
                 assert schedule.num_ranks == num_ranks
                 assert schedule.name == name

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from ringweave.schedules import How, Transfer, project
 from ringweave.schedules.generators.ring import ring
-from tests.schedules import samples
+from tests.schedules import generated
 
 
 def test_a_rank_of_a_ring() -> None:
@@ -18,11 +18,11 @@ def test_a_rank_of_a_ring() -> None:
     assert project(ring(1), 0) == ()
 
 
-@given(st.sampled_from(sorted(samples.ALL)), st.integers(2, 6), st.randoms(use_true_random=False))
+@given(st.sampled_from(sorted(generated.EVERYTHING)), st.integers(2, 6), generated.RANDOM)
 def test_every_operation_is_a_send_here_and_a_receive_there_in_the_same_order(
     name: str, num_ranks: int, random: Random
 ) -> None:
-    schedule = samples.ALL[name](num_ranks, random)
+    schedule = generated.EVERYTHING[name](num_ranks, random)
     parts = [project(schedule, rank) for rank in range(num_ranks)]
     for part in parts:
         assert [t.round_index for t in part] == sorted(t.round_index for t in part)

@@ -12,7 +12,7 @@ from ringweave.errors import ScheduleError
 from ringweave.schedules import Collective, Round, Schedule, parse, render
 from ringweave.schedules.generators.ring import ring
 from ringweave.schedules.schedule import KINDS
-from tests.schedules import samples
+from tests.schedules import generated
 
 GOLDEN = Path(__file__).parent / "golden"
 NUMBER = st.integers(0, 10**9 - 10)
@@ -42,9 +42,9 @@ def test_text_reads_back(schedule: Schedule) -> None:
     assert str(again) == str(schedule)
 
 
-@given(st.sampled_from(sorted(samples.ALL)), st.integers(2, 9), st.randoms(use_true_random=False))
+@given(st.sampled_from(sorted(generated.EVERYTHING)), st.integers(2, 9), generated.RANDOM)
 def test_correct_schedules_read_back(name: str, num_ranks: int, random: Random) -> None:
-    schedule = samples.ALL[name](num_ranks, random)
+    schedule = generated.EVERYTHING[name](num_ranks, random)
     assert parse(str(schedule)) == schedule
     assert parse(str(schedule)).digest == schedule.digest
 

@@ -1,3 +1,4 @@
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from ringweave import schedules
 from ringweave.errors import ScheduleError
 from ringweave.schedules import How
 from ringweave.schedules.generators.ring import ring
+from tests.schedules.generated import moved
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -21,10 +23,6 @@ def test_the_first_sends_of_five(check_golden) -> None:
     rows = [f"| {worker} | {sent[worker]} | {received[worker]} |" for worker in range(5)]
     table = "\n".join(["| worker | sends | receives |", "|---|---|---|", *rows])
     check_golden(GOLDEN / "ring-5-first-sends.txt", table + "\n")
-
-
-def test_the_whole_ring_of_five(check_golden) -> None:
-    check_golden(GOLDEN / "ring-5.txt", schedules.render(ring(5)))
 
 
 @given(st.permutations(range(7)))
@@ -76,3 +74,28 @@ def test_rounds_are_made_when_asked_for_and_indexed_like_a_sequence() -> None:
         with pytest.raises(IndexError, match=f"round {outside} of 6"):
             rounds[outside]
     assert np.shares_memory(rounds[0].src, rounds[1].src)
+
+
+@given(st.permutations(range(6)), st.integers(-3, 8))
+def test_the_halves_begin_where_they_are_told(order: list[int], first: int) -> None:
+    scatter, gather = schedules.ring_reduce_scatter(6, order, first), schedules.ring_allgather(6, order, first)
+    for half in (scatter, gather):
+        schedules.verify(half)
+        assert {src: chunk for src, _, chunk, _, _ in half.rounds[0].rows()} == {
+            rank: (place + first) % 6 for place, rank in enumerate(order)
+        }
+    owners = {rank: (place + first) % 6 for place, rank in enumerate(order)}
+    assert gather.collective.owners == tuple(sorted(owners, key=owners.__getitem__))
+    owners = {rank: (place + first + 1) % 6 for place, rank in enumerate(order)}
+    assert scatter.collective.owners == tuple(sorted(owners, key=owners.__getitem__))
+
+
+def test_minus_one_gives_every_place_its_own_chunk() -> None:
+    assert schedules.ring_reduce_scatter(4, first=-1).collective.owners == (0, 1, 2, 3)
+    assert schedules.ring_allgather(4, first=0).collective.owners == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 5, 8])
+def test_every_rank_moves_2_n_minus_1_over_n(num_ranks: int) -> None:
+    volume = [Fraction(2 * (num_ranks - 1), num_ranks)] * num_ranks
+    assert moved(ring(num_ranks)) == (volume, volume)

@@ -67,7 +67,7 @@ def _constants(owners: NDArray[np.int32], how: How) -> tuple[NDArray[np.int32], 
 def _owners(num_ranks: int, shares: Sequence[int] | None) -> tuple[NDArray[np.int32], tuple[int, ...]]:
     """The ranks that own a chunk, and the chunks' shares."""
     shares = (1,) * num_ranks if shares is None else tuple(shares)
-    if len(shares) != num_ranks:
+    if len(shares) != max(0, num_ranks):
         raise ScheduleError(
             explain(
                 "shares",

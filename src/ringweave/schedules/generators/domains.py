@@ -24,17 +24,19 @@ class Domain:
     """For each chunk the rank that leads this domain: the leader of one of its members."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Level:
     """All domains of one depth. A run is a stretch of chunks over which no leader in its domain changes."""
 
     first_chunk: _Ints
-    """For each run, like the next four."""
+    """For each run, like the next five."""
     num_chunks: _Ints
     num_members: _Ints
     """Members of its domain."""
     members_at: _Ints
     """Where its domain's members begin in `rank_of` and `domain_of`."""
+    leader: _Ints
+    """The domain's leader."""
     place: _Ints
     """Which of these members leads the domain."""
     rank_of: _Ints
@@ -74,6 +76,7 @@ class Tree:
             places = [(i, p) for i, domain in enumerate(below) for p in range(len(domain.members))]
             parents = [(i, p) for i, p in places if isinstance(below[i].members[p], Domain)]
             below = [member for domain in below for member in domain.members if isinstance(member, Domain)]
+        self._parents.append([])  # below the deepest
         self._check_domains(num_chunks)
         self.num_ranks = self._count_ranks()
         self._within = self._find_ranks()
@@ -93,51 +96,54 @@ class Tree:
         """
         kept, heads, built = np.asarray(chunks, np.intp), np.zeros((0, 0), np.int32), []
         for depth in reversed(range(len(self._domains))):
-            leaders = np.stack([self._leaders(domain)[kept] for domain in self._domains[depth]])
+            leaders = np.stack([self._leaders(depth, at)[kept] for at in range(len(self._domains[depth]))])
             if root is not None and self._within[depth][0, root] >= 0:
                 leaders[self._within[depth][0, root]] = root
-            built.append(self._level(depth, leaders, heads))
+            level, of_run = self._level(depth, leaders, heads)
+            self._check_leaders(depth, level, of_run, kept)
+            built.append(level)
             heads = leaders
         return built[::-1]
 
-    def _level(self, depth: int, leaders: _Ints, heads: _Ints) -> Level:
+    def _level(self, depth: int, leaders: _Ints, heads: _Ints) -> tuple[Level, _Ints]:
+        """The level, and for each of its runs the domain."""
         domains = self._domains[depth]
         begins = np.ones(leaders.shape, np.bool_)
         begins[:, 1:] = leaders[:, 1:] != leaders[:, :-1]
-        parents = self._parents[depth + 1] if depth + 1 < len(self._parents) else []
-        for (parent, _), head in zip(parents, heads, strict=True):
+        for (parent, _), head in zip(self._parents[depth + 1], heads, strict=True):
             begins[parent, 1:] |= head[1:] != head[:-1]
-        domain, first = (column.astype(np.int32) for column in np.nonzero(begins))
-        end = np.where(np.append(domain[1:] == domain[:-1], False), np.roll(first, -1), leaders.shape[1])
-        sizes = np.array([len(d.members) for d in domains], np.int32)
-        members = [member for d in domains for member in d.members]
+        of_run, first = (column.astype(np.int32) for column in np.nonzero(begins))
+        end = np.where(np.append(of_run[1:] == of_run[:-1], False), np.roll(first, -1), leaders.shape[1])
+        members = [member for domain in domains for member in domain.members]
         ranks = np.array([-1 if isinstance(member, Domain) else member for member in members], np.int32)
-        below = np.where(ranks < 0, np.cumsum(ranks < 0) - 1, 0).astype(np.int32)
-        members_at = (np.cumsum(sizes, dtype=np.int32) - sizes)[domain]
-        leader = leaders[domain, first]
-        domain_of_leader, place = self._within[depth][:, leader]
-        level = Level(first, (end - first).astype(np.int32), sizes[domain], members_at, place, ranks, below, heads)
-        wrong = (domain_of_leader != domain) | (level.leaders(0) != leader)
-        if wrong.any():
-            at = int(np.argmax(wrong))
-            raise ScheduleError(
-                explain(
-                    "leader of a domain",
-                    got=int(leader[at]),
-                    expected="the leader of one of its members for the same chunk",
-                    do="Choose one of these",
-                    where=f"depth {depth}, domain {domain[at]}, chunk {first[at]} of those with a share",
-                )
-            )
-        return level
+        sizes = np.array([len(domain.members) for domain in domains], np.int32)
+        leader = leaders[of_run, first]
+        level = Level(
+            first_chunk=first,
+            num_chunks=(end - first).astype(np.int32),
+            num_members=sizes[of_run],
+            members_at=(np.cumsum(sizes, dtype=np.int32) - sizes)[of_run],
+            leader=leader,
+            place=self._within[depth][1, leader],
+            rank_of=ranks,
+            domain_of=np.where(ranks < 0, np.cumsum(ranks < 0) - 1, 0).astype(np.int32),
+            heads=heads,
+        )
+        return level, of_run
 
-    def _leaders(self, domain: Domain) -> _Ints:
-        given = np.asarray(domain.leaders)
+    def _leaders(self, depth: int, at: int) -> _Ints:
+        given = np.asarray(self._domains[depth][at].leaders)
         outside = given if given.dtype.kind not in "iu" else given[(given < 0) | (given >= self.num_ranks)]
         if len(outside):
-            expected = f"ranks 0..{self.num_ranks - 1}"
-            raise ScheduleError(explain("leader of a domain", got=outside[0], expected=expected, do="Name a rank"))
+            raise _wrong_leader(outside.tolist()[0], f"a rank from 0 to {self.num_ranks - 1}", depth, at)
         return given.astype(np.int32)
+
+    def _check_leaders(self, depth: int, level: Level, of_run: _Ints, kept: NDArray[np.intp]) -> None:
+        wrong = (self._within[depth][0, level.leader] != of_run) | (level.leaders(0) != level.leader)
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            expected = f"the leader of one of its members for chunk {kept[level.first_chunk[at]]}"
+            raise _wrong_leader(int(level.leader[at]), expected, depth, int(of_run[at]))
 
     def _check_domains(self, num_chunks: int) -> None:
         for domains in self._domains:
@@ -158,6 +164,7 @@ class Tree:
 
     def _find_ranks(self) -> list[_Ints]:
         """At each depth, for each rank: the domain that it is in, or -1, and in which member of it."""
+        # The domain of a rank that is not at that depth is -1, its place any.
         within = [np.full((2, self.num_ranks), -1, np.int32) for _ in self._domains]
         for depth, domains in enumerate(self._domains):
             for at, domain in enumerate(domains):
@@ -168,3 +175,10 @@ class Tree:
                         within[above][:, rank] = index
                         index = self._parents[above][index[0]]
         return within
+
+
+def _wrong_leader(got: object, expected: str, depth: int, at: int) -> ScheduleError:
+    where = f"depth {depth}, domain {at}"
+    return ScheduleError(
+        explain("leader of a domain", got=got, expected=expected, do="Choose one of these", where=where)
+    )

@@ -111,7 +111,7 @@ def _with_a_share(shares: Sequence[int]) -> list[int]:
 
 
 def _rounds(level: Level, move: Callable[[Level, int], Round]) -> Rounds:
-    return Rounds(int(level.num_members.max()) - 1, lambda index: move(level, index + 1))
+    return Rounds(int(level.num_members.max(initial=1)) - 1, lambda index: move(level, index + 1))
 
 
 def _round(level: Level, distance: int, src: np.ndarray, dst: np.ndarray, how: How) -> Round:

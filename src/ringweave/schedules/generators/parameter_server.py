@@ -28,7 +28,7 @@ def parameter_server(num_ranks: int, root: int = 0) -> Schedule:
         The root sends and receives N-1 messages' worth, every other rank one.
     """
     num_workers = max(1, num_ranks - 1)
-    workers = np.delete(np.arange(num_ranks, dtype=np.int32), _checked(root, num_ranks))
+    workers = np.array([rank for rank in range(num_ranks) if rank != _checked(root, num_ranks)], np.int32)
     server, ones = np.full_like(workers, root), np.ones_like(workers)
     twice_round = np.tile(np.arange(num_workers, dtype=np.int32), 2)
 

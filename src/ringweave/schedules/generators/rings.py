@@ -25,25 +25,26 @@ def turning(
         borders: For each ring of n ranks n + 1 chunks: where its pieces begin, and where the last one ends.
         half: The first or the second half alone; None is both.
     """
-    sizes = np.array([len(ring) for ring in rings])
-    size, base = np.repeat(sizes, sizes), np.repeat(np.cumsum(sizes) - sizes, sizes)
-    place = np.arange(len(size)) - base
+    sizes = np.array([len(ring) for ring in rings], np.int32)
+    first_turns = sizes - 1 if half == "allgather" else 0 * sizes
+    num_turns = sizes - 1 if half else 2 * (sizes - 1)
+    size, base = np.repeat(sizes, sizes), np.repeat(np.cumsum(sizes, dtype=np.int32) - sizes, sizes)
+    at = np.arange(len(size), dtype=np.int32)
     src = np.concatenate([np.asarray(ring, np.int32) for ring in rings])
-    right = src[base + (place + 1) % size]
+    right = src[base + (at - base + 1) % size]
     begins = np.concatenate([border[:-1] for border in borders])
     widths = np.concatenate([np.diff(border) for border in borders])
-    begin_turn = size - 1 if half == "allgather" else 0 * size
-    end_turn = size - 1 if half == "reduce-scatter" else 2 * (size - 1)
 
     def make(index: int) -> Round:
-        turn = begin_turn + index
-        piece = base + (place - turn) % size
-        how = np.where(turn < size - 1, np.uint8(How.REDUCE), np.uint8(How.COPY))
-        ops = Round(src, right, begins[piece], widths[piece], how)
-        turns = turn < end_turn
-        return ops if turns.all() else ops.where(turns)
+        turns = first_turns + np.int32(index)  # of each ring, as all that is divided or compared below
+        piece = at - np.repeat(turns % sizes, sizes)
+        piece += np.where(piece < base, size, 0)
+        how = np.where(turns < sizes - 1, np.uint8(How.REDUCE), np.uint8(How.COPY))
+        ops = Round(src, right, begins[piece], widths[piece], np.repeat(how, sizes))
+        is_turning = index < num_turns
+        return ops if is_turning.all() else ops.where(np.repeat(is_turning, sizes))
 
-    return Rounds(int((end_turn - begin_turn).max()), make)
+    return Rounds(int(num_turns.max()), make)
 
 
 def passing_on(chains: Sequence[Sequence[int]], num_chunks: int) -> Sequence[Round]:

@@ -1,0 +1,91 @@
+import pytest
+
+from ringweave import schedules
+from ringweave.errors import ScheduleError
+from ringweave.schedules import Phase, Round, Rounds, Schedule, then
+from ringweave.schedules.joining import one_after_the_other
+
+EXPECTED = (
+    "expected a reduce-scatter and the allgather of the same owners, or a reduce and the broadcast of the same root, "
+    "of the same group and shares. Make both from the same arguments."
+)
+
+
+def counted(num_rounds: int, made: list[int]) -> Rounds:
+    def make(index: int) -> Round:
+        made.append(index)
+        return Round.of([index], [index + 1], 0, 1)
+
+    return Rounds(num_rounds, make)
+
+
+def test_rounds_are_made_when_asked_for_and_come_in_order() -> None:
+    first, second = [], []
+    rounds, phases = one_after_the_other(("a", counted(2, first)), ("none", ()), ("b", counted(3, second)))
+    assert (len(rounds), first, second) == (5, [], [])
+    assert phases == ((0, "a"), (2, "b"))
+    assert [int(round_.src[0]) for round_ in rounds] == [0, 1, 0, 1, 2]
+    assert int(rounds[-1].src[0]) == 2
+    with pytest.raises(IndexError, match="round 5 of 5"):
+        rounds[5]
+
+
+def test_nothing_after_nothing() -> None:
+    rounds, phases = one_after_the_other(("a", ()))
+    assert (len(rounds), phases) == (0, ())
+
+
+def test_phases_of_the_parts_are_kept_and_others_are_named_after_their_collective() -> None:
+    scatter, gather = schedules.ring_reduce_scatter(4), schedules.ring_allgather(4)
+    named = Schedule("x", gather.collective, 4, gather.shares, gather.rounds, (Phase(0, "one"), Phase(2, "rest")))
+    whole = then("mine", scatter, named)
+    assert whole.name == "mine"
+    assert whole.phases == ((0, "reduce-scatter"), (3, "one"), (5, "rest"))
+    assert whole == schedules.ring(4)
+    schedules.verify(whole)
+
+
+def test_halves_of_different_makers_fit_if_their_owners_do() -> None:
+    scatter, gather = schedules.ring_reduce_scatter(5, first=-1), schedules.direct_allgather(5)
+    schedules.verify(then("mixed", scatter, gather))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "what"),
+    [
+        (
+            schedules.ring_allgather(3),
+            schedules.ring_reduce_scatter(3),
+            "allgather of 3 ranks and 3 chunks, then reduce-scatter of 3 ranks and 3 chunks",
+        ),
+        (
+            schedules.ring_reduce_scatter(3),
+            schedules.ring_allgather(3, first=0),
+            "reduce-scatter of 3 ranks and 3 chunks, then allgather of 3 ranks and 3 chunks",
+        ),
+        (
+            schedules.direct_reduce_scatter(3, [1, 2, 3]),
+            schedules.direct_allgather(3),
+            "reduce-scatter of 3 ranks and 3 chunks, then allgather of 3 ranks and 3 chunks",
+        ),
+        (
+            schedules.reduce(3, 1),
+            schedules.broadcast(3, 2),
+            "reduce of 3 ranks and 1 chunks, then broadcast of 3 ranks and 1 chunks",
+        ),
+        (
+            schedules.reduce(3),
+            schedules.broadcast(4),
+            "reduce of 3 ranks and 1 chunks, then broadcast of 4 ranks and 1 chunks",
+        ),
+        (
+            schedules.ring(2),
+            schedules.ring(2),
+            "allreduce of 2 ranks and 2 chunks, then allreduce of 2 ranks and 2 chunks",
+        ),
+    ],
+)
+def test_parts_that_do_not_fit(first: Schedule, second: Schedule, what: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        then("mine", first, second)
+    assert str(caught.value) == f"allreduce mine: {what}, {EXPECTED}"
