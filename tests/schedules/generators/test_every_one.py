@@ -91,7 +91,7 @@ def accepted(kind: str, schedule: Schedule) -> set[tuple[int, How]]:
 
 
 @pytest.mark.slow
-@given(NAME, st.integers(2, 6), RANDOM)
+@given(NAME, st.integers(2, 6), generated.RANDOM)
 def test_no_operation_can_be_left_out_but_copies_inside_groups_that_the_broadcast_overwrites(
     name: str, num_ranks: int, random: Random
 ) -> None:
@@ -104,7 +104,7 @@ def test_no_operation_can_be_left_out_but_copies_inside_groups_that_the_broadcas
 
 
 @pytest.mark.slow
-@given(NAME, st.integers(2, 6), RANDOM)
+@given(NAME, st.integers(2, 6), generated.RANDOM)
 def test_no_operation_can_add_for_copying_or_copy_for_adding(name: str, num_ranks: int, random: Random) -> None:
     assert not accepted("flip", generated.ALL[name](num_ranks, random))
 
