@@ -132,7 +132,6 @@ SMALL = {
     "multi-level-two-racks": schedules.multi_level(two_racks(), (1, 1, 1, 1)),
     "multi-level-broadcast": schedules.multi_level_broadcast(two_racks(), (1, 1, 1, 1), 1),
     "halving-doubling-6": schedules.halving_doubling(6),
-    "broadcast-chain-4": schedules.broadcast(4, 2),
     "broadcast-binomial-5": schedules.binomial_broadcast(5, 1),
 }
 
