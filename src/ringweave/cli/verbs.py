@@ -26,5 +26,8 @@ VERBS: Mapping[str, Verb] = {
         answers=False,
         answering=("up", "set", "status", "down"),
     ),
+    "plan": Verb(
+        module="plan", help="Say what a cluster allows at best, and which schedule is chosen for it.", answers=True
+    ),
     "doctor": Verb(module="doctor", help="Say what is here and works, and how to mend what does not.", answers=True),
 }

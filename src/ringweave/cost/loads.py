@@ -18,7 +18,7 @@ from ringweave.errors import PlacementError, explain
 from ringweave.schedules import Round, Schedule
 from ringweave.topology import Cluster
 
-_MAX_STAMPS = 4_000_000
+_MAX_STAMPS = 200_000
 _SAMPLED_CHUNKS = 64
 
 
@@ -101,26 +101,63 @@ class Loads:
         """The largest operation so far."""
 
     def waves(self) -> Iterator[Load]:
-        """The load of each wave in order; nothing for a schedule without rounds."""
-        sums = _Sums(self._net, self._vertex_of_rank)
-        for index, round_ in enumerate(self._schedule.rounds):
-            if self._waves.begins(round_) and index:
-                yield sums.take()
-            moved = self._borders[round_.first_chunk + round_.num_chunks] - self._borders[round_.first_chunk]
-            self._count(round_, moved)
-            sums.add(round_, moved)
-        if len(self._schedule.rounds):
-            yield sums.take()
+        """The load of each wave in order; nothing for a schedule without rounds.
 
-    def _count(self, round_: Round, moved: Floats) -> None:
-        if not len(round_):
-            return
-        ranks, is_sent = self._schedule.num_ranks, moved > 0
-        receives = np.bincount(round_.dst[is_sent], minlength=ranks)
-        self.num_receives += receives
-        self.num_sends += np.bincount(round_.src[is_sent], minlength=ranks)
-        self.most_receives_in_a_round = max(self.most_receives_in_a_round, int(receives.max()))
-        self.largest_units = max(self.largest_units, float(moved.max()))
+        A wave of one round like the one before it, as in a ring, is the same object again.
+        """
+        sums, load, last, rounds_in_wave = _Sums(self._net, self._vertex_of_rank), None, None, 0
+        held: _Moved | None = None  # a round like the one before, as long as it is alone in its wave
+        for round_ in self._schedule.rounds:
+            begins = self._waves.begins(round_)
+            moved = _Moved.of(round_, self._borders, last)
+            self._count(moved)
+            if begins:
+                if last:
+                    load = load if held and load else sums.take()
+                    yield load
+                held = moved if moved.is_repeated and rounds_in_wave == 1 else None
+                rounds_in_wave = 0
+            elif held:
+                sums.add(held)
+                held = None
+            rounds_in_wave += 1
+            if not held:
+                sums.add(moved)
+            last = moved
+        if last:
+            yield load if held and load else sums.take()
+
+    def _count(self, moved: "_Moved") -> None:
+        round_ = moved.round
+        if not moved.is_repeated:
+            ranks, is_sent = self._schedule.num_ranks, moved.units > 0
+            self._receives = np.bincount(round_.dst[is_sent], minlength=ranks)
+            self._sends = np.bincount(round_.src[is_sent], minlength=ranks)
+            self.most_receives_in_a_round = max(self.most_receives_in_a_round, int(self._receives.max()))
+            self.largest_units = max(self.largest_units, float(moved.units.max(initial=0)))
+        self.num_receives += self._receives
+        self.num_sends += self._sends
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Moved:
+    """A round with the size of each operation."""
+
+    round: Round
+    units: Floats
+    is_repeated: bool
+    """Ranks and sizes are those of the round before."""
+
+    @classmethod
+    def of(cls, round_: Round, borders: Floats, last: "_Moved | None") -> "_Moved":
+        units = borders[round_.first_chunk + round_.num_chunks] - borders[round_.first_chunk]
+        is_repeated = (
+            last is not None
+            and round_.src is last.round.src
+            and round_.dst is last.round.dst
+            and np.array_equal(units, last.units)
+        )
+        return cls(round_, units, is_repeated)
 
 
 class _Sums:
@@ -129,19 +166,21 @@ class _Sums:
     def __init__(self, net: Network, vertex_of_rank: Ints) -> None:
         self._net = net
         self._vertex_of_rank = vertex_of_rank
-        self._last: tuple[object, object] = (None, None)
+        self._last: Round | None = None
         self._ends: tuple[Ints, Ints, Ints] = (vertex_of_rank[:0],) * 3
         self._clear()
 
-    def add(self, round_: Round, moved: Floats) -> None:
-        if self._last[0] is not round_.src or self._last[1] is not round_.dst:
+    def add(self, moved: _Moved) -> None:
+        """Add what a round carries."""
+        round_ = moved.round
+        if self._last is None or self._last.src is not round_.src or self._last.dst is not round_.dst:
             src, dst = self._vertex_of_rank[round_.src], self._vertex_of_rank[round_.dst]
             self._ends = src, dst, self._net.lowest_common(src, dst)
-            self._last = round_.src, round_.dst
+            self._last = round_
         for at, vertex in enumerate(self._ends):
-            self._totals[at] += np.bincount(vertex, moved, len(self._net))
+            self._totals[at] += np.bincount(vertex, moved.units, len(self._net))
         if (inside := self._ends[0] == self._ends[1]).any():
-            self._inside += np.bincount(round_.dst[inside], moved[inside], len(self._vertex_of_rank))
+            self._inside += np.bincount(round_.dst[inside], moved.units[inside], len(self._vertex_of_rank))
 
     def take(self) -> Load:
         """The load of what was added since the last time."""

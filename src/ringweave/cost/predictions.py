@@ -97,8 +97,11 @@ def demand(schedule: Schedule, net: Network, vertex_of_rank: Ints, assumptions: 
     loads = Loads(schedule, net, vertex_of_rank)
     total = Load(np.zeros(len(net)), np.zeros(len(net)), np.zeros(schedule.num_ranks))
     waves_s, num_latencies = 0.0, 0
+    last, last_s = None, 0.0
     for load in loads.waves():
-        waves_s += _busiest(load, net, assumed)[0]
+        if load is not last:
+            last, last_s = load, _busiest(load, net, assumed)[0]
+        waves_s += last_s
         num_latencies += bool(load.up.any())
         total = Load(total.up + load.up, total.down + load.down, total.inside + load.inside)
     busiest_s, busiest = _busiest(total, net, assumed)

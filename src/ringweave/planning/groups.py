@@ -17,9 +17,9 @@ _T = TypeVar("_T")
 
 _USUAL_BYTES = 25_000_000
 """What layouts are compared at: the size of a bucket of DistributedDataParallel."""
-_MAX_QUADRATIC_RANKS = 4096
-"""Beyond this the 2 N^2 operations of direct and ps are not enumerated."""
-_MAX_LEADERS = 20_000_000
+_MAX_OPERATIONS = 4_000_000
+"""Schedules of more are not counted; the ring, whose rounds are alike, is."""
+_MAX_LEADERS = 4_000_000
 """Chunks times domains of a multi-level schedule that are kept."""
 _MAX_DEPTH = 64
 
@@ -106,10 +106,12 @@ class _Candidates:
 
     def are_few(self, name: str) -> bool:
         """Whether there are few enough ranks for a schedule of 2 N^2 operations."""
-        if len(self._vertices) <= _MAX_QUADRATIC_RANKS:
-            return True
-        self.left_out[name] = f"its operations are too many to count with more than {_MAX_QUADRATIC_RANKS} ranks"
-        return False
+        return self._are_countable(name, 2 * len(self._vertices) ** 2)
+
+    def _are_countable(self, name: str, num_operations: int) -> bool:
+        if num_operations > _MAX_OPERATIONS:
+            self.left_out[name] = f"{num_operations} operations are too many to count"
+        return num_operations <= _MAX_OPERATIONS
 
     def direct_shares(self) -> tuple[int, ...]:
         """What each rank owns if all were on one switch, the ranks of a node sharing its link."""
@@ -134,11 +136,12 @@ class _Candidates:
             return Domain((0,), (0,)), (1,)
         tree = sharing.hierarchy(self._net, self._vertices.tolist(), self._assumed.memory_bytes_per_s)
         num_domains = len(tree) - tree.num_leaves
+        num_operations = 2 * sum(len(members) ** 2 for members in tree.children)
         if max(tree.depths) > _MAX_DEPTH:
             self.left_out["multi-level"] = f"switches below each other more than {_MAX_DEPTH} deep"
         elif tree.num_leaves * num_domains > _MAX_LEADERS:
             self.left_out["multi-level"] = f"leaders of {tree.num_leaves} chunks in {num_domains} domains are too many"
-        else:
+        elif self._are_countable("multi-level", num_operations):
             try:
                 return sharing.level_shares(tree)
             except RingweaveError as error:

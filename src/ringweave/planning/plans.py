@@ -58,6 +58,14 @@ class Plan:
         """The leaders in rows."""
         return schedules.matrix(self.leaders, self.num_columns)
 
+    def demand(self, name: str) -> Demand:
+        """What a schedule that was considered asks of the links.
+
+        Raises:
+            KeyError: It was not considered.
+        """
+        return dict(self.demands)[name]
+
     def bound_s(self, num_bytes: int) -> float:
         """The least time of any allreduce of that size: a bound, not a prediction."""
         return self.bound_s_per_byte * num_bytes
@@ -89,7 +97,7 @@ class Plan:
     def choose(self, num_bytes: int, forced: str | None = None) -> Choice:
         """The fastest by prediction, or the one that is forced.
 
-        Of those that are predicted to be within 2 % of the fastest, for the model is not better than that, it is the one
+        Of those that are predicted to be within 2 % of the fastest (the model is not better than that) it is the one
         with the fewest steps that wait for each other.
 
         A forced schedule that was left out, and `host`, are run without pipelining, with an infinite predicted time.
