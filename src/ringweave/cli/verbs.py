@@ -29,5 +29,11 @@ VERBS: Mapping[str, Verb] = {
     "plan": Verb(
         module="plan", help="Say what a cluster allows at best, and which schedule is chosen for it.", answers=True
     ),
+    "bench": Verb(
+        module="bench",
+        help="Measure ringweave beside Gloo, Open MPI and MPICH.",
+        answers=False,
+        answering=("allreduce",),
+    ),
     "doctor": Verb(module="doctor", help="Say what is here and works, and how to mend what does not.", answers=True),
 }

@@ -188,6 +188,7 @@ def main(make: Any, argv: Sequence[str]) -> None:
     channel = Channel(options.control)
     try:
         serve(channel, options.session, make())
+        os._exit(0)  # tearing an interpreter with PyTorch down takes seconds where CPUs are few
     except BaseException as error:
         traceback.print_exc()
         channel.say(session=options.session, error=f"{type(error).__name__}: {error}")

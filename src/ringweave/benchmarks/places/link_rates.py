@@ -1,0 +1,119 @@
+"""What every link of a lab really delivers, measured with TCP streams."""
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ringweave.benchmarks.places.place import Place
+from ringweave.benchmarks.places.saturating import Stream, Trial, Trials, plan_trials, routes
+from ringweave.benchmarks.systems.system import PROGRAMS
+from ringweave.errors import LaunchError, explain
+
+WARM_UP_S, WINDOW_S = 0.4, 1.0
+LEAST_CREDIBLE = 0.85
+"""Below this part of its rate a link was not filled: the machine is too slow for it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkRates:
+    """Rates of all links, in bytes per second of content."""
+
+    raw: Mapping[str, float]
+    """Link -> rate of the cluster file, which counts headers."""
+    measured: Mapping[str, float]
+    """Link -> what streams got through it; only links that were filled."""
+    notes: tuple[str, ...]
+
+    @property
+    def believed(self) -> dict[str, float]:
+        """Link -> measured rate, or else the raw one, which makes the bound stricter."""
+        return {link: self.measured.get(link, raw) for link, raw in self.raw.items()}
+
+
+def measure(place: Place) -> LinkRates:
+    """Fill every link with TCP and count what arrives.
+
+    Raises:
+        LaunchError: A stream did not come through.
+
+    Cost:
+        About 1.6 s for each batch of streams that share no cable; two batches where all nodes hang on one switch.
+    """
+    raw = {link.name: link.bandwidth_bytes_per_s for link in place.cluster.links()}
+    trials = plan_trials(place.cluster)
+    measured: dict[str, float] = {}
+    for batch in trials.batches:
+        arrived = _run(place, [stream for trial in batch for stream in trial.streams])
+        for trial in batch:
+            measured.update(_rates_of(place, trial, arrived))
+    return judge(raw, measured, trials)
+
+
+def judge(raw: Mapping[str, float], measured: Mapping[str, float], trials: Trials) -> LinkRates:
+    """Leave out what cannot be true: a link that was not filled tells the machine's rate, not its own."""
+    notes = [f"link {link} cannot be filled by any traffic; its raw rate is taken" for link in trials.out_of_reach]
+    credible = {}
+    for link, rate in measured.items():
+        if rate >= LEAST_CREDIBLE * raw[link]:
+            credible[link] = min(rate, raw[link])
+        else:
+            share = rate / raw[link]
+            notes.append(f"link {link} got only {share:.0%} of its rate through; its raw rate is taken")
+    return LinkRates(raw=raw, measured=credible, notes=tuple(notes))
+
+
+def _rates_of(place: Place, trial: Trial, arrived: Mapping[Stream, float]) -> dict[str, float]:
+    passed = routes(place.cluster, trial)
+    return {link: sum(arrived[stream] for stream, route in passed.items() if link in route) for link in trial.links}
+
+
+def _run(place: Place, streams: Sequence[Stream]) -> dict[Stream, float]:
+    """Bytes per second of each, all running at once."""
+    with contextlib.ExitStack() as stack:
+        receivers = {}
+        for stream in streams:
+            address = place.addresses[stream.dst][0]
+            receiver = stack.enter_context(_started(place, stream.dst, "receive", address, WARM_UP_S, WINDOW_S))
+            receivers[stream] = receiver, address
+        ports = {stream: _line(receiver, stream) for stream, (receiver, _) in receivers.items()}
+        for stream, (_, address) in receivers.items():
+            stack.enter_context(_started(place, stream.src, "send", address, ports[stream]))
+        found = {stream: json.loads(_line(receiver, stream)) for stream, (receiver, _) in receivers.items()}
+    return {stream: count["bytes"] / count["seconds"] for stream, count in found.items()}
+
+
+@contextlib.contextmanager
+def _started(place: Place, node: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    argv = [sys.executable, "-I", "-S", str(PROGRAMS / "stream.py"), *map(str, arguments)]
+    process = subprocess.Popen(
+        place.command(node, argv),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _line(process: subprocess.Popen[str], stream: Stream) -> str:
+    """What the program prints next. It limits its own waiting, so this cannot last for ever."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise LaunchError(
+            explain(
+                "measuring a link",
+                got=f"no stream from {stream.src} to {stream.dst}",
+                expected="bytes to arrive",
+                do="See whether the nodes reach each other: ringweave lab exec",
+            )
+        )
+    return line

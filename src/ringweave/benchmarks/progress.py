@@ -1,0 +1,39 @@
+"""What a benchmark says on standard error while it runs."""
+
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+INTERVAL_S = 5.0
+
+
+class Progress:
+    """Lines for people: every step, and rounds now and then with the time that is left."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream, self._clock = stream, clock
+        self._began_s = clock()
+        self._rounds_began_s = 0.0
+        self._next_s = 0.0
+
+    def step(self, what: str) -> None:
+        """Something new begins."""
+        self._print(what)
+
+    def begin_rounds(self) -> None:
+        """The clock for the time that is left starts now."""
+        self._rounds_began_s = self._clock()
+        self._next_s = self._rounds_began_s + INTERVAL_S
+
+    def rounds(self, what: str, done: int, total: int) -> None:
+        """So many rounds are done; printed if the last line is a while ago."""
+        now_s = self._clock()
+        if now_s < self._next_s or not done:
+            return
+        self._next_s = now_s + INTERVAL_S
+        left_s = (now_s - self._rounds_began_s) / done * (total - done)
+        self._print(f"{what}: {done} of {total} rounds, about {left_s:.0f} s left of these")
+
+    def _print(self, text: str) -> None:
+        elapsed_s = self._clock() - self._began_s
+        print(f"[{int(elapsed_s) // 60:2d}:{int(elapsed_s) % 60:02d}] {text}", file=self._stream, flush=True)

@@ -1,0 +1,89 @@
+"""The report as a table for people. Pure."""
+
+from collections.abc import Sequence
+
+from ringweave.benchmarks.comparing import Report
+from ringweave.benchmarks.results import WIRE_PER_PAYLOAD, Result
+from ringweave.topology import Cluster
+from ringweave.units import format_bytes, format_rate
+
+_COLUMNS = ("system", "knob", "median", "IQR", "bound", "of bound", "algbw", "uplink bytes / S")
+_MOST_LINKS = 8
+
+
+def render(report: Report) -> str:
+    """Links, then one table for each order and size, then notes."""
+    parts = [_head(report)]
+    for order in report.layouts:
+        for size in report.request.sizes:
+            found = [each for each in report.results if (each.order, each.num_bytes) == (order, size)]
+            if found:
+                parts.append(_table(report.request.cluster, order, found))
+    if report.notes:
+        parts.append("\n".join(f"note: {note}" for note in report.notes))
+    return "\n\n".join(parts) + "\n"
+
+
+def _head(report: Report) -> str:
+    cluster = report.request.cluster
+    lines = [f"allreduce of float32 on {cluster.name}: {cluster.num_devices} ranks on {cluster.num_nodes} nodes"]
+    rates = report.rates
+    if rates is None:
+        return f"{lines[0]}, no limited links"
+    shares = [rates.measured[link] / rates.raw[link] for link in rates.measured]
+    if shares:
+        lines.append(
+            f"links: {len(rates.measured)} of {len(rates.raw)} measured, TCP content at "
+            f"{min(shares):.1%} to {max(shares):.1%} of their rates; bounds are at the measured rates"
+        )
+    slowest = sorted(rates.measured, key=lambda link: rates.measured[link])[:_MOST_LINKS]
+    lines += [f"  {link}: {_rate(rates.measured[link])} of {format_rate(rates.raw[link])}" for link in slowest]
+    return "\n".join(lines)
+
+
+def _table(cluster: Cluster, order: str, found: Sequence[Result]) -> str:
+    size = found[0].num_bytes
+    rows = [_COLUMNS, *(_row(cluster, result) for result in sorted(found, key=lambda each: each.summary.median_s))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    title = f"{format_bytes(size)}, order {order}, {len(found[0].seconds)} rounds, times of the slowest rank"
+    return "\n".join([title, *(f"  {line}" for line in lines)])
+
+
+def _row(cluster: Cluster, result: Result) -> tuple[str, ...]:
+    summary, fraction = result.summary, result.fraction_of_bound
+    knob = result.knob if result.schedule is None else f"{result.knob}: {result.schedule}"
+    return (
+        result.system,
+        knob,
+        _time(summary.median_s),
+        _time(summary.iqr_s),
+        "-" if result.bound_s is None else _time(result.bound_s),
+        "-" if fraction is None else f"{fraction:.3f}",
+        _rate(result.num_bytes / summary.median_s),
+        _uplinks(cluster, result),
+    )
+
+
+def _uplinks(cluster: Cluster, result: Result) -> str:
+    """The busiest link between switches, else the busiest one of a node; headers taken off, beside the theory."""
+    switches = {switch.name for switch in cluster.switches}
+    between = [link for link in result.wire_bytes if switches & {link.split("->")[0]}]
+    busiest = max(between or result.wire_bytes, key=lambda link: result.wire_bytes[link], default=None)
+    if busiest is None:
+        return "-"
+    text = f"{result.wire_bytes[busiest] / WIRE_PER_PAYLOAD / result.num_bytes:.3f} on {busiest}"
+    if result.theory_bytes is None or busiest not in result.theory_bytes:
+        return text
+    return f"{text} (theory {result.theory_bytes[busiest] / result.num_bytes:.3f})"
+
+
+def _time(seconds: float) -> str:
+    for factor, unit in ((1, "s"), (1e3, "ms")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.4g} {unit}"
+    return f"{seconds * 1e6:.4g} us"
+
+
+def _rate(bytes_per_s: float) -> str:
+    return format_rate(float(f"{bytes_per_s * 8:.4g}") / 8)

@@ -1,0 +1,123 @@
+"""`ringweave bench`: systems measured beside each other on the same nodes, links and ranks."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ringweave.errors import UsageError, explain
+
+_SYSTEMS = "ringweave,gloo,openmpi,mpich"
+
+
+@click.group
+def command() -> None:
+    """Measure ringweave beside other systems, all alive at once and taking turns."""
+
+
+@command.command
+@click.argument("target", metavar="CLUSTER")
+@click.option("--sizes", metavar="SIZE,...", default="1MB,25MB", show_default=True, help="Sizes of the messages.")
+@click.option("--systems", metavar="NAME,...", default=_SYSTEMS, show_default=True, help="What is measured.")
+@click.option("--rounds", type=int, metavar="N", default=15, show_default=True, help="Rounds of each system.")
+@click.option(
+    "--orders",
+    metavar="ORDER,...",
+    default="block",
+    show_default=True,
+    help="How ranks are put on nodes: block, round-robin, shuffled.",
+)
+@click.option("--schedule", metavar="NAME", help="Use this schedule of ringweave's, not the one that it chooses.")
+@click.option(
+    "--search-rounds",
+    type=int,
+    metavar="N",
+    default=3,
+    show_default=True,
+    help="Rounds to find each peer's best knob; 0: its defaults.",
+)
+@click.option("--out", "out_path", metavar="FILE", help="Write the JSON document here.")
+@click.option("--picture", "picture_path", metavar="FILE", help="Draw the result here, as PNG or SVG.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def allreduce(  # noqa: PLR0913, PLR0917 - one parameter per option
+    target: str,
+    sizes: str,
+    systems: str,
+    rounds: int,
+    orders: str,
+    schedule: str | None,
+    search_rounds: int,
+    out_path: str | None,
+    picture_path: str | None,
+    as_json: bool,
+) -> int:
+    """Measure allreduce of float32 on CLUSTER.
+
+    CLUSTER is a cluster file, which is brought up as a lab for the time of the benchmark (needs root), or local:N for N
+    ranks on this machine as it is. Time is that of the slowest rank; every value of every round is checked. First the
+    links are measured and the peers' knobs are tried, then all systems take turns. Peers: make bench-setup.
+    """
+    from ringweave import schedules
+    from ringweave.benchmarks import requests, running, tables
+    from ringweave.benchmarks.progress import Progress
+
+    cluster, is_local = requests.read_target(target)
+    request = requests.Request(
+        cluster=cluster,
+        is_local=is_local,
+        sizes=requests.parse_sizes(sizes),
+        systems=requests.parse_systems(systems),
+        orders=requests.parse_orders(orders),
+        num_rounds=requests.check_count("--rounds", rounds, 1),
+        num_search_rounds=requests.check_count("--search-rounds", search_rounds, 0),
+        schedule=schedules.check_name(schedule, where="--schedule") if schedule is not None else None,
+    )
+    for option, path in (("--out", out_path), ("--picture", picture_path)):
+        _check_writable(option, path)
+    _check_picture(picture_path)
+    report = running.run(request, Progress(sys.stderr))
+    document = report.document()
+    if out_path:
+        Path(out_path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if picture_path:
+        _draw([document], picture_path)
+    click.echo(json.dumps(document) if as_json else tables.render(report).rstrip())
+    return 0
+
+
+@command.command
+@click.argument("results", nargs=-1, required=True, metavar="RESULT...")
+@click.option("--out", "out_path", metavar="FILE", required=True, help="Where the picture goes, as PNG or SVG.")
+def picture(results: tuple[str, ...], out_path: str) -> int:
+    """Draw the RESULTs, documents that `bench allreduce --out` wrote, as one picture."""
+    from ringweave.benchmarks import documents
+
+    _check_writable("--out", out_path)
+    _check_picture(out_path)
+    _draw([documents.load(path) for path in results], out_path)
+    return 0
+
+
+def _draw(found: list[dict[str, Any]], path: str) -> None:
+    from ringweave.benchmarks import charts
+
+    charts.draw(found, Path(path))
+
+
+def _check_picture(path: str | None) -> None:
+    if path is None:
+        return
+    if Path(path).suffix not in (".png", ".svg"):
+        raise UsageError(explain("picture", got=path, expected="a file name ending in .png or .svg", do="Name it so"))
+    from ringweave.benchmarks import charts
+
+    charts.check_library()
+
+
+def _check_writable(option: str, path: str | None) -> None:
+    """Refuse before anything is measured what would fail afterwards."""
+    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+        expected = "a file name in a folder that is there"
+        raise UsageError(explain(option, got=path, expected=expected, do="Make the folder, or give another name"))
