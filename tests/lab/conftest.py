@@ -1,34 +1,16 @@
 """Real labs, where this machine can have them."""
 
-import itertools
-import os
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ringweave import lab, topology
 from ringweave.lab import Lab, state
+from tests.lab import fixtures
 
-_NUMBERS = itertools.count()
-_CLI = "from ringweave.cli.main import main; main()"
-
-
-@pytest.fixture(scope="session")
-def _problems() -> list[str]:
-    return lab.problems()
-
-
-@pytest.fixture
-def lab_name(_problems: list[str]) -> Iterator[str]:
-    """A name that no other lab has; what has it is taken down with the test. Skips where there can be no lab."""
-    if _problems:
-        pytest.skip(" ".join(_problems))
-    name = f"test-{os.getpid()}-{next(_NUMBERS)}"
-    yield name
-    lab.down(name)
+lab_name, lab_problems = fixtures.lab_name, fixtures.lab_problems
 
 
 @pytest.fixture
@@ -63,24 +45,3 @@ def _left_of(name: str) -> list[str]:
         *(str(path) for path in Path("/sys/fs/cgroup").glob(f"rw-{name}")),
         *(str(path) for path in [state.folder(name)] if path.exists()),
     ]
-
-
-@pytest.fixture
-def cli() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`cli("lab", "status")`: the real command line, to its end."""
-
-    def call(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", _CLI, *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, **options)  # type: ignore
-
-    return call
-
-
-@pytest.fixture
-def cluster_file(tmp_path: Path) -> Callable[[str], Path]:
-    def write(text: str) -> Path:
-        path = tmp_path / "cluster.yaml"
-        path.write_text(text)
-        return path
-
-    return write

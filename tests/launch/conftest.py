@@ -15,6 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.lab import fixtures
+
+lab_name, lab_problems = fixtures.lab_name, fixtures.lab_problems
+
 DEADLINE_S = 30
 _CLI = "from ringweave.cli.main import main; main()"
 

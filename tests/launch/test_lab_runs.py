@@ -1,0 +1,169 @@
+"""`ringweave lab run`: workers of a run inside the nodes of a lab, with real processes."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ringweave import lab, topology
+from ringweave.errors import LaunchError
+from ringweave.lab import Lab
+from ringweave.launch import orders
+from ringweave.launch.local import sites
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+CLUSTER = """
+name: trio
+nodes:
+  - {name: a, nic: 200Mbit/s, devices: 2}
+  - {name: b, nics: [{name: ib0, rate: 100Mbit/s}, {name: ib1, rate: 100Mbit/s}], devices: 1}
+"""
+WAIT = "print('up'); time.sleep(100)"
+
+
+@pytest.fixture
+def trio(lab_name: str) -> Lab:
+    return lab.up(topology.loads(CLUSTER), lab_name, "always")
+
+
+@pytest.fixture
+def start_in(start: Callable, trio: Lab) -> Callable:
+    """`start_in(script)`: `ringweave lab run` of it."""
+    return lambda *arguments, **more: start(*arguments, verb=("lab", "run", "--lab", trio.name), **more)
+
+
+def test_workers_are_in_their_nodes(start_in, script, trio: Lab) -> None:
+    run = start_in(
+        "--order",
+        "round-robin",
+        script("""
+            import json, socket
+            print(json.dumps(dict(os.environ, host=socket.gethostname(), net=os.stat("/proc/self/ns/net").st_ino)))
+        """),
+        "--json",
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    assert run.wait_ended() == 0, run.stderr
+    got = [json.loads(run.log(rank)) for rank in range(3)]
+    assert [(e["host"], e["RINGWEAVE_NODE"], e["LOCAL_RANK"]) for e in got] == [
+        ("a", "a", "0"),
+        ("b", "b", "0"),
+        ("a", "a", "1"),
+    ]
+    assert [e["GLOO_SOCKET_IFNAME"] for e in got] == ["eth0", "ib0", "eth0"], "as many as the node with the fewest has"
+    assert {(e["MASTER_ADDR"], e["OMP_NUM_THREADS"]) for e in got} == {("10.99.0.1", "1")}
+    assert [e["net"] for e in got] == [Path(f"/run/netns/rw-{trio.name}:{node}").stat().st_ino for node in "aba"]
+    assert {e["RINGWEAVE_CLUSTER"] for e in got} == {str(run.run_dir / "cluster.yaml")}
+    assert topology.load(run.run_dir / "cluster.yaml") == trio.cluster
+    assert (run.record["lab"], run.record["order"]) == (trio.name, "round-robin")
+
+
+def test_rank_0_may_be_on_any_node(start_in, script) -> None:
+    listen = """
+        import socket
+        where = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        if rank == 0:
+            with socket.create_server(where) as server:
+                for _ in range(2):
+                    server.accept()[0].sendall(b"met")
+        else:
+            deadline = time.monotonic() + 20
+            while True:
+                try:
+                    peer = socket.create_connection(where)
+                    break
+                except ConnectionRefusedError:
+                    assert time.monotonic() < deadline
+            print(os.environ["RINGWEAVE_NODE"], where[0], peer.recv(3).decode())
+    """
+    seed = next(seed for seed in range(20) if node_of_rank_0(seed) == 1)
+    run = start_in("--order", f"shuffled:{seed}", script(listen))
+    assert run.wait_ended() == 0, run.stderr
+    assert {line.split(maxsplit=1)[1] for line in run.stdout.splitlines()} == {"a 10.99.0.2 met"}
+
+
+def node_of_rank_0(seed: int) -> int:
+    """Index of rank 0's node."""
+    return orders.deal([2, 1], orders.parse(f"shuffled:{seed}"))[0][0]
+
+
+def test_a_killed_worker_is_named_and_the_rest_is_ended(start_in, script, all_gone, trio: Lab) -> None:
+    run = start_in(script(WAIT))
+    run.wait_printed("up", times=3)
+    pids = run.pids()
+    assert {node: sorted(inside) for node, inside in trio.processes().items()} == {
+        "a": sorted([pids[0], pids[1]]),
+        "b": [pids[2]],
+    }
+    os.kill(pids[2], signal.SIGKILL)
+    assert run.wait_ended() == 1
+    report = run.stderr[run.stderr.index("ringweave: failed") :]
+    assert "rank 2 on node b was killed by SIGKILL." in report.splitlines()[0]
+    assert "Ended by ringweave: rank 0, 1.\n" in report
+    all_gone(list(pids.values()))
+
+
+def test_an_interrupt_ends_all(start_in, script, all_gone) -> None:
+    run = start_in(script(WAIT))
+    run.wait_printed("up", times=3)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait_ended() == 1
+    assert " s by SIGINT.\n" in run.stderr
+    all_gone(list(run.pids().values()))
+
+
+def test_killing_ringweave_itself_leaves_nothing(start_in, script, all_gone) -> None:
+    run = start_in(script(WAIT))
+    run.wait_printed("up", times=3)
+    run.process.kill()
+    run.wait_ended()
+    all_gone(list(run.pids().values()))
+
+
+def test_taking_the_lab_down_ends_the_run(start_in, script, trio: Lab) -> None:
+    run = start_in(script(WAIT))
+    run.wait_printed("up", times=3)
+    assert lab.down(trio.name)
+    assert run.wait_ended() == 1
+    assert "was killed by SIGTERM" in run.stderr
+
+
+ALLREDUCE = """
+    import torch, torch.distributed as dist
+    dist.init_process_group(sys.argv[1] if len(sys.argv) > 1 else None)
+    message = torch.full((500_000,), rank + 1.0)
+    dist.all_reduce(message)
+    assert message.eq(6).all()
+    dist.destroy_process_group()
+"""
+
+
+def test_a_ring_sends_over_the_links_what_theory_says(start_in, script, trio: Lab) -> None:
+    run = start_in("--schedule", "ring", script(ALLREDUCE))
+    assert run.wait_ended() == 0, run.stderr
+    assert run.record["collectives_by_schedule"]["ring"]["collectives"] == 1
+    content = 2 * (3 - 1) / 3 * 2_000_000  # bytes that every rank of a ring sends; two ranks share node a
+    sent = trio.bytes_on_links()
+    for link in ("a->core", "core->b", "b->core", "core->a"):
+        assert content < sent[link] < 1.2 * content, sent
+
+
+def test_gloo_runs_on_nodes_with_several_interfaces(start_in, script) -> None:
+    run = start_in(script(ALLREDUCE), "gloo")
+    assert run.wait_ended() == 0, run.stderr
+
+
+def test_without_a_port_the_run_does_not_start(trio: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nosuch")
+    with pytest.raises(LaunchError, match=r"port on node b: .*not found, expected a free one\. See whether the lab is"):
+        sites.InLab(trio).meeting("b")
+
+
+def test_outside_of_a_lab_nothing_is_entered() -> None:
+    here = sites.ThisMachine()
+    assert (here.lab_name, here.environ("a"), here.meeting("a").host) == (None, {}, "127.0.0.1")
