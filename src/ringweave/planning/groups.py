@@ -56,7 +56,8 @@ def plan_group(
         "leader-matrix", layouts.column_counts(layout), lambda columns: schedules.leader_matrix(layout.groups, columns)
     )
     tiers = candidates.consider("hierarchical", layouts.tierings(layout), schedules.hierarchical)
-    direct_shares, domain, shares = candidates.direct_shares(), *candidates.level_shares()
+    bound = cost.network_bound(net, 1)
+    direct_shares, domain, shares = candidates.direct_shares(), *candidates.level_shares(bound.seconds)
     if candidates.are_few("ps"):
         candidates.consider("ps", [layout.root], lambda root: schedules.parameter_server(count, root))
     if candidates.are_few("direct"):
@@ -64,7 +65,6 @@ def plan_group(
     if domain is not None:
         candidates.consider("multi-level", [domain], lambda top: schedules.multi_level(top, shares))
     candidates.consider("halving-doubling", [count], schedules.halving_doubling)
-    bound = cost.network_bound(net, 1)
     return Plan(
         nodes=tuple(nodes),
         ring_order=layout.ring_order,
@@ -126,11 +126,11 @@ class _Candidates:
             rates.append(min(float(min(up, down)), self._assumed.memory_bytes_per_s) / on_node[vertex])
         flat = Hierarchy([-1] + [0] * count, [1.0, *rates], [-1, *range(count)])
         owned = [0] * count
-        for first, end, leaf in sharing.cut(flat, sharing.fractions(flat)).led_by[0]:
+        for first, end, leaf in sharing.cut(sharing.fractions(flat)).led_by[0]:
             owned[leaf - 1] += end - first
         return tuple(owned)
 
-    def level_shares(self) -> tuple[Domain | None, tuple[int, ...]]:
+    def level_shares(self, bound_s_per_byte: float) -> tuple[Domain | None, tuple[int, ...]]:
         """Domain tree and shares of the multi-level schedule, or None and why in `left_out`."""
         if len(self._vertices) == 1:
             return Domain((0,), (0,)), (1,)
@@ -143,7 +143,7 @@ class _Candidates:
             self.left_out["multi-level"] = f"leaders of {tree.num_leaves} chunks in {num_domains} domains are too many"
         elif self._are_countable("multi-level", num_operations):
             try:
-                return sharing.level_shares(tree)
+                return sharing.level_shares(tree, bound_s_per_byte)
             except RingweaveError as error:
                 self.left_out["multi-level"] = str(error)
         return None, ()

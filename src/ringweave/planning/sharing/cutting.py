@@ -5,11 +5,13 @@ domain between, or only itself. For each reach the units are given out among its
 in the order of the message; what a member does not get it leads only for itself. So all choices nest by construction.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ringweave.planning.sharing.fractions import Fractions
 from ringweave.planning.sharing.hierarchy import Hierarchy
+from ringweave.planning.sharing.loading import busiest
 
 _GRIDS = (60, 120, 240, 360, 720, 1260, 2520, 5040, 10080, 27720, 55440, 110880, 360360, 720720, 1441440)
 _TOLERANCE = 1.005
@@ -30,7 +32,7 @@ class Cut:
     """The largest tau with whole units."""
 
 
-def cut(tree: Hierarchy, wanted: Fractions) -> Cut:
+def cut(wanted: Fractions) -> Cut:
     """The coarsest grid on which the busiest link is at most 0.5 % busier than with exact fractions.
 
     Where all members of every domain are alike the units are as many as the ranks, and none is busier.
@@ -38,6 +40,7 @@ def cut(tree: Hierarchy, wanted: Fractions) -> Cut:
     Cost:
         Linear in vertices and stretches, for each grid that is tried.
     """
+    tree = wanted.tree
     if wanted.is_symmetric:
         return Cut(tree.num_leaves, [*_radix(tree)], wanted.busiest_s_per_byte)
     grids = [grid for grid in _GRIDS if grid >= tree.num_leaves] or [_GRIDS[-1]]
@@ -52,28 +55,17 @@ def _on_grid(tree: Hierarchy, led: Sequence[Sequence[float]], grid: int) -> Cut:
     led_by: list[list[Stretch]] = [[] for _ in tree.parents]
     reaches: list[list[Stretch]] = [[] for _ in tree.parents]
     reaches[0] = [(0, grid, 0)]
-    others: list[list[int]] = [[] for _ in tree.parents]
-    largest = 0.0
+    got: list[list[float]] = [[] for _ in tree.parents]
     for domain, members in enumerate(tree.children):
         if not members:
             continue
         given, stretches = _give_out(reaches[domain], [led[member] for member in members])
         led_by[domain] = [(first, end, members[place]) for first, end, place, _ in stretches]
         for place, member in enumerate(members):
-            others[member] = [*others[domain], len(members) - 1]
-            units = [*_running(given[place])]
-            carried = grid - units[0] + sum(m * z for m, z in zip(others[member], units, strict=True))
-            largest = max(largest, carried / grid / tree.rates[member])
+            got[member] = [units / grid for units in itertools.accumulate(given[place])]
         _pass_down(stretches, members, reaches, (grid, tree.depths[domain] + 1))
         reaches[domain] = []
-    return Cut(grid, led_by, largest)
-
-
-def _running(values: Sequence[int]) -> Iterator[int]:
-    total = 0
-    for value in values:
-        total += value
-        yield total
+    return Cut(grid, led_by, busiest(tree, got))
 
 
 def _give_out(

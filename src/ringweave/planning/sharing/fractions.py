@@ -12,7 +12,8 @@ the same, in the other order. So the link of d, with rate r, needs
     tau_d = (1 - z(d, root) + sum over w above d of (m_w - 1) z(d, w)) / r
 
 seconds per byte of the message, and the largest of these is minimised. That is a linear program, and every solution can
-be laid out in the message (`cutting`). Subtrees that are alike get the same, which makes the program small. On a single
+be laid out in the message (`cutting`). A switch may also be no domain, its members being members of the domain above;
+`loading` has what its link carries then. Subtrees that are alike get the same, which makes the program small. On a single
 switch it is solved by filling up: x_i = max(0, (tau B_i - 1)/(N - 2)), with tau such that the sum is 1.
 """
 
@@ -20,15 +21,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ringweave.planning.sharing.hierarchy import Hierarchy
+from ringweave.planning.sharing.loading import busiest
 from ringweave.planning.sharing.orbits import Orbits, orbits
 
 _NOT_BUSIER = 1 + 1e-9
+_GOOD_ENOUGH = 1.001
+_MAX_KINDS = 400
+_MAX_TRIED = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Fractions:
     """The solution for one hierarchy."""
 
+    tree: Hierarchy
+    """The hierarchy, without the domains that were better taken out."""
     led: list[list[float]]
     """For each vertex z(vertex, w) for the domains w above it, from the root down."""
     busiest_s_per_byte: float
@@ -37,35 +44,52 @@ class Fractions:
     """All vertices of a depth are alike: every member of a domain leads the same."""
 
 
-def fractions(tree: Hierarchy) -> Fractions:
+def fractions(tree: Hierarchy, bound_s_per_byte: float | None = None) -> Fractions:
     """The fractions that make the busiest link least busy, and then the others.
 
+    Args:
+        tree: At least two ranks.
+        bound_s_per_byte: Where this is not reached, domains are taken out one after the other as long as that helps:
+            the members of a domain with a fast link are then members of the domain above. None takes out none.
+
+    Raises:
+        RingweaveError: The solver of the linear program gives up.
+
     Cost:
-        Linear where all members of a domain are alike or all ranks hang on one switch; elsewhere a linear program with
-        a variable for each kind of vertex and each domain above it.
+        Linear where all members of a domain are alike or only the links to the root decide; elsewhere a linear program
+        with a variable for each kind of vertex and each domain above it, and up to 16 for each domain taken out.
     """
     kinds = orbits(tree)
     if kinds.is_symmetric or all(kinds.is_uniform(kind) for kind in kinds.children[0]):
         solved = _filled_at_the_root(tree, kinds)
-        if kinds.is_symmetric or solved.busiest_s_per_byte <= _busiest(tree, solved.led, depth=1) * _NOT_BUSIER:
+        enough = bound_s_per_byte or busiest(tree, solved.led, depth=1)
+        if kinds.is_symmetric or solved.busiest_s_per_byte <= enough * _NOT_BUSIER:
             return solved
     from ringweave.planning.sharing import program  # brings scipy, which takes as long as all the rest
 
-    return _spread(tree, kinds, program.solve(kinds))
+    removed = _worth_removing(kinds, bound_s_per_byte) if bound_s_per_byte else set()
+    vertices = {vertex for vertex, kind in enumerate(kinds.of_vertex) if kind in removed}
+    smaller, kept = tree.without(vertices)
+    remaining = kinds.without(removed)
+    of_kind = program.solve(remaining)
+    return _spread(smaller, [remaining.of_vertex[vertex] for vertex in kept], of_kind)
 
 
-def _busiest(tree: Hierarchy, led: Sequence[Sequence[float]], depth: int | None = None) -> float:
-    """The largest tau of any vertex, or of those of one depth."""
-    members = [len(children) for children in tree.children]
-    above: list[list[int]] = [[] for _ in tree.parents]
-    largest = 0.0
-    for vertex, parent in enumerate(tree.parents):
-        if parent >= 0:
-            above[vertex] = [*above[parent], members[parent] - 1]
-            carried = 1 - led[vertex][0] + sum(m * z for m, z in zip(above[vertex], led[vertex], strict=True))
-            if depth in (None, tree.depths[vertex]):
-                largest = max(largest, carried / tree.rates[vertex])
-    return largest
+def _worth_removing(kinds: Orbits, bound_s_per_byte: float) -> set[int]:
+    """Kinds of domains to take out, the most helpful first, until the bound is reached or nothing helps."""
+    from ringweave.planning.sharing import program
+
+    removed: set[int] = set()
+    best = program.least(kinds)
+    while best > bound_s_per_byte * _GOOD_ENOUGH and len(kinds.parents) <= _MAX_KINDS:
+        domains = [kind for kind, below in enumerate(kinds.children) if kind and below and kind not in removed]
+        tried = {kind: program.least(kinds.without(removed | {kind})) for kind in domains[:_MAX_TRIED]}
+        helpful = min(tried, key=lambda kind: tried[kind], default=None)
+        if helpful is None or tried[helpful] * _GOOD_ENOUGH > best:
+            break
+        removed.add(helpful)
+        best = tried[helpful]
+    return removed
 
 
 def _filled_at_the_root(tree: Hierarchy, kinds: Orbits) -> Fractions:
@@ -78,12 +102,14 @@ def _filled_at_the_root(tree: Hierarchy, kinds: Orbits) -> Fractions:
     for kind, parent in enumerate(kinds.parents[1:], start=1):
         fraction = 1 / kinds.num_members[parent] if parent else shares[kind]
         led.append([*(z * fraction for z in led[parent]), fraction])
-    return _spread(tree, kinds, led)
+    return _spread(tree, kinds.of_vertex, led, kinds.is_symmetric)
 
 
-def _spread(tree: Hierarchy, kinds: Orbits, of_kind: list[list[float]]) -> Fractions:
-    led = [of_kind[kind] for kind in kinds.of_vertex]
-    return Fractions(led, _busiest(tree, led), kinds.is_symmetric)
+def _spread(
+    tree: Hierarchy, kind_of_vertex: Sequence[int], of_kind: list[list[float]], is_symmetric: bool = False
+) -> Fractions:
+    led = [of_kind[kind] for kind in kind_of_vertex]
+    return Fractions(tree, led, busiest(tree, led), is_symmetric)
 
 
 def fill(rates: Sequence[float], counts: Sequence[int]) -> list[float]:

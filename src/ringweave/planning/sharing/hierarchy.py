@@ -4,10 +4,20 @@ Its leaves are the ranks. A node with a single rank is that rank; a switch with 
 and the vertex gets the smaller of the two rates. So every vertex that is no leaf is a domain of at least two members.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from ringweave.cost import Network
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A switch that is no domain: what is right below it is a member of the domain above it, side by side with others."""
+
+    rate: float
+    """Of its link to the switch above."""
+    members: dict[int, int]
+    """The members of the domain that are below it, with their count (1 for vertices, any for kinds of vertices)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +31,8 @@ class Hierarchy:
     copies; 1 for the root, where it does not count."""
     ranks: list[int]
     """The rank that a leaf is; -1 for a domain."""
+    spans: tuple[Span, ...] = ()
+    """Switches that were taken out, by `without`."""
     children: list[list[int]] = field(init=False)
     """Members of each domain."""
     depths: list[int] = field(init=False)
@@ -44,12 +56,34 @@ class Hierarchy:
         """How many ranks there are."""
         return sum(rank >= 0 for rank in self.ranks)
 
-    def ancestors(self, vertex: int) -> list[int]:
-        """The domains above a vertex, from the root down."""
-        above = []
-        while (vertex := self.parents[vertex]) >= 0:
-            above.append(vertex)
-        return above[::-1]
+    def without(self, removed: Set[int]) -> tuple["Hierarchy", list[int]]:
+        """The tree in which some domains are spans, and for each of its vertices the one that it was."""
+        kept = [vertex for vertex in range(len(self)) if vertex not in removed]
+        place = {vertex: index for index, vertex in enumerate(kept)}
+        above = contracted(self.parents, removed)
+        counts = spanned(self.parents, removed, [1] * len(self))
+        spans = [Span(self.rates[v], {place[m]: n for m, n in counts[v].items()}) for v in sorted(removed)]
+        parents = [place[above[vertex]] if vertex else -1 for vertex in kept]
+        rates, ranks = [self.rates[vertex] for vertex in kept], [self.ranks[vertex] for vertex in kept]
+        return Hierarchy(parents, rates, ranks, tuple(spans)), kept
+
+
+def contracted(parents: Sequence[int], removed: Set[int]) -> list[int]:
+    """For each vertex the nearest one above that is not removed."""
+    above: list[int] = []
+    for parent in parents:
+        above.append(above[parent] if parent in removed else parent)
+    return above
+
+
+def spanned(parents: Sequence[int], removed: Set[int], counts: Sequence[int]) -> dict[int, dict[int, int]]:
+    """For each removed vertex the nearest ones below that are not removed, and how many of each it has below it."""
+    below: dict[int, dict[int, int]] = {vertex: {} for vertex in removed}
+    for vertex in range(len(parents) - 1, 0, -1):
+        if parents[vertex] in removed:
+            for member, count in below.get(vertex, {vertex: 1}).items():
+                below[parents[vertex]][member] = count * counts[vertex]
+    return below
 
 
 def hierarchy(net: Network, vertex_of_rank: Sequence[int], memory_bytes_per_s: float) -> Hierarchy:

@@ -9,11 +9,12 @@ from ringweave.planning.sharing.hierarchy import Hierarchy
 from ringweave.schedules import Domain
 
 
-def level_shares(tree: Hierarchy) -> tuple[Domain, tuple[int, ...]]:
+def level_shares(tree: Hierarchy, bound_s_per_byte: float | None = None) -> tuple[Domain, tuple[int, ...]]:
     """Leaders for every chunk on every level so that the busiest link is hardly busier than it must be, and the chunks.
 
     Args:
         tree: At least two ranks.
+        bound_s_per_byte: Where this is not reached, domains are taken out as long as that helps.
 
     Returns:
         The tree of domains, and the relative sizes of the chunks. There is a chunk between any two places of the
@@ -22,7 +23,8 @@ def level_shares(tree: Hierarchy) -> tuple[Domain, tuple[int, ...]]:
     Raises:
         RingweaveError: The solver of the linear program gives up.
     """
-    return domains(tree, cut(tree, fractions(tree)))
+    found = fractions(tree, bound_s_per_byte)
+    return domains(found.tree, cut(found))
 
 
 def domains(tree: Hierarchy, laid_out: Cut) -> tuple[Domain, tuple[int, ...]]:

@@ -5,9 +5,10 @@ solution gives all of a kind the same: exchanging two of them changes nothing, a
 """
 
 from collections import defaultdict
+from collections.abc import Set
 from dataclasses import dataclass, field
 
-from ringweave.planning.sharing.hierarchy import Hierarchy
+from ringweave.planning.sharing.hierarchy import Hierarchy, Span, contracted, spanned
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,8 @@ class Orbits:
     """Vertices of this kind in each vertex above them."""
     rates: list[float]
     """As in the hierarchy."""
+    spans: tuple[Span, ...] = ()
+    """As in the hierarchy, of kinds."""
     children: list[list[int]] = field(init=False)
     """Kinds of the members."""
     num_members: list[int] = field(init=False)
@@ -43,12 +46,29 @@ class Orbits:
     @property
     def is_symmetric(self) -> bool:
         """All members of any domain are alike."""
-        return all(len(kinds) <= 1 for kinds in self.children)
+        return not self.spans and all(len(kinds) <= 1 for kinds in self.children)
 
     def is_uniform(self, kind: int) -> bool:
         """It is a leaf or a domain of leaves that are alike."""
         below = self.children[kind]
         return not below or (len(below) == 1 and not self.children[below[0]])
+
+    def without(self, removed: Set[int]) -> "Orbits":
+        """The tree in which some domains are spans; `of_vertex` is -1 for their vertices."""
+        kept = [kind for kind in range(len(self.parents)) if kind not in removed]
+        place = {kind: index for index, kind in enumerate(kept)}
+        above, below = contracted(self.parents, removed), spanned(self.parents, removed, self.counts)
+        counts = list(self.counts)
+        for kind in range(1, len(counts)):
+            if self.parents[kind] in removed:
+                counts[kind] *= counts[self.parents[kind]]
+        return Orbits(
+            [place.get(kind, -1) for kind in self.of_vertex],
+            [place[above[kind]] if kind else -1 for kind in kept],
+            [counts[kind] for kind in kept],
+            [self.rates[kind] for kind in kept],
+            tuple(Span(self.rates[v], {place[m]: n for m, n in below[v].items()}) for v in sorted(removed)),
+        )
 
 
 def orbits(tree: Hierarchy) -> Orbits:

@@ -1,13 +1,15 @@
 """The linear program of `fractions`, over kinds of vertices; the only user of scipy."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from scipy.optimize import OptimizeResult, linprog
 from scipy.sparse import csr_array
 
 from ringweave.errors import RingweaveError
+from ringweave.planning.sharing.hierarchy import Span
+from ringweave.planning.sharing.loading import carrying
 from ringweave.planning.sharing.orbits import Orbits
 
 _Row = dict[int, float]
@@ -27,12 +29,19 @@ def solve(kinds: Orbits) -> list[list[float]]:
         RingweaveError: The solver gives up.
     """
     program = _Program(kinds)
-    first = program.minimise(level_of=dict.fromkeys(range(1, len(kinds.parents)), None))
-    level = float(first.x[-1])
-    prices = np.abs(first.ineqlin.marginals[: len(kinds.parents) - 1])
-    level_of = {kind: level * _SLACK if prices[kind - 1] > _PRICED else None for kind in range(1, len(kinds.parents))}
-    second = program.minimise(level_of=level_of, at_most=level * _SLACK)
-    return program.unpacked(second.x)
+    first = program.minimise()
+    level = float(first.x[-1]) * _SLACK
+    prices = np.abs(first.ineqlin.marginals[: len(program.links)])
+    return program.unpacked(program.minimise([level if price > _PRICED else None for price in prices], level).x)
+
+
+def least(kinds: Orbits) -> float:
+    """The largest tau of `solve`, in a third of the time.
+
+    Raises:
+        RingweaveError: The solver gives up.
+    """
+    return float(_Program(kinds).minimise().x[-1]) / max(kinds.rates[1:])
 
 
 class _Program:
@@ -47,22 +56,24 @@ class _Program:
         self._starts = list(starts)
         self._tau = self._starts[-1]
         self._unit = max(kinds.rates[1:])
+        own = (Span(kinds.rates[kind], {kind: 1}) for kind in range(1, len(kinds.parents)))
+        self.links = [*own, *kinds.spans]
         self._equal = [*self._sums()]
         self._nested = [*self._nestings()]
 
-    def minimise(self, level_of: dict[int, float | None], at_most: float | None = None) -> OptimizeResult:
-        """Least tau: each kind's link stays below its level, or where that is None below tau."""
+    def minimise(self, levels: Sequence[float | None] | None = None, at_most: float | None = None) -> OptimizeResult:
+        """Least tau: each link stays below its level, or where that is None below tau."""
         cost = np.zeros(self._tau + 1)
         cost[self._tau] = 1
         rows, limits = [], []
-        for kind, level in level_of.items():
-            row, rate = self._carried(kind), self._kinds.rates[kind] / self._unit
+        for link, level in zip(self.links, levels or [None] * len(self.links), strict=True):
+            row, rate = self._carried(link.members), link.rate / self._unit
             for column, factor in row.items():
                 cost[column] += _TIDY * factor / rate / self._tau if at_most else 0
             if level is None:
                 row[self._tau] = -rate
             rows.append(row)
-            limits.append(-1 + rate * (level or 0))
+            limits.append(rate * (level or 0) - sum(link.members.values()))
         rows += self._nested
         result = linprog(
             cost,
@@ -82,13 +93,12 @@ class _Program:
         z = np.clip(values[: self._tau], 0, 1).tolist()
         return [z[start : start + len(above)] for start, above in zip(self._starts, self._above, strict=False)]
 
-    def _carried(self, kind: int) -> _Row:
-        """What passes the link of the kind, less 1."""
-        row = {
-            self._starts[kind] + place: float(self._kinds.num_members[domain] - 1)
-            for place, domain in enumerate(self._above[kind])
-        }
-        row[self._starts[kind]] -= 1
+    def _carried(self, members: Mapping[int, int]) -> _Row:
+        """What passes the link above some members of a domain, less the number of these."""
+        row: _Row = {}
+        above = self._above[next(iter(members))]
+        for place, factor in enumerate(carrying([self._kinds.num_members[d] for d in above], sum(members.values()))):
+            row.update({self._starts[kind] + place: factor * count for kind, count in members.items()})
         return row
 
     def _sums(self) -> Iterator[tuple[_Row, float]]:
