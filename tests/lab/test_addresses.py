@@ -9,19 +9,24 @@ def assigned(*nodes: str) -> dict[str, tuple[str, ...]]:
     return dict(addresses.assign(topology.loads("name: c\nnodes:\n" + "\n".join(f"  - {{{node}}}" for node in nodes))))
 
 
-def test_addresses_count_through_nodes_and_their_nics() -> None:
-    nics = "nics: [{name: eth0, rate: 1Gbit/s}, {name: eth1, rate: 1Gbit/s}]"
-    assert assigned(f"name: a, devices: 1, {nics}", "name: b, devices: 1, nic: 1Gbit/s, count: 2") == {
-        "a": ("10.99.0.1", "10.99.0.2"),
-        "b-0": ("10.99.0.3",),
-        "b-1": ("10.99.0.4",),
+NICS = "nics: [{name: eth0, rate: 1Gbit/s}, {name: eth1, rate: 1Gbit/s}]"
+
+
+def test_each_nic_of_a_node_is_in_a_network_of_its_own() -> None:
+    assert assigned(f"name: a, devices: 1, {NICS}", f"name: b, devices: 1, {NICS}, count: 2") == {
+        "a": ("10.99.0.1", "10.100.0.1"),
+        "b-0": ("10.99.0.2", "10.100.0.2"),
+        "b-1": ("10.99.0.3", "10.100.0.3"),
     }
 
 
 def test_a_given_address_is_the_first_nics_and_nobody_elses() -> None:
-    nics = "nics: [{name: eth0, rate: 1Gbit/s}, {name: eth1, rate: 1Gbit/s}]"
-    got = assigned("name: a, devices: 1, nic: 1Gbit/s", f"name: b, devices: 1, address: 10.99.0.1, {nics}")
-    assert got == {"a": ("10.99.0.2",), "b": ("10.99.0.1", "10.99.0.3")}
+    got = assigned("name: a, devices: 1, nic: 1Gbit/s", f"name: b, devices: 1, address: 10.99.0.1, {NICS}")
+    assert got == {"a": ("10.99.0.2",), "b": ("10.99.0.1", "10.100.0.1")}
+
+
+def test_the_network_of_a_given_address_is_left_to_first_nics() -> None:
+    assert assigned(f"name: b, devices: 1, address: 10.100.0.1, {NICS}") == {"b": ("10.100.0.1", "10.101.0.1")}
 
 
 def test_assigning_again_changes_nothing() -> None:
@@ -42,6 +47,8 @@ def test_an_address_that_no_node_can_have_is_refused(address: str) -> None:
 
 
 def test_networks() -> None:
-    assert addresses.networks(["10.99.0.1", "10.99.3.1", "192.168.1.5"]) == ["10.99.0.0/16", "192.168.1.0/24"]
-    assert addresses.interface("10.99.0.1") == "10.99.0.1/16"
-    assert addresses.interface("192.168.1.5") == "192.168.1.5/24"
+    found = {"a": ("10.99.0.1", "10.100.0.1"), "b": ("192.168.1.5",), "c": ("10.99.3.1",)}
+    assert addresses.networks(found) == [("10.99.0.0/16", 0), ("10.100.0.0/16", 1), ("192.168.1.0/24", 0)]
+    assert addresses.interface("10.99.0.1", 0) == "10.99.0.1/16"
+    assert addresses.interface("10.100.0.1", 1) == "10.100.0.1/16"
+    assert addresses.interface("192.168.1.5", 0) == "192.168.1.5/24"

@@ -26,7 +26,8 @@ RAILS = """
 name: rails
 nodes:
   - {name: a, nics: [{name: ib0, rate: 80Mbit/s}, {name: ib1, rate: 20Mbit/s}], devices: 1}
-  - {name: b, nic: 100Mbit/s, devices: 1}
+  - {name: b, nics: [{name: eth0, rate: 80Mbit/s}, {name: eth1, rate: 20Mbit/s}], devices: 1}
+  - {name: c, nic: 100Mbit/s, devices: 1, address: 192.168.7.1}
 """
 UNEQUAL = """
 name: unequal
@@ -175,13 +176,21 @@ def queue(where: Lab, node: str) -> dict:
 
 def test_traffic_from_an_address_leaves_by_its_interface(up, run_in) -> None:
     rails = up(RAILS)
-    assert rails.addresses["a"] == ("10.99.0.1", "10.99.0.2")
+    assert rails.addresses == {
+        "a": ("10.99.0.1", "10.100.0.1"),
+        "b": ("10.99.0.2", "10.100.0.2"),
+        "c": ("192.168.7.1",),
+    }
     assert rails.interfaces("a") == ["ib0", "ib1"]
     for index, interface in enumerate(rails.interfaces("a")):
         before = int(run_in(rails, "a", f"cat /sys/class/net/{interface}/statistics/tx_bytes"))
-        send(rails, "a", "b", 200_000, rails.addresses["a"][index])
+        send(rails, "a", "c", 200_000, rails.addresses["a"][index])
         assert int(run_in(rails, "a", f"cat /sys/class/net/{interface}/statistics/tx_bytes")) - before > 200_000
     assert rails.bytes_on_links()["a->core"] > 400_000
+    for address, interface in {"10.99.0.2": "ib0", "10.100.0.2": "ib1", "192.168.7.1": "ib0"}.items():
+        assert f" dev {interface} " in run_in(rails, "a", f"ip route get {address}"), "of no address in particular"
+    assert " dev eth0 " in run_in(rails, "c", "ip route get 10.100.0.2")
+    send(rails, "c", "b", 1000)
     assert rails.rate("a->core") == 12.5e6
     rails.set_rate("a->core", 6.25e6)
     shown = subprocess.check_output(["tc", "-j", "-n", rails.layout.namespaces["a"], "qdisc"])

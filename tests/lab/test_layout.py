@@ -1,11 +1,12 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from ringweave import topology
 from ringweave.errors import ClusterError
 from ringweave.lab import batches, layout
 from ringweave.testing.clusters import clusters
 
+FIFTY = ", ".join(f"{{name: x{index}, rate: 1Gbit/s}}" for index in range(50))
 RACKS = """
 name: racks
 nodes:
@@ -40,6 +41,7 @@ def test_every_link_has_the_ends_that_send_on_it() -> None:
 
 
 @given(clusters())
+@settings(max_examples=30)
 def test_ports_send_what_links_carry_and_no_name_is_used_twice(cluster: topology.Cluster) -> None:
     try:
         planned = layout.lay_out(cluster, cluster.name)
@@ -76,6 +78,10 @@ def test_nics_are_called_as_in_the_file_where_linux_allows_it() -> None:
             r"nodes of cluster c: 257, expected at most 256 in a lab\. Bring up a smaller cluster",
         ),
         (
+            f"name: c\nnodes: [{{name: a, devices: 1, count: 20, nics: [{FIFTY}]}}]",
+            r"NICs and uplinks of cluster c: 1000, expected at most 999 in a lab\. Bring up a smaller cluster",
+        ),
+        (
             f"name: c\nnodes: [{{name: {'a' * 60}.{'b' * 9}, nic: 1Gbit/s, devices: 1}}]",
             "name of a node: .*, expected at most 64 characters, as it becomes a host name in the lab. Shorten it.",
         ),
@@ -89,7 +95,8 @@ def test_nics_are_called_as_in_the_file_where_linux_allows_it() -> None:
         ),
     ],
 )
-def test_what_one_machine_cannot_play_is_refused(text: str, expected: str) -> None:
+def test_what_one_machine_cannot_play_is_refused(text: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "MAX_CABLES", 999)
     with pytest.raises(ClusterError, match=expected):
         laid_out(text)
 

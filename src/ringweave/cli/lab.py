@@ -83,9 +83,9 @@ def run(name: str | None, options: RunOptions) -> int:
 @click.argument("rate")
 @_JSON_OPTION
 def set_rate(name: str | None, link: str, rate: str, as_json: bool) -> int:
-    """Give LINK another RATE while it is in use: "a0->r0" 100Mbit/s, or "a0<->r0" for both directions.
+    """Give LINK another RATE while it is in use.
 
-    Links are named as in the cluster file's documentation; the shell needs quotes around them.
+    For example "a0->r0" 100Mbit/s; or "a0<->r0" for both directions. The shell needs the quotes.
     """
     rate_bytes_per_s = units.parse_rate(rate)
     place = _find(name)
@@ -106,7 +106,11 @@ def set_rate(name: str | None, link: str, rate: str, as_json: bool) -> int:
 @_LAB_OPTION
 @_JSON_OPTION
 def show(name: str | None, as_json: bool) -> int:
-    """Say what labs there are: nodes, addresses, quotas, processes, links with their rates and the bytes sent."""
+    """Say what labs there are, and how they are.
+
+    Nodes with their addresses, CPU quotas and processes; links with their rates, now and in the cluster file, and the
+    bytes sent on them since the lab is up.
+    """
     if name is not None and name not in lab.names():
         lab.find(name)  # says what there is
     documents = [status.describe(each) for each in (lab.names() if name is None else [name])]

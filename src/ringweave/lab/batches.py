@@ -77,21 +77,25 @@ def make_node(layout: Layout, node: str) -> list[str]:
     """For `ip` in the namespace of a node: its addresses and routes.
 
     With several NICs, what is sent from an address leaves by that address's interface (a routing table for each); what
-    is sent from none in particular leaves by the first.
+    is sent from none in particular leaves by the NIC of the network that it goes to, or by the first.
     """
     own = list(zip(layout.interfaces(node), layout.addresses[node], strict=True))
-    reached = addresses.networks(address for some in layout.addresses.values() for address in some)
+    networks = addresses.networks(layout.addresses)
     lines = ["link set dev lo up"]
-    for interface, address in own:
+    for nic_index, (interface, address) in enumerate(own):
         lines += [
-            f"address add {addresses.interface(address)} dev {interface} noprefixroute",
+            f"address add {addresses.interface(address, nic_index)} dev {interface} noprefixroute",
             f"link set dev {interface} up",
         ]
-    lines += [f"route add {network} dev {own[0][0]} scope link src {own[0][1]}" for network in reached]
+    lines += [_route(network, *own[nic_index if nic_index < len(own) else 0]) for network, nic_index in networks]
     for table, (interface, address) in enumerate(own, start=FIRST_TABLE) if len(own) > 1 else ():
-        lines += [f"route add {net} dev {interface} scope link src {address} table {table}" for net in reached]
+        lines += [f"{_route(network, interface, address)} table {table}" for network, _ in networks]
         lines.append(f"rule add from {address} lookup {table}")
     return lines
+
+
+def _route(network: str, interface: str, address: str) -> str:
+    return f"route add {network} dev {interface} scope link src {address}"
 
 
 def limit(verb: str, ports: Iterable[Port]) -> list[str]:

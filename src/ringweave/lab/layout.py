@@ -18,6 +18,8 @@ from ringweave.units import format_rate
 PREFIX = "rw-"
 """How every name begins that a lab puts where others can see it."""
 MAX_NODES = 256
+MAX_CABLES = 1000
+"""A bridge of Linux takes 1024 (BR_MAX_PORTS)."""
 MAX_HOST_NAME = 64
 """Longest name that Linux lets a host have (uname(2))."""
 MIN_RATE_BYTES_PER_S, MAX_RATE_BYTES_PER_S = 1e3, 125e9
@@ -170,6 +172,16 @@ def _check(cluster: Cluster) -> None:
                 f"nodes of cluster {cluster.name}",
                 got=cluster.num_nodes,
                 expected=f"at most {MAX_NODES} in a lab",
+                do="Bring up a smaller cluster; a large one can be simulated",
+            )
+        )
+    num_cables = sum(len(node.nics) for node in cluster.nodes) + len(cluster.switches)
+    if num_cables > MAX_CABLES:
+        raise ClusterError(
+            explain(
+                f"NICs and uplinks of cluster {cluster.name}",
+                got=num_cables,
+                expected=f"at most {MAX_CABLES} in a lab",
                 do="Bring up a smaller cluster; a large one can be simulated",
             )
         )
