@@ -3,7 +3,7 @@ import math
 
 import networkx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from ringweave import cost, topology
 from ringweave.errors import ClusterError
@@ -60,6 +60,7 @@ def test_the_bound_is_the_largest_over_all_cuts_and_partitions(case) -> None:
 
 
 @pytest.mark.slow
+@settings(max_examples=15)
 @given(random_trees(min_nodes=6, max_nodes=7))
 def test_the_bound_is_the_largest_over_all_partitions_of_more_nodes(case) -> None:
     cluster, nodes, rates = case

@@ -106,10 +106,11 @@ class Loads:
         A wave of one round like the one before it, as in a ring, is the same object again.
         """
         sums, load, last, rounds_in_wave = _Sums(self._net, self._vertex_of_rank), None, None, 0
+        is_even = len(set(self._schedule.shares)) == 1
         held: _Moved | None = None  # a round like the one before, as long as it is alone in its wave
         for round_ in self._schedule.rounds:
             begins = self._waves.begins(round_)
-            moved = _Moved.of(round_, self._borders, last)
+            moved = _Moved.of(round_, self._borders, last, is_even=is_even)
             self._count(moved)
             if begins:
                 if last:
@@ -149,15 +150,12 @@ class _Moved:
     """Ranks and sizes are those of the round before."""
 
     @classmethod
-    def of(cls, round_: Round, borders: Floats, last: "_Moved | None") -> "_Moved":
+    def of(cls, round_: Round, borders: Floats, last: "_Moved | None", *, is_even: bool) -> "_Moved":
+        same_ranks = last is not None and round_.src is last.round.src and round_.dst is last.round.dst
+        if last and same_ranks and is_even and round_.num_chunks is last.round.num_chunks:
+            return cls(round_, last.units, is_repeated=True)
         units = borders[round_.first_chunk + round_.num_chunks] - borders[round_.first_chunk]
-        is_repeated = (
-            last is not None
-            and round_.src is last.round.src
-            and round_.dst is last.round.dst
-            and np.array_equal(units, last.units)
-        )
-        return cls(round_, units, is_repeated)
+        return cls(round_, units, same_ranks and last is not None and np.array_equal(units, last.units))
 
 
 class _Sums:
@@ -204,9 +202,10 @@ class _Waves:
         count = schedule.num_chunks
         if schedule.num_ranks * count > _MAX_STAMPS:
             count = max(1, min(_SAMPLED_CHUNKS, _MAX_STAMPS // schedule.num_ranks))
-        self._watched = np.unique(np.linspace(0, schedule.num_chunks - 1, count).astype(np.int64))
+        watched = np.unique(np.linspace(0, schedule.num_chunks - 1, count).astype(np.int64))
+        self._watched_before = np.searchsorted(watched, np.arange(schedule.num_chunks + 1))
         self._is_sample = count < schedule.num_chunks
-        self._written_in = np.zeros((schedule.num_ranks, len(self._watched)), np.int32)
+        self._written_in = np.zeros((schedule.num_ranks, len(watched)), np.int32)
         self._wave = 0
 
     def begins(self, round_: Round) -> bool:
@@ -221,7 +220,7 @@ class _Waves:
         """Operations and watched chunks, one pair for each chunk of each operation."""
         first, end = round_.first_chunk, round_.first_chunk + round_.num_chunks
         if self._is_sample:
-            first, end = np.searchsorted(self._watched, first), np.searchsorted(self._watched, end)
+            first, end = self._watched_before[first], self._watched_before[end]
         counts = end - first
         if (counts == 1).all():
             return slice(None), first

@@ -13,7 +13,7 @@ the same, in the other order. So the link of d, with rate r, needs
 
 seconds per byte of the message, and the largest of these is minimised. That is a linear program, and every solution can
 be laid out in the message (`cutting`). A switch may also be no domain, its members being members of the domain above;
-`loading` has what its link carries then. Subtrees that are alike get the same, which makes the program small. On a single
+`loading` has what its link carries then. Subtrees that are alike get the same, which makes the program small. On one
 switch it is solved by filling up: x_i = max(0, (tau B_i - 1)/(N - 2)), with tau such that the sum is 1.
 """
 

@@ -12,7 +12,7 @@ from ringweave.cost import Network
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A switch that is no domain: what is right below it is a member of the domain above it, side by side with others."""
+    """A switch that is no domain: what is right below it is a member of the domain above it, beside others."""
 
     rate: float
     """Of its link to the switch above."""
