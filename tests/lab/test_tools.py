@@ -1,12 +1,13 @@
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ringweave.errors import LabError
-from ringweave.lab import cgroups, tools
+from ringweave.lab import cgroups, state, tools
 
 
 @pytest.fixture
@@ -93,3 +94,17 @@ def test_a_command_that_fails_is_quoted() -> None:
     assert tools.run(["sh", "-c", "echo so; exit 3"], may_fail=True) == "so\n"
     with pytest.raises(LabError, match="No such file or directory"):
         tools.run(["/nosuch/ip"])
+
+
+def test_what_a_command_starts_holds_the_lock_of_the_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a lab whose `up` was killed is not cleared away before its last command is through."""
+    monkeypatch.setattr(state, "HOME", tmp_path)
+    with state.locked("one") as lock:
+        pid = int(tools.run(["sh", "-c", "sleep 60 > /dev/null 2>&1 & echo $!"], lock=lock))
+    try:
+        with pytest.raises(LabError), state.locked("one", wait_s=0):
+            pass
+    finally:
+        os.kill(pid, signal.SIGKILL)
+    with state.locked("one"):
+        pass

@@ -5,6 +5,7 @@ import pytest
 
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import UsageError
+from ringweave.launch.orders import BLOCK, Order
 from ringweave.launch.workers import Meeting, Program, check_target, lay_out, parse_counts
 
 
@@ -14,10 +15,10 @@ class Node:
     devices: tuple[int, ...]
 
 
-def laid_out(*counts: int, num_cpus: int = 8):
+def laid_out(*counts: int, num_cpus: int = 8, order: Order = BLOCK):
     nodes = [Node(f"a{index}", (0,) * count) for index, count in enumerate(counts)]
     common = WorkerEnvironment(cluster_path=Path("/c.yaml"), run_dir=Path("/r"), schedule="ring")
-    return lay_out(nodes, ("python", "x.py"), Meeting(host="h", port=5), num_cpus=num_cpus, common=common)
+    return lay_out(nodes, ("python", "x.py"), Meeting(host="h", port=5), num_cpus=num_cpus, common=common, order=order)
 
 
 def test_ranks_count_through_the_nodes() -> None:
@@ -30,6 +31,12 @@ def test_ranks_count_through_the_nodes() -> None:
         (3, "a1", 0),
         (4, "a1", 1),
     ]
+
+
+def test_ranks_in_another_order_keep_node_and_local_rank() -> None:
+    group = laid_out(2, 1, order=Order(kind="round-robin"))
+    told = [(w.node, w.local_rank, w.environ["LOCAL_RANK"], w.environ["GROUP_RANK"]) for w in group.workers]
+    assert told == [("a0", 0, "0", "0"), ("a1", 0, "0", "1"), ("a0", 1, "1", "0")]
 
 
 def test_a_worker_is_told_all_it_needs() -> None:

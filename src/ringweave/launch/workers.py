@@ -121,21 +121,20 @@ def lay_out(
         meeting: Where the workers find each other.
         num_cpus: CPUs of the machine; each worker's share becomes OMP_NUM_THREADS.
         common: What all workers are told; the node is filled in for each.
-        order: In which order the devices get ranks; block goes through the nodes in cluster order.
+        order: In which order the devices get ranks.
 
     Returns:
         The group, environ as torchrun would set it, plus ringweave's own variables.
     """
-    world_size = sum(len(node.devices) for node in nodes)
+    places = orders.deal([len(node.devices) for node in nodes], order)
     shared = {
-        "WORLD_SIZE": str(world_size),
+        "WORLD_SIZE": str(len(places)),
         "MASTER_ADDR": meeting.host,
         "MASTER_PORT": str(meeting.port),
         "GROUP_WORLD_SIZE": str(len(nodes)),
-        "OMP_NUM_THREADS": str(max(1, num_cpus // max(1, world_size))),
+        "OMP_NUM_THREADS": str(max(1, num_cpus // max(1, len(places)))),
         "PYTHONUNBUFFERED": "1",
     }
-    places = orders.deal([len(node.devices) for node in nodes], order)
     workers = tuple(
         WorkerSpec(
             global_rank=global_rank,
