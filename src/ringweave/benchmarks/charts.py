@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ringweave.benchmarks.results import summarize
 from ringweave.errors import UsageError, explain
 from ringweave.units import format_bytes
 
@@ -86,7 +85,9 @@ def draw(documents: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def _bars(found: Sequence[dict[str, Any]], best_s: float) -> tuple[Bar, ...]:
-    return tuple(_bar(result, best_s) for result in sorted(found, key=lambda each: list(_COLOURS).index(each["system"])))
+    return tuple(
+        _bar(result, best_s) for result in sorted(found, key=lambda each: list(_COLOURS).index(each["system"]))
+    )
 
 
 def _bar(result: dict[str, Any], best_s: float) -> Bar:

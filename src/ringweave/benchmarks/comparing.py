@@ -1,12 +1,13 @@
 """The comparison: links measured, knobs chosen, then all systems alive at once and taking turns."""
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 from ringweave import cost, schedules
-from ringweave.benchmarks import layouts, machine, results, rounds
+from ringweave.benchmarks import layouts, machine, results, rounds, systems
 from ringweave.benchmarks.places import link_rates
 from ringweave.benchmarks.places.link_rates import LinkRates
 from ringweave.benchmarks.progress import Progress
@@ -15,7 +16,7 @@ from ringweave.benchmarks.results import Result
 from ringweave.benchmarks.searching import Search, first_line
 from ringweave.benchmarks.sessions.opening import Hall
 from ringweave.benchmarks.sessions.session import Session
-from ringweave.benchmarks.systems import ALL, Knob, Shape
+from ringweave.benchmarks.systems import ALL, Knob
 from ringweave.errors import LaunchError, explain
 from ringweave.units import format_bytes
 
@@ -53,8 +54,8 @@ class Report:
             "num_ranks": cluster.num_devices,
             **described,
             "links": [
-                {"link": link, "raw_bytes_per_s": raw, "measured_bytes_per_s": rates.measured.get(link)}
-                for link, raw in (rates.raw if rates else {}).items()
+                {"link": link, "raw_bytes_per_s": raw, "measured_bytes_per_s": measured}
+                for link, raw, measured in (rates.rows() if rates else ())
             ],
             "orders": {order: list(nodes) for order, nodes in self.layouts.items()},
             "search": self.search,
@@ -86,9 +87,9 @@ def compare(request: Request, hall: Hall, progress: Progress) -> Report:
     return report
 
 
-def _available(systems: Sequence[str]) -> tuple[list[str], list[str]]:
-    problems = {name: ALL[name].problem() for name in systems}
-    here = [name for name in systems if not problems[name]]
+def _available(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    problems = {name: ALL[name].problem() for name in names}
+    here = [name for name in names if not problems[name]]
     if not here:
         said = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
         raise LaunchError(explain("systems that can run here", got=[], expected="at least one", do=said))
@@ -103,18 +104,19 @@ class _Comparison:
     ) -> None:
         self._report, self._hall, self._progress = report, hall, progress
         self._order, self._node_of_rank = order, node_of_rank
-        self._limits_s = {size: rounds.timeout_s(size, self._bound_s(size, None) or 0.0) for size in report.request.sizes}
+        self._limits_s = {
+            size: rounds.timeout_s(size, self._bound_s(size, None) or 0.0) for size in report.request.sizes
+        }
 
-    def run(self, systems: Sequence[str]) -> None:
-        counts = [self._node_of_rank.count(node) for node in set(self._node_of_rank)]
-        shape = Shape(num_nodes=len(counts), most_ranks_per_node=max(counts))
+    def run(self, names: Sequence[str]) -> None:
+        shape = systems.shape(self._node_of_rank, len(os.sched_getaffinity(0)))
         search = Search(self._hall, self._node_of_rank, self._limits_s, self._report.request.num_search_rounds)
-        knobs = search.best(systems, shape, self._progress)
+        knobs = search.best(names, shape, self._progress)
         self._report.search += [attempt.document(self._order) for attempt in search.attempts]
         self._report.notes += search.notes
         with _LiveSessions(self._hall, self._node_of_rank, self._progress) as live:
             for size in self._report.request.sizes:
-                wanted = {name: knobs[name, size] for name in systems if (name, size) in knobs}
+                wanted = {name: knobs[name, size] for name in names if (name, size) in knobs}
                 self._measure(size, live.exactly(wanted, self._report.notes))
                 self._report.versions |= live.versions
 
@@ -178,8 +180,8 @@ class _LiveSessions:
 
     def __exit__(self, *_: object) -> None:
         with ExitStack() as everything:
-            for _, stack in self._open.values():
-                everything.push(stack)
+            for opened in self._open.values():
+                everything.callback(opened[1].close)
         self._open = {}
 
     @property

@@ -48,7 +48,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _git_commit(folder: Path) -> str | None:
-    """Hash of the commit that is checked out; `-dirty` where tracked files differ from it; None outside of a checkout."""
+    """Hash of the commit, with `-dirty` where tracked files differ from it; None outside of a checkout."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],

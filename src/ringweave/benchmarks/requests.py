@@ -64,7 +64,9 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     sizes = [units.parse_bytes(part.strip()) for part in text.split(",")]
     for size in sizes:
         if size <= 0 or size % ELEMENT_BYTES or size > MAX_BYTES:
-            expected = f"a positive multiple of {ELEMENT_BYTES} bytes (float32), at most {units.format_bytes(MAX_BYTES)}"
+            expected = (
+                f"a positive multiple of {ELEMENT_BYTES} bytes (float32), at most {units.format_bytes(MAX_BYTES)}"
+            )
             raise UsageError(explain("--sizes", got=size, expected=expected, do="Write it like 1MB,25MB"))
     return tuple(dict.fromkeys(sizes))
 

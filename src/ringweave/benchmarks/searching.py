@@ -1,6 +1,7 @@
 """Every peer's best knob, found by trying all of them: a comparison with a badly set up peer says nothing."""
 
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,9 +9,14 @@ from typing import Any
 from ringweave.benchmarks import rounds
 from ringweave.benchmarks.progress import Progress
 from ringweave.benchmarks.sessions.opening import Hall
+from ringweave.benchmarks.sessions.session import Session
 from ringweave.benchmarks.systems import ALL, Knob, Shape
 from ringweave.errors import LaunchError
 from ringweave.units import format_bytes
+
+_MOST_ROUNDS = 25
+_LEAST_S = 1.0
+"""A knob may take so long at a size even if it has had its rounds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,15 +77,22 @@ class Search:
             with self._hall.open(ALL[name], knob, self._node_of_rank) as session:
                 for size, limit_s in self._limits_s.items():
                     rounds.prepare(session, size)
-                    played = [
-                        rounds.play(session, self._hall.place, index, limit_s).seconds
-                        for index in range(self._num_rounds + 1)
-                    ]
-                    attempt = Attempt(system=name, knob=knob, num_bytes=size, seconds=tuple(played[1:]))
+                    attempt = Attempt(system=name, knob=knob, num_bytes=size, seconds=self._play(session, limit_s))
                     self.attempts.append(attempt)
                     progress.step(f"  {format_bytes(size)}: {statistics.median(attempt.seconds) * 1e3:.4g} ms")
         except LaunchError as error:
             self.notes.append(f"{name}: knob {knob.name!r} did not start and is left out: {first_line(error)}")
+
+    def _play(self, session: Session, limit_s: float) -> tuple[float, ...]:
+        """The rounds asked for; more of those that take no time, as short rounds scatter most."""
+        rounds.play(session, self._hall.place, 0, limit_s)
+        seconds: list[float] = []
+        began_s = time.monotonic()
+        while len(seconds) < self._num_rounds or (
+            len(seconds) < _MOST_ROUNDS and time.monotonic() - began_s < _LEAST_S
+        ):
+            seconds.append(rounds.play(session, self._hall.place, len(seconds) + 1, limit_s).seconds)
+        return tuple(seconds)
 
 
 def choose(attempts: Sequence[Attempt]) -> dict[tuple[str, int], Knob]:

@@ -8,7 +8,6 @@ from ringweave.topology import Cluster
 from ringweave.units import format_bytes, format_rate
 
 _COLUMNS = ("system", "knob", "median", "IQR", "bound", "of bound", "algbw", "uplink bytes / S")
-_MOST_LINKS = 8
 
 
 def render(report: Report) -> str:
@@ -36,8 +35,9 @@ def _head(report: Report) -> str:
             f"links: {len(rates.measured)} of {len(rates.raw)} measured, TCP content at "
             f"{min(shares):.1%} to {max(shares):.1%} of their rates; bounds are at the measured rates"
         )
-    slowest = sorted(rates.measured, key=lambda link: rates.measured[link])[:_MOST_LINKS]
-    lines += [f"  {link}: {_rate(rates.measured[link])} of {format_rate(rates.raw[link])}" for link in slowest]
+    for raw in sorted({rates.raw[link] for link in rates.measured}):
+        alike = [rates.measured[link] for link in rates.measured if rates.raw[link] == raw]
+        lines.append(f"  {len(alike)} of {format_rate(raw)}: {_rate(min(alike))} to {_rate(max(alike))}")
     return "\n".join(lines)
 
 

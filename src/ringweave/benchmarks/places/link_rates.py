@@ -32,6 +32,10 @@ class LinkRates:
         """Link -> measured rate, or else the raw one, which makes the bound stricter."""
         return {link: self.measured.get(link, raw) for link, raw in self.raw.items()}
 
+    def rows(self) -> list[tuple[str, float, float | None]]:
+        """Link, raw rate and measured rate."""
+        return [(link, raw, self.measured.get(link)) for link, raw in self.raw.items()]
+
 
 def measure(place: Place) -> LinkRates:
     """Fill every link with TCP and count what arrives.
@@ -71,18 +75,22 @@ def _rates_of(place: Place, trial: Trial, arrived: Mapping[Stream, float]) -> di
 
 
 def _run(place: Place, streams: Sequence[Stream]) -> dict[Stream, float]:
-    """Bytes per second of each, all running at once."""
+    """Bytes per second of each, all running at once; nodes with several NICs use them all, each with its like."""
+    found = dict.fromkeys(streams, 0.0)
     with contextlib.ExitStack() as stack:
-        receivers = {}
+        receivers = []
         for stream in streams:
-            address = place.addresses[stream.dst][0]
-            receiver = stack.enter_context(_started(place, stream.dst, "receive", address, WARM_UP_S, WINDOW_S))
-            receivers[stream] = receiver, address
-        ports = {stream: _line(receiver, stream) for stream, (receiver, _) in receivers.items()}
-        for stream, (_, address) in receivers.items():
-            stack.enter_context(_started(place, stream.src, "send", address, ports[stream]))
-        found = {stream: json.loads(_line(receiver, stream)) for stream, (receiver, _) in receivers.items()}
-    return {stream: count["bytes"] / count["seconds"] for stream, count in found.items()}
+            num_nics = min(len(place.addresses[stream.src]), len(place.addresses[stream.dst]))
+            for address in place.addresses[stream.dst][:num_nics]:
+                receiver = stack.enter_context(_started(place, stream.dst, "receive", address, WARM_UP_S, WINDOW_S))
+                receivers.append((stream, address, receiver))
+        ports = [_line(receiver, stream) for stream, _, receiver in receivers]
+        for (stream, address, _), port in zip(receivers, ports, strict=True):
+            stack.enter_context(_started(place, stream.src, "send", address, port.strip()))
+        for stream, _, receiver in receivers:
+            count = json.loads(_line(receiver, stream))
+            found[stream] += count["bytes"] / count["seconds"]
+    return found
 
 
 @contextlib.contextmanager

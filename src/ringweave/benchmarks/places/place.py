@@ -31,6 +31,11 @@ class Place(Protocol):
         """The networks that hold all addresses, as in 10.99.0.0/16."""
         ...
 
+    @property
+    def first_networks(self) -> Sequence[str]:
+        """Those of the nodes' first NICs, which every node has."""
+        ...
+
     def interfaces(self, node: str) -> list[str]:
         """Names of the node's interfaces, in the order of its NICs."""
         ...
@@ -53,7 +58,8 @@ class InLab:
         self._lab = lab
         self.cluster = lab.cluster
         self.addresses: Mapping[str, Sequence[str]] = lab.addresses
-        self.networks = networks(address for each in lab.addresses.values() for address in each)
+        self.networks = [network for network, _ in networks(lab.addresses)]
+        self.first_networks = [network for network, nic_index in networks(lab.addresses) if nic_index == 0]
 
     def interfaces(self, node: str) -> list[str]:
         """As the lab named them."""
@@ -76,7 +82,7 @@ class OnThisMachine:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.addresses: Mapping[str, Sequence[str]] = {node.name: ("127.0.0.1",) for node in cluster.nodes}
-        self.networks = ["127.0.0.0/8"]
+        self.networks = self.first_networks = ["127.0.0.0/8"]
 
     def interfaces(self, node: str) -> list[str]:
         """The loopback interface."""

@@ -81,7 +81,7 @@ def _trial(
 
     def preference(pair: tuple[Stream, tuple[str, ...]]) -> tuple[float, int]:
         others = [name for name in pair[1] if name != link]
-        room = min((rates[name] for name in others), default=rates[link])
+        room = min([_most(cluster, pair[0]), *(rates[name] for name in others)])
         return -min(room, rates[link]), sum(name in covered for name in others)
 
     pairs.sort(key=preference)
@@ -89,7 +89,7 @@ def _trial(
     chosen: list[Stream] = []
     for stream, route in islice(_useful(pairs, left, link), _MOST_STREAMS):
         chosen.append(stream)
-        flow = min(left[name] for name in route)
+        flow = min([_most(cluster, stream), *(left[name] for name in route)])
         for name in route:
             left[name] -= flow
     if left[link] > rates[link] * (1 - _FULL):
@@ -97,6 +97,12 @@ def _trial(
     passed = {name for stream in chosen for name in cluster.route(stream.src, stream.dst)}
     filled = [name for name in rates if name in passed and left[name] <= rates[name] * (1 - _FULL)]
     return Trial(tuple(chosen), tuple(filled))
+
+
+def _most(cluster: Cluster, stream: Stream) -> float:
+    """What the NICs of its ends let through: the first of one node reaches the first of the other, and so on."""
+    ends = cluster.node(stream.src).nics, cluster.node(stream.dst).nics
+    return sum(min(src.rate_bytes_per_s, dst.rate_bytes_per_s) for src, dst in zip(*ends, strict=False))
 
 
 def _useful(
@@ -111,16 +117,14 @@ def _useful(
 
 
 def _batched(cluster: Cluster, trials: Sequence[Trial]) -> list[tuple[Trial, ...]]:
-    batches: list[tuple[set[frozenset[str]], list[Trial]]] = []
+    batches: list[list[Trial]] = []
+    cables_of: list[set[frozenset[str]]] = []
     for trial in trials:
-        cables = {
-            frozenset(name.split("->")) for route in routes(cluster, trial).values() for name in route
-        }
-        for taken, batch in batches:
-            if not taken & cables:
-                taken |= cables
-                batch.append(trial)
-                break
-        else:
-            batches.append((cables, [trial]))
-    return [tuple(batch) for _, batch in batches]
+        cables = {frozenset(name.split("->")) for route in routes(cluster, trial).values() for name in route}
+        free = next((index for index, taken in enumerate(cables_of) if not taken & cables), len(batches))
+        if free == len(batches):
+            batches.append([])
+            cables_of.append(set())
+        batches[free].append(trial)
+        cables_of[free] |= cables
+    return [tuple(batch) for batch in batches]

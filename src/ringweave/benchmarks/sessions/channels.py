@@ -1,4 +1,4 @@
-"""The controller's end of the workers' channels: Unix sockets, which every node of a lab sees and no limit slows down."""
+"""The controller's end of the workers' channels: Unix sockets, seen by every node of a lab and slowed by no limit."""
 
 import json
 import selectors

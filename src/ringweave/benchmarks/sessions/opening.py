@@ -36,9 +36,33 @@ class Hall:
         Raises:
             LaunchError: They did not come up.
         """
+        session = self._started(system, knob, node_of_rank)
+        try:
+            yield session
+        finally:
+            session.close()
+
+    def _started(self, system: System, knob: Knob, node_of_rank: tuple[str, ...]) -> Session:
+        """A second try is allowed: Open MPI's starter crashes now and then where nodes have unlike NICs."""
+        for is_last in (False, True):
+            session = Session(system, knob, self._setup(system, node_of_rank))
+            try:
+                session.start(self._listener, self._networks)
+            except LaunchError:
+                session.close()
+                if is_last:
+                    raise
+            except BaseException:
+                session.close()
+                raise
+            else:
+                return session
+        raise AssertionError("the last try returns or raises")
+
+    def _setup(self, system: System, node_of_rank: tuple[str, ...]) -> Setup:
         self._num_opened += 1
         name = f"{self._num_opened}-{system.name}"
-        setup = Setup(
+        return Setup(
             place=self.place,
             node_of_rank=node_of_rank,
             cluster_path=self._cluster_path,
@@ -48,9 +72,6 @@ class Hall:
             port=self._port(),
             schedule=self._schedule,
         )
-        with Session(system, knob, setup) as session:
-            session.start(self._listener, self._networks)
-            yield session
 
     def _port(self) -> int:
         if self.place.is_limited:

@@ -19,7 +19,19 @@ START_S = 120.0
 STOP_S = 10.0
 TERM_S = 2.0
 _LAST_LINES = 12
-_NOT_OURS = ("RINGWEAVE_", "OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "MPIR_", "MPICH_", "UCX_", "GLOO_", "TORCHELASTIC_")
+_NOT_OURS = (
+    "RINGWEAVE_",
+    "OMPI_",
+    "PMIX_",
+    "PMI_",
+    "PRTE_",
+    "HYDRA_",
+    "MPIR_",
+    "MPICH_",
+    "UCX_",
+    "GLOO_",
+    "TORCHELASTIC_",
+)
 _NOT_OURS_EITHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 

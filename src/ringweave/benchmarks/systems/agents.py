@@ -14,7 +14,7 @@ def agent_script(entries: Mapping[str, Sequence[str]], controller_pid: int) -> s
         entries: Address -> command line that runs the command that follows it in the address's node.
         controller_pid: A process outside of all nodes.
     """
-    cases = "\n".join(f"{address}) set -- {shlex.join(entry)} sh -c \"$*\" ;;" for address, entry in entries.items())
+    cases = "\n".join(f'{address}) set -- {shlex.join(entry)} sh -c "$*" ;;' for address, entry in entries.items())
     return f"""#!/bin/sh
 # Taken for ssh by a program that starts ranks on other nodes.
 while [ "${{1#-}}" != "$1" ]; do shift; done

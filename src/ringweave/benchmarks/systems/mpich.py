@@ -34,12 +34,14 @@ class Mpich(System):
 
     def knobs(self, shape: Shape) -> Sequence[Knob]:
         """The default and the algorithms for large messages; with several ranks a node, also flat and many leaders."""
-        found = [Knob(name="default"), *(_forced(name, name, {}) for name in _ALGORITHMS)]
-        if shape.num_nodes > 1:
-            found.append(Knob(name="default, yielding", environ=_YIELD))
+        polite = _YIELD if shape.is_crowded else {}
+        found = [Knob(name="default")]
+        if polite:
+            found.append(Knob(name="default, yielding", environ=polite))
+        found += [_forced(name, name, polite) for name in _ALGORITHMS]
         if shape.most_ranks_per_node > 1:
-            found += [_forced(f"flat {name}", name, _FLAT) for name in _ALGORITHMS]
-            found.append(Knob(name="many leaders", environ=_MANY_LEADERS))
+            found += [_forced(f"flat {name}", name, {**polite, **_FLAT}) for name in _ALGORITHMS]
+            found.append(Knob(name="many leaders", environ={**polite, **_MANY_LEADERS}))
         return found
 
     def starts(self, setup: Setup, knob: Knob) -> Sequence[Start]:

@@ -35,7 +35,7 @@ class OpenMpi(System):
 
     def knobs(self, shape: Shape) -> Sequence[Knob]:
         """Defaults, the hierarchical component HAN on and off, and the algorithms 3 to 6 of the component tuned."""
-        polite = _YIELD if shape.num_nodes > 1 else ()
+        polite = _YIELD if shape.is_crowded else ()
         found = [Knob(name="default")]
         if polite:
             found.append(Knob(name="default, yielding", options=polite))
@@ -69,10 +69,10 @@ def _over_nodes(setup: Setup) -> tuple[str, ...]:
     entries = {addresses[node][0]: setup.place.command(node, []) for node in set(setup.node_of_rank)}
     agent = agents.write_agent(setup.folder / "agent", entries, os.getpid())
     hosts: Path = agents.write_hosts(setup.folder / "hosts", [addresses[node][0] for node in setup.node_of_rank])
-    networks = ",".join(setup.place.networks)
+    control, networks = ",".join(setup.place.first_networks), ",".join(setup.place.networks)
     return (
         *("--hostfile", str(hosts), "--map-by", "seq:OVERSUBSCRIBE"),
-        *("--prtemca", "plm_ssh_agent", str(agent), "--prtemca", "prte_if_include", networks),
+        *("--prtemca", "plm_ssh_agent", str(agent), "--prtemca", "prte_if_include", control),
         *("--mca", "btl", "self,sm,tcp", "--mca", "btl_tcp_if_include", networks),
     )
 

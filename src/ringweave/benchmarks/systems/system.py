@@ -32,6 +32,8 @@ class Shape:
 
     num_nodes: int
     most_ranks_per_node: int
+    is_crowded: bool
+    """There are more ranks than CPUs, so that a rank which polls takes time from one that has work."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,12 +62,6 @@ class Setup:
         return [self.node_of_rank[:rank].count(node) for rank, node in enumerate(self.node_of_rank)]
 
     @property
-    def shape(self) -> Shape:
-        """What decides on knobs."""
-        counts = [self.node_of_rank.count(node) for node in set(self.node_of_rank)]
-        return Shape(num_nodes=len(counts), most_ranks_per_node=max(counts))
-
-    @property
     def worker_options(self) -> list[str]:
         """Options of every worker program."""
         return ["--control", str(self.control_path), "--session", self.session]
@@ -79,6 +75,12 @@ class Start:
     argv: tuple[str, ...]
     environ: Mapping[str, str]
     """Variables on top of the controller's."""
+
+
+def shape(node_of_rank: Sequence[str], num_cpus: int) -> Shape:
+    """What decides on knobs, for ranks on these nodes, all of them played by one machine."""
+    counts = [node_of_rank.count(node) for node in set(node_of_rank)]
+    return Shape(num_nodes=len(counts), most_ranks_per_node=max(counts), is_crowded=len(node_of_rank) > num_cpus)
 
 
 class System(abc.ABC):
