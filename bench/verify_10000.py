@@ -30,7 +30,7 @@ def unequal_nodes(num_ranks: int) -> list[list[int]]:
     return groups
 
 
-def racks(num_ranks: int, *, striped: bool) -> Schedule:
+def racks(num_ranks: int, *, striped: bool) -> Domain:
     """About sqrt(N) racks; each rank owns a chunk that is led in every rack by the rank of the same index there.
 
     Striped, chunk c belongs to rank c, so that in a rack the leader changes from chunk to chunk; else the chunks of one
@@ -42,7 +42,17 @@ def racks(num_ranks: int, *, striped: bool) -> Schedule:
     leaders = [tuple(group[owner % per_rack % len(group)] for owner in owners) for group in groups]
     tops = tuple(leaders[owner // per_rack][chunk] for chunk, owner in enumerate(owners))
     domains = tuple(Domain(tuple(group), of) for group, of in zip(groups, leaders, strict=True))
-    return schedules.multi_level(Domain(domains, tops), (1,) * num_ranks)
+    return Domain(domains, tops)
+
+
+def over_racks(num_ranks: int, *, striped: bool) -> Schedule:
+    """Allreduce over these racks, in equal chunks."""
+    return schedules.multi_level(racks(num_ranks, striped=striped), (1,) * num_ranks)
+
+
+def broadcast_over_racks(num_ranks: int) -> Schedule:
+    """Broadcast of the last rank over these racks, in equal chunks."""
+    return schedules.multi_level_broadcast(racks(num_ranks, striped=True), (1,) * num_ranks, num_ranks - 1)
 
 
 CASES: dict[str, Callable[[int], Schedule]] = {
@@ -52,25 +62,27 @@ CASES: dict[str, Callable[[int], Schedule]] = {
     "hierarchical, 100 a node": lambda num_ranks: schedules.hierarchical(nodes_of(num_ranks, 100)),
     "hierarchical, 80 to 120 a node": lambda num_ranks: schedules.hierarchical(unequal_nodes(num_ranks)),
     "direct, some without a share": lambda num_ranks: schedules.direct(num_ranks, [r % 4 for r in range(num_ranks)]),
-    "multi-level, racks": lambda num_ranks: racks(num_ranks, striped=False),
-    "multi-level, racks, striped": lambda num_ranks: racks(num_ranks, striped=True),
-    "broadcast": schedules.broadcast,
-    "binomial_broadcast": schedules.binomial_broadcast,
+    "multi-level, racks": lambda num_ranks: over_racks(num_ranks, striped=False),
+    "multi-level, racks, striped": lambda num_ranks: over_racks(num_ranks, striped=True),
+    "multi-level broadcast, racks": broadcast_over_racks,
+    "chain broadcast": schedules.broadcast,
+    "binomial broadcast": schedules.binomial_broadcast,
 }
 
 
 def measure(case: str, num_ranks: int) -> None:
-    """Print one line: seconds by the clock for making, verifying and hashing, and the peak memory of the process."""
+    """Print one line: seconds by the clock for making, verifying and hashing, and the process's peak memory."""
     start = time.perf_counter()
     schedule = CASES[case](num_ranks)
-    made = time.perf_counter()
+    made, cpu_s = time.perf_counter(), time.process_time()
     schedules.verify(schedule, exact=False)
-    verified = time.perf_counter()
+    verified, cpu_s = time.perf_counter(), time.process_time() - cpu_s
     digest = schedule.digest
     hashed = time.perf_counter()
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(
         f"| {case} | {len(schedule.rounds)} | {schedule.num_chunks} | {made - start:.1f} | {verified - made:.1f} | "
+        f"{cpu_s:.1f} | "
         f"{hashed - verified:.1f} | {peak_bytes / 2**30:.2f} | {digest[:8]} |",
         flush=True,
     )
@@ -84,9 +96,10 @@ def main(arguments: list[str]) -> None:
         measure(named[0], num_ranks)
         return
     print(
-        f"{num_ranks} ranks\n| case | rounds | chunks | make s | verify s | digest s | peak GiB | digest |", flush=True
+        f"{num_ranks} ranks\n| case | rounds | chunks | make s | verify s | of CPU | digest s | peak GiB | digest |",
+        flush=True,
     )
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
     for case in CASES:
         subprocess.run([sys.executable, __file__, case, str(num_ranks)], check=True)
 

@@ -142,6 +142,15 @@ def test_small_ones_stay_what_they_are(name: str, check_golden) -> None:
     check_golden(GOLDEN / f"{name}.txt", f"{schedules.render(SMALL[name])}digest {SMALL[name].digest}\n")
 
 
+def test_the_pictures_of_the_docs_are_what_is_made() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "schedules.md").read_text(encoding="utf-8")
+    pictures = [block.partition("```")[0] for block in text.split("```text\n")[1:]]
+    made = [schedules.render(schedule) for schedule in SMALL.values()]
+    assert len(pictures) == 9
+    assert all(picture in made for picture in pictures)
+    assert {picture.partition(":")[0] for picture in pictures} >= set(schedules.NAMES) - {schedules.HOST}
+
+
 @pytest.mark.parametrize(("name", "column"), [("ring", "dst"), ("direct", "first_chunk"), ("ps", "src")])
 def test_columns_that_do_not_change_are_shared_between_rounds(name: str, column: str) -> None:
     rounds = schedules.generate(name, 50).rounds

@@ -46,12 +46,9 @@ class Level:
     heads: _Ints
     """Leaders of the domains of the level below, (domains, chunks)."""
 
-    def leaders(self, distance: int) -> _Ints:
+    def leader_after(self, distance: int) -> _Ints:
         """For each run the leader of the member that is `distance` places after the one that leads the domain."""
-        return self._of_members((self.place + np.int32(distance)) % self.num_members)
-
-    def _of_members(self, place: _Ints) -> _Ints:
-        member = self.members_at + place
+        member = self.members_at + (self.place + np.int32(distance)) % self.num_members
         ranks = self.rank_of[member]
         if self.heads.size:
             ranks = np.where(ranks >= 0, ranks, self.heads[self.domain_of[member], self.first_chunk])
@@ -139,7 +136,7 @@ class Tree:
         return given.astype(np.int32)
 
     def _check_leaders(self, depth: int, level: Level, of_run: _Ints, kept: NDArray[np.intp]) -> None:
-        wrong = (self._within[depth][0, level.leader] != of_run) | (level.leaders(0) != level.leader)
+        wrong = (self._within[depth][0, level.leader] != of_run) | (level.leader_after(0) != level.leader)
         if wrong.any():
             at = int(np.argmax(wrong))
             expected = f"the leader of one of its members for chunk {kept[level.first_chunk[at]]}"

@@ -1,7 +1,9 @@
 """Recursive halving and doubling: the allreduce of few rounds, for small messages.
 
-Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH" (2005), section
-4.5: Rabenseifner's algorithm.
+Source: Rabenseifner's algorithm, as in Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
+Operations in MPICH" (2005). The extra ranks of a group that is no power of two fold in as in MPICH's own code
+(pmodels/mpich:src/mpi/coll/allreduce.c): one round of whole messages. Rabenseifner has them exchange halves first,
+which balances the bytes and needs another round.
 """
 
 import numpy as np

@@ -45,7 +45,7 @@ def multi_level_reduce_scatter(domain: Domain, shares: Sequence[int]) -> Schedul
     """The way up of `multi_level`: the leaders of the whole tree own the chunks."""
 
     def up(level: Level, distance: int) -> Round:
-        return _round(level, distance, level.leaders(distance), level.leaders(0), How.REDUCE)
+        return _round(level, distance, level.leader_after(distance), level.leader, How.REDUCE)
 
     return _half("reduce-scatter", domain, shares, up)
 
@@ -54,7 +54,7 @@ def multi_level_allgather(domain: Domain, shares: Sequence[int]) -> Schedule:
     """The way down of `multi_level`: the leaders of the whole tree own the chunks."""
 
     def down(level: Level, distance: int) -> Round:
-        return _round(level, distance, level.leaders(0), level.leaders(distance), How.COPY)
+        return _round(level, distance, level.leader, level.leader_after(distance), How.COPY)
 
     return _half("allgather", domain, shares, down)
 
@@ -84,7 +84,7 @@ def multi_level_broadcast(domain: Domain, shares: Sequence[int], root: int) -> S
     kept = _with_a_share(shares)
 
     def along(level: Level, distance: int) -> Round:
-        return _round(level, distance, level.leaders(distance - 1), level.leaders(distance), How.COPY)
+        return _round(level, distance, level.leader_after(distance - 1), level.leader_after(distance), How.COPY)
 
     parts = [
         (f"broadcast at depth {depth}", _rounds(level, along)) for depth, level in enumerate(tree.levels(kept, root))

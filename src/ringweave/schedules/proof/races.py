@@ -31,13 +31,14 @@ class RaceDetector:
         self._is_written_once = True
         self._reads_written_rank = np.zeros(0, np.bool_)
         self._writer_of_read = np.zeros(0, np.intp)
+        self._written, self._read = _Stretches(), _Stretches()
 
     def find(self, ops: Round) -> Race | None:
         """The first race between operations on chunks and ranks that exist, if there is one."""
         if not (np.array_equal(ops.src, self._src) and np.array_equal(ops.dst, self._dst)):
             self._look_at(ops.src, ops.dst)
         if not self._is_written_once:
-            return _find_by_sorting(ops)
+            return _find_overlaps(self._written, self._read, ops)
         first, count = ops.first_chunk, ops.num_chunks
         written_first, written_count = first.take(self._writer_of_read), count.take(self._writer_of_read)
         conflict = (first < written_first + written_count) & (written_first < first + count) & self._reads_written_rank
@@ -56,15 +57,14 @@ class RaceDetector:
         self._reads_written_rank = dst[self._writer_of_read] == src
 
 
-def _find_by_sorting(ops: Round) -> Race | None:
-    """Stretches of all ranks' chunks, laid out one rank after the other, in order: neighbours show what overlaps."""
+def _find_overlaps(written: "_Stretches", read: "_Stretches", ops: Round) -> Race | None:
     width = int((ops.first_chunk + ops.num_chunks).max())
-    begin, end = _sorted(ops.dst, ops, width)
+    begin, end = written.sorted(ops.dst, ops, width)
     double = begin[1:] < end[:-1]
     if double.any():
         rank, chunk = divmod(int(begin[1:][np.argmax(double)]), width)
         return Race(rank, chunk, "is written twice")
-    read_begin, read_end = _sorted(ops.src, ops, width)
+    read_begin, read_end = read.sorted(ops.src, ops, width)
     before = np.searchsorted(begin, read_end) - 1  # the last write that begins before the read ends
     conflict = (before >= 0) & (end[before] > read_begin)
     if conflict.any():
@@ -74,12 +74,21 @@ def _find_by_sorting(ops: Round) -> Race | None:
     return None
 
 
-def _sorted(ranks: _Ints, ops: Round, width: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(begin, end) of the operations' stretches at these ranks, by begin; ends are in order only if none overlap."""
-    begin, count = ranks * np.int64(width) + ops.first_chunk, ops.num_chunks
-    if (count == count[0]).all():
-        begin.sort()
-        return begin, begin + count[0]
-    order = np.argsort(begin)
-    begin = begin[order]
-    return begin, begin + count[order]
+class _Stretches:
+    """Chunks of ranks as stretches of one long line, one rank after the other; neighbours show what overlaps.
+
+    Remembers the last ones, because sorting is what takes long.
+    """
+
+    def __init__(self) -> None:
+        self._begin = self._count = self._sorted_begin = self._sorted_end = np.zeros(0, np.int64)
+
+    def sorted(self, ranks: _Ints, ops: Round, width: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(begin, end) by begin, of the operations' chunks at these ranks; ends are in order if none overlap."""
+        begin, count = ranks * np.int64(width) + ops.first_chunk, ops.num_chunks
+        if not (np.array_equal(begin, self._begin) and np.array_equal(count, self._count)):
+            self._begin, self._count = begin, count.copy()
+            order = np.argsort(begin) if (count != count[0]).any() else None
+            self._sorted_begin = np.sort(begin) if order is None else begin[order]
+            self._sorted_end = self._sorted_begin + (count[0] if order is None else count[order])
+        return self._sorted_begin, self._sorted_end
