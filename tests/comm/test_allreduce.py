@@ -2,7 +2,8 @@
 
 import pytest
 
-from ringweave.comm.choosing import MIN_SCHEDULED_BYTES, choose
+from ringweave import planning, topology
+from ringweave.comm.choosing import MIN_SCHEDULED_BYTES
 from ringweave.testing.ranks import run_ranks
 from tests.comm import rank_functions
 
@@ -41,8 +42,10 @@ def test_overlapping_groups() -> None:
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_ring_really_sends_its_messages_peer_to_peer(num_ranks: int) -> None:
     num_elements = 3_000_000
-    segments = choose(4 * num_elements, num_ranks, forced=None, host_can=True).num_segments
-    for sent, counters in run_ranks(rank_functions.count_messages, num_ranks, num_elements, "ring"):
+    plan = planning.plan_group(topology.one_machine([num_ranks]), ["node0"] * num_ranks)
+    segments = plan.choose(4 * num_elements, "ring").num_segments
+    environ = {"RINGWEAVE_SCHEDULE": "ring"}
+    for sent, counters in run_ranks(rank_functions.count_messages, num_ranks, num_elements, "ring", environ=environ):
         assert sent == 2 * (num_ranks - 1) * segments
         assert counters["sent_in_this_one"]["messages"] == sent
         assert counters["ring"] == {"collectives": 2, "bytes": 2 * 4 * num_elements, "messages": 2 * sent}

@@ -12,7 +12,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 def test_ddp_equals_one_process_and_uses_the_ring() -> None:
     num_steps = 5
-    for counters in run_ranks(training_functions.check_ddp, 3, num_steps, 0.5):
+    environ = {"RINGWEAVE_SCHEDULE": "ring"}
+    for counters in run_ranks(training_functions.check_ddp, 3, num_steps, 0.5, environ=environ):
         assert counters["ring"]["collectives"] > num_steps  # several buckets in most steps
         assert counters["ring"]["bytes"] > 8 * 2 * 256 * 256 * num_steps
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import AllreduceOptions, PrefixStore, ReduceOp, Store, Work
 
 from ringweave.comm import members
-from ringweave.comm.choosing import choose
+from ringweave.comm.choosing import GroupPlan, choose, make_plan
 from ringweave.comm.counters import Counters
 from ringweave.comm.faults import FaultBoard
 from ringweave.comm.host import HostedProcessGroup
@@ -56,8 +56,10 @@ class RingweaveProcessGroup(HostedProcessGroup):
         self._reductions: dict[tuple[object, torch.dtype], reductions.Reduction] = {}
         log = EventLog(environment.run_dir / "events.jsonl") if environment.run_dir else None
         cut_host = weakref.WeakMethod(self.cut_host)  # no circle: the group must end when it is destroyed
+        self._plan = GroupPlan(lambda: make_plan(own, environment), store, own, timeout)
         self._engine = Engine(
             own,
+            self._plan,
             connect=lambda lane: SocketTransport(doors[lane], lane, own, timeout),
             cut_host=lambda: _call_if_alive(cut_host),
             board=FaultBoard(store, own),
@@ -92,7 +94,7 @@ class RingweaveProcessGroup(HostedProcessGroup):
         limit_s = opts.timeout.total_seconds()
         timeout_s = (opts.timeout if limit_s > 0 else self._gloo.options._timeout).total_seconds()
         host_can = reductions.host_supports(reduction, tensor.dtype)
-        choice = choose(tensor.nbytes, self.members.group_size, forced=self._forced, host_can=host_can)
+        choice = choose(tensor.nbytes, self.members, self._plan, forced=self._forced, host_can=host_can)
         if choice.schedule == HOST:
             self._engine.counters.count(HOST, tensor.nbytes, 0)
             doing = f"allreduce ({reduction.name}, {tensor.numel()} x {tensor.dtype}, {HOST})"

@@ -1,55 +1,129 @@
-"""Which schedule a message takes."""
+"""Which schedule a message takes: the group's plan, and what goes to the host library instead."""
 
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterable
+from datetime import timedelta
 
-from ringweave import schedules
+from torch.distributed import Store
+
+from ringweave import planning, schedules, topology
+from ringweave.comm.members import Members
+from ringweave.environment import WorkerEnvironment
+from ringweave.errors import PeerError
+from ringweave.planning import Choice, Plan
+from ringweave.topology import Cluster, Device, Nic, Node
 
 MIN_SCHEDULED_BYTES = 64 * 2**10
 """Below this a message goes to the host library untouched: latency decides there, and Python costs more of it."""
 
-_PIECE_BYTES = 1536 * 2**10
-"""Aim for pieces of this size: measured best on loopback between 0.2 and 6 MB, see docs/log.md."""
+MIN_SHARED_BYTES = 2 * 10**6
+"""The same for a group on one node, where the host library is faster up to here: see docs/log.md."""
 
-_MAX_SEGMENTS = 32
+_ASSUMED_BYTES_PER_S = 10e9 / 8
+"""10 Gbit/s for every node, where nobody described them."""
 
+_MAX_CHOICES = 4096
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What a message of a given size takes."""
-
-    schedule: str
-    """A name of `schedules.NAMES`."""
-    num_segments: int
-    """Segments that run the schedule independently."""
-    lag: int = 0
-    """Rounds by which a segment trails the one before it."""
-    window: int = 2
-    """Receives that are posted and not yet waited for."""
+_KEY = "plan"
 
 
-def choose(num_bytes: int, num_ranks: int, *, forced: str | None, host_can: bool) -> Choice:
-    """The schedule for a message: the forced one, else the ring; small messages go to the host library.
+class GroupPlan:
+    """The plan of one group, made when it is first needed; the same on all ranks.
+
+    Among several nodes the first rank makes it and sends its text to the others, so that all compute with the same
+    numbers.
+    """
+
+    def __init__(self, make: Callable[[], Plan], store: Store, members: Members, timeout: timedelta) -> None:
+        """`make` makes it; `timeout` bounds the wait for the first rank's."""
+        self._make = make
+        self._store = store
+        self._members = members
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._plan: Plan | None = None
+        self._choices: dict[tuple[int, str | None], Choice] = {}
+        if members.num_nodes > 1 and members.group_rank == 0:
+            self._plan = make()
+            store.set(_KEY, str(self._plan))
+
+    def get(self) -> Plan:
+        """The plan.
+
+        Raises:
+            PeerError: The first rank did not send it in time.
+        """
+        with self._lock:
+            if self._plan is None:
+                self._plan = self._make() if self._members.num_nodes == 1 else self._receive()
+            return self._plan
+
+    def choose(self, num_bytes: int, forced: str | None) -> Choice:
+        """What the plan has for messages of that size, looked up once for each size.
+
+        Raises:
+            PeerError: The first rank did not send the plan in time.
+        """
+        key = (num_bytes, forced)
+        if key not in self._choices:
+            if len(self._choices) >= _MAX_CHOICES:
+                self._choices.clear()
+            self._choices[key] = self.get().choose(num_bytes, forced)
+        return self._choices[key]
+
+    def _receive(self) -> Plan:
+        try:
+            self._store.wait([_KEY], self._timeout)
+            return Plan.parse(self._store.get(_KEY).decode())
+        except RuntimeError as cause:
+            raise PeerError(
+                f"process group: {self._members.name(0)} sent no plan within {self._timeout.total_seconds():g} s, "
+                "expected one when the group is formed. Look into the log of that rank."
+            ) from cause
+
+
+def make_plan(members: Members, environment: WorkerEnvironment) -> Plan:
+    """The plan for these members on the cluster of the environment.
+
+    Without a cluster file every node is assumed to have 10 Gbit/s.
+
+    Raises:
+        ClusterError: The cluster file is wrong, or lacks a member's node.
+    """
+    nodes = [member.place.node for member in members.ranks]
+    if environment.cluster_path is not None:
+        return planning.plan_group(topology.load(environment.cluster_path), nodes)
+    names = {node: f"node{index}" for index, node in enumerate(dict.fromkeys(nodes))}
+    return planning.plan_group(_assumed(names.values()), [names[node] for node in nodes])
+
+
+def choose(num_bytes: int, members: Members, plan: GroupPlan, *, forced: str | None, host_can: bool) -> Choice:
+    """What a message takes: the forced schedule, else the plan's choice; small messages go to the host library.
 
     The same on all ranks, because it depends on nothing that differs between them.
 
     Args:
         num_bytes: Size of the message.
-        num_ranks: Size of the group.
+        members: The group.
+        plan: Its plan.
         forced: Name of the schedule that the user asked for, if any.
         host_can: Whether the host library computes this message as it is; what it cannot do takes a schedule, however
             small.
-    """
-    name = schedules.check_name(forced) if forced else "ring"
-    if host_can and (num_bytes < MIN_SCHEDULED_BYTES or num_ranks == 1 or name == schedules.HOST):
-        return Choice(schedules.HOST, 1)
-    segments = round(num_bytes / num_ranks / _PIECE_BYTES)
-    import os
 
-    seg = int(os.environ.get("RW_PIECE", _PIECE_BYTES))
-    segments = max(1, min(256, round(num_bytes / num_ranks / seg)))
-    return Choice(
-        "ring" if name == schedules.HOST else name,
-        segments,
-        int(os.environ.get("RW_LAG", 1)),
-        int(os.environ.get("RW_WINDOW", 2)),
-    )
+    Raises:
+        UsageError: No schedule has the forced name, or this group cannot run it.
+        PeerError: The plan did not come.
+    """
+    name = schedules.check_name(forced) if forced else None
+    least = MIN_SHARED_BYTES if name is None and members.num_nodes == 1 else MIN_SCHEDULED_BYTES
+    if host_can and (num_bytes < least or members.group_size == 1 or name == schedules.HOST):
+        return _HOST
+    return plan.choose(num_bytes, None if name == schedules.HOST else name)
+
+
+_HOST = Choice(schedule=schedules.HOST, num_segments=1, lag=0, window=1, predicted_s=float("inf"))
+
+
+def _assumed(names: Iterable[str]) -> Cluster:
+    nic = Nic(name="eth0", rate_bytes_per_s=_ASSUMED_BYTES_PER_S)
+    return Cluster(name="assumed", nodes=tuple(Node(name=name, devices=(Device(),), nics=(nic,)) for name in names))

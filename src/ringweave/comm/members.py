@@ -74,6 +74,11 @@ class Members:
         return self.ranks[self.group_rank]
 
     @property
+    def num_nodes(self) -> int:
+        """How many nodes the members are on."""
+        return len({member.place.node for member in self.ranks})
+
+    @property
     def neighbours(self) -> frozenset[int]:
         """Group ranks of the other members on this process's node."""
         node = self.own.place.node

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ringweave import schedules
-from ringweave.comm.choosing import Choice
+from ringweave.comm.choosing import GroupPlan
 from ringweave.comm.counters import Counters
 from ringweave.comm.faults import FaultBoard, Report
 from ringweave.comm.members import Members
@@ -25,6 +25,7 @@ from ringweave.comm.running.reductions import Reduction
 from ringweave.comm.transport.seam import MismatchError, TransferFailedError, Transport
 from ringweave.comm.works import PendingWork
 from ringweave.errors import CommunicationError, DisagreementError
+from ringweave.planning import Choice
 from ringweave.telemetry.events import EventLog
 
 NUM_LANES = 2
@@ -54,15 +55,17 @@ class Engine:
     def __init__(
         self,
         members: Members,
+        plan: GroupPlan,
         connect: Callable[[int], Transport],
         cut_host: Callable[[], None],
         board: FaultBoard,
         counters: Counters,
         log: EventLog | None = None,
     ) -> None:
-        """`connect` makes the transport of a lane; `cut_host` breaks what is in flight in the host library."""
+        """`plan` makes the schedules; `connect` a lane's transport; `cut_host` breaks what the host library does."""
         self.counters = counters
         self._members = members
+        self._plan = plan
         self._connect = connect
         self._cut_host = cut_host
         self._board = board
@@ -235,7 +238,7 @@ class Engine:
 
     def _part_of(self, name: str) -> tuple[schedules.Schedule, tuple[schedules.Transfer, ...]]:
         if name not in self._parts:
-            schedule = schedules.generate(name, self._members.group_size)
+            schedule = self._plan.get().generate(name)
             schedules.verify(schedule)
             self._parts[name] = schedule, schedules.project(schedule, self._members.group_rank)
         return self._parts[name]
