@@ -35,7 +35,7 @@ all the same, as a child that outlives its parent does."""
 
 @pytest.fixture
 def cut_up(lab_name: str, tmp_path: Path) -> Callable[[int, str], subprocess.CompletedProcess[str]]:
-    """`cut_up(3, "KILL")`: `ringweave lab up`, sent a signal when it calls its third program."""
+    """`cut_up(3, "KILL")`: `ringweave lab up`, or `down`, sent a signal when it calls its third program."""
     folder = tmp_path / "programs"
     folder.mkdir()
     for name in set(tools.PACKAGES) - {"sh"}:
@@ -43,10 +43,10 @@ def cut_up(lab_name: str, tmp_path: Path) -> Callable[[int, str], subprocess.Com
         (folder / name).chmod(0o755)
     (tmp_path / "cut.yaml").write_text(CLUSTER)
     main = "from ringweave.cli.main import main; main()"
-    command = [sys.executable, "-c", main, "lab", "up", str(tmp_path / "cut.yaml"), "--name", lab_name]
+    verbs = {"up": ["up", str(tmp_path / "cut.yaml"), "--name", lab_name], "down": ["down", "--lab", lab_name]}
     calls = tmp_path / "calls"
 
-    def cut(at: int, by: str) -> subprocess.CompletedProcess[str]:
+    def cut(at: int, by: str, verb: str = "up") -> subprocess.CompletedProcess[str]:
         calls.unlink(missing_ok=True)
         environ = {
             **os.environ,
@@ -55,7 +55,7 @@ def cut_up(lab_name: str, tmp_path: Path) -> Callable[[int, str], subprocess.Com
             "CUT_AT": str(at),
             "CUT_BY": by,
         }
-        start = ["sh", "-c", 'UP_PID=$$ exec "$@"', "start", *command]
+        start = ["sh", "-c", 'UP_PID=$$ exec "$@"', "start", sys.executable, "-c", main, "lab", *verbs[verb]]
         done = subprocess.run(start, env=environ, capture_output=True, text=True, check=False, timeout=60)
         assert len(calls.read_text().splitlines()) >= at or done.returncode == 0, "was never cut"
         return done
@@ -81,6 +81,20 @@ def test_killed_at_every_point_and_brought_up_again(cut_up, left_of, lab_name: s
         assert left_of(lab_name) == []
         at += 1
     assert at == num_calls(tmp_path) + 1 > 10, "one cut before each call"
+
+
+def test_down_is_killed_at_every_point_and_done_again(cut_up, left_of, lab_name: str, tmp_path: Path) -> None:
+    at, done = 1, None
+    while done is None or done.returncode != 0:
+        made = lab.up(topology.loads(CLUSTER), lab_name)
+        with subprocess.Popen(made.command("a", ["sleep", "60"])) as inside:
+            done = cut_up(at, "KILL", "down")
+            assert inside.wait(timeout=10) < 0, "ended by a signal"
+        assert not lab.is_up(lab_name)
+        assert lab.down(lab_name) == (done.returncode != 0)
+        assert left_of(lab_name) == []
+        at += 1
+    assert at > 3, done.stderr
 
 
 @pytest.mark.parametrize("at", [3, 8])
