@@ -13,7 +13,8 @@ from ringweave.planning.sharing.loading import carrying
 from ringweave.planning.sharing.orbits import Orbits
 
 _Row = dict[int, float]
-_SLACK = 1 + 1e-9
+_SLACK = 1 + 1e-6
+"""More than the solver's tolerance, 1e-7."""
 _PRICED = 1e-7
 _TIDY = 1e-4
 """How little the loads added up count beside the busiest link."""
@@ -41,7 +42,7 @@ def least(kinds: Orbits) -> float:
     Raises:
         RingweaveError: The solver gives up.
     """
-    return float(_Program(kinds).minimise().x[-1]) / max(kinds.rates[1:])
+    return float(_Program(kinds).minimise().x[-1]) / min(kinds.rates[1:])
 
 
 class _Program:
@@ -55,7 +56,7 @@ class _Program:
         starts = itertools.accumulate((len(above) for above in self._above), initial=0)
         self._starts = list(starts)
         self._tau = self._starts[-1]
-        self._unit = max(kinds.rates[1:])
+        self._unit = min(kinds.rates[1:])
         own = (Span(kinds.rates[kind], {kind: 1}) for kind in range(1, len(kinds.parents)))
         self.links = [*own, *kinds.spans]
         self._equal = [*self._sums()]
@@ -67,13 +68,14 @@ class _Program:
         cost[self._tau] = 1
         rows, limits = [], []
         for link, level in zip(self.links, levels or [None] * len(self.links), strict=True):
-            row, rate = self._carried(link.members), link.rate / self._unit
+            slowness = self._unit / link.rate
+            row = {column: factor * slowness for column, factor in self._carried(link.members).items()}
             for column, factor in row.items():
-                cost[column] += _TIDY * factor / rate / self._tau if at_most else 0
+                cost[column] += _TIDY * factor / self._tau if at_most else 0
             if level is None:
-                row[self._tau] = -rate
+                row[self._tau] = -1.0
             rows.append(row)
-            limits.append(rate * (level or 0) - sum(link.members.values()))
+            limits.append((level or 0) - sum(link.members.values()) * slowness)
         rows += self._nested
         result = linprog(
             cost,

@@ -1,0 +1,78 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from ringweave.cli import main
+
+GOLDEN = Path(__file__).parent / "golden" / "plan"
+RACKS = "examples/clusters/two-racks.yaml"
+
+
+@pytest.mark.parametrize("name", ["two-racks", "two-unequal-nodes"])
+def test_the_screen(name: str, check_golden, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.call(["plan", f"examples/clusters/{name}.yaml", "--bytes", "25MB"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    check_golden(GOLDEN / f"{name}.txt", captured.out)
+
+
+def test_the_document(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.call(["plan", RACKS, "--bytes", "25MB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["bytes"], found["bound_s"], found["chosen"]) == (25_000_000, 1.0, "multi-level")
+    assert found["binding"] == "cut: all that leaves a-0, a-1, a-2, a-3 passes r0->core (200Mbit/s)"
+    assert found["leaders"] == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert found["matrix"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    by_name = {choice["schedule"]: choice for choice in found["choices"]}
+    assert by_name["ring"]["fraction_of_bound"] == pytest.approx(1 / 1.75, rel=0.01)
+    assert by_name["multi-level"]["fraction_of_bound"] > 0.95
+    for choice in found["choices"]:
+        assert choice["fraction_of_bound"] == pytest.approx(found["bound_s"] / choice["predicted_s"])
+
+
+def test_without_a_size_it_is_25_megabytes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.call(["plan", RACKS, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bytes"] == 25_000_000
+
+
+def test_one_rank_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "one.yaml"
+    path.write_text("name: one\nnodes:\n  - {name: a, nic: 1Gbit/s, devices: 1}\n")
+    assert main.call(["plan", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["binding"] == "none: all ranks are on node a, so that no link is passed"
+    assert found["choices"][0]["fraction_of_bound"] is None
+    assert main.call(["plan", str(path)]) == 0
+    assert "the others are predicted to be as fast" in capsys.readouterr().out
+
+
+def test_many_rows_and_ranks_are_counted_not_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "many.yaml"
+    path.write_text("name: many\nnodes:\n  - {name: a, nic: 1Gbit/s, devices: 1, count: 144}\n")
+    assert main.call(["plan", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert " ... and 128 more" in out
+    assert "... and 4 more rows" in out
+    assert len(out.splitlines()) < 40
+
+
+def test_a_tiny_message_is_decided_by_waiting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.call(["plan", RACKS, "--bytes", "1kB"]) == 0
+    assert "* multi-level waits for 4 messages one after the other" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["plan", "nosuch.yaml"], "nosuch.yaml"),
+        (["plan", RACKS, "--bytes", "25Mbit"], "size: '25Mbit', expected a number with one of B, kB, MB"),
+        (["plan"], "Missing argument 'CLUSTER'."),
+    ],
+)
+def test_wrong_input(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.call([*argv, "--json"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("ringweave: error: ")
+    assert text in captured.err
+    assert text in json.loads(captured.out)["error"]

@@ -1,0 +1,239 @@
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringweave import cost, planning, schedules, topology
+from ringweave.errors import ClusterError, ScheduleError, UsageError
+from ringweave.planning import Plan, groups
+from ringweave.planning.sharing import program
+from ringweave.schedules import HOST
+from ringweave.topology import Cluster
+from tests.cost.trees import flat, random_trees
+
+MB = 10**6
+CLUSTERS = ("two-racks", "unequal-nics", "two-unequal-nodes", "lab-of-three")
+SCHEDULES = tuple(name for name in schedules.NAMES if name != HOST)
+
+
+def whole(cluster: Cluster) -> Plan:
+    return planning.plan_group(cluster, [node.name for node in cluster.nodes for _ in node.devices])
+
+
+def example(name: str) -> Cluster:
+    return topology.load(f"examples/clusters/{name}.yaml")
+
+
+@settings(max_examples=25)
+@given(random_trees(max_nodes=4), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_every_plan_is_text_and_back_and_all_its_schedules_compute_the_sum(case, most: int, random: Random) -> None:
+    cluster, taking_part, rates = case
+    nodes = [name for name in taking_part for _ in range(random.randint(1, most))]
+    random.shuffle(nodes)
+    plan = planning.plan_group(cluster, nodes, rates=rates)
+    assert Plan.parse(str(plan)) == plan
+    assert hash(Plan.parse(str(plan))) == hash(plan)
+    assert planning.plan_group(cluster, nodes, rates=rates) == plan
+    bound_s = cost.bound(cluster, 25 * MB, nodes=nodes, rates=rates).seconds
+    assert math.isclose(plan.bound_s(25 * MB), bound_s)
+    choices = plan.choices(25 * MB)
+    assert sorted(choice.schedule for choice in choices) == sorted(SCHEDULES)
+    for choice in choices:
+        schedules.verify(plan.generate(choice.schedule))
+        assert choice.predicted_s >= bound_s * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    [
+        ("two-racks", "multi-level"),
+        ("unequal-nics", "direct"),
+        ("two-unequal-nodes", "multi-level"),
+        ("lab-of-three", "multi-level"),
+    ],
+)
+def test_what_is_chosen_comes_near_the_bound(name: str, chosen: str) -> None:
+    plan = whole(example(name))
+    choice = plan.choose(25 * MB)
+    assert choice.schedule == chosen
+    assert choice.predicted_s < 1.07 * plan.bound_s(25 * MB)
+
+
+def test_equal_nodes_on_one_switch_take_few_steps() -> None:
+    plan = whole(flat([25.0 * MB] * 8))
+    assert plan.choose(25 * MB).schedule == "direct"
+    assert [choice.schedule for choice in plan.choices(25 * MB)][-1] == "ps"
+
+
+def test_ranks_of_one_node_exchange_directly() -> None:
+    choice = whole(topology.one_machine([4])).choose(24 * MB)
+    assert (choice.schedule, choice.num_segments, choice.lag) == ("direct", 6, 0)
+
+
+def test_choices_come_by_predicted_time() -> None:
+    times = [choice.predicted_s for choice in whole(example("two-racks")).choices(25 * MB)]
+    assert times == sorted(times)
+
+
+def test_a_predicted_time_is_that_of_the_schedule_that_is_generated() -> None:
+    cluster = example("two-racks")
+    plan = whole(cluster)
+    for choice in plan.choices(25 * MB):
+        predicted_s = cost.predict(
+            plan.generate(choice.schedule),
+            cluster,
+            plan.nodes,
+            25 * MB,
+            num_segments=choice.num_segments,
+            lag=choice.lag,
+        )
+        assert predicted_s == choice.predicted_s
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_any_schedule_can_be_forced(name: str) -> None:
+    plan = whole(example("two-racks"))
+    choice = plan.choose(25 * MB, forced=name)
+    assert choice.schedule == plan.generate(name).name == name
+    assert choice in plan.choices(25 * MB)
+
+
+def test_the_host_library_can_be_forced_but_not_planned() -> None:
+    plan = whole(example("two-racks"))
+    choice = plan.choose(25 * MB, forced=HOST)
+    assert (choice.schedule, choice.num_segments, choice.lag) == (HOST, 1, 0)
+    assert choice.predicted_s == math.inf
+    with pytest.raises(UsageError) as caught:
+        plan.generate(HOST)
+    assert str(caught.value) == (
+        "schedule: 'host', expected one that is planned here. 'host' names the library underneath, which plans its "
+        "messages itself."
+    )
+
+
+@pytest.mark.parametrize("ask", [lambda plan: plan.choose(1, forced="rnig"), lambda plan: plan.generate("rnig")])
+def test_a_schedule_that_there_is_not(ask) -> None:
+    with pytest.raises(UsageError, match=r"schedule: 'rnig', expected one of .* Did you mean 'ring'\?"):
+        ask(whole(flat([1.0, 1.0])))
+
+
+def test_measured_rates_change_the_plan() -> None:
+    cluster, nodes = flat([25.0 * MB] * 4), ["n0", "n1", "n2", "n3"]
+    plan = planning.plan_group(cluster, nodes, rates={"n2->core": 6.0 * MB, "core->n2": 6.0 * MB})
+    assert plan.direct_shares[2] == 0
+    assert plan.binding == "cut: all that leaves n2 passes n2->core (48Mbit/s)"
+
+
+def test_a_group_may_name_its_nodes_in_any_order_and_leave_some_out() -> None:
+    plan = planning.plan_group(example("two-racks"), ["b-1", "a-0", "b-0", "a-3"])
+    assert plan.ring_order == (0, 2, 1, 3)
+    assert plan.matrix == ((0, 2), (1, 3))
+
+
+def test_a_node_that_there_is_not() -> None:
+    with pytest.raises(ClusterError, match="node of cluster flat: 'n7', expected one of n0, n1"):
+        planning.plan_group(flat([1.0, 1.0]), ["n0", "n7"])
+
+
+def test_what_has_too_many_operations_is_left_out_and_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "_MAX_OPERATIONS", 100)
+    plan = whole(flat([1.0] * 8))
+    assert dict(plan.left_out) == {
+        "multi-level": "128 operations are too many to count",
+        "ps": "128 operations are too many to count",
+        "direct": "128 operations are too many to count",
+    }
+    assert Plan.parse(str(plan)) == plan
+    assert plan.choose(25 * MB).schedule == "leader-matrix"
+    assert plan.choose(25 * MB, forced="direct").predicted_s == math.inf
+    schedules.verify(plan.generate("direct"))
+    with pytest.raises(UsageError) as caught:
+        plan.generate("multi-level")
+    assert str(caught.value) == (
+        "schedule: 'multi-level', expected one that was considered. Name another one; it was left out: 128 operations "
+        "are too many to count."
+    )
+
+
+def test_too_many_leaders_or_levels_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "_MAX_LEADERS", 20)
+    reason = "leaders of 8 chunks in 3 domains are too many"
+    assert dict(whole(example("two-racks")).left_out) == {"multi-level": reason}
+    monkeypatch.setattr(groups, "_MAX_DEPTH", 1)
+    reason = "switches below each other more than 1 deep"
+    assert dict(whole(example("two-racks")).left_out) == {"multi-level": reason}
+
+
+def test_a_solver_that_gives_up_leaves_the_other_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failed:
+        success, message = False, "Time limit reached."
+
+    monkeypatch.setattr(program, "linprog", lambda *_, **__: Failed)
+    plan = whole(example("lab-of-three"))
+    reason = "shares: Time limit reached., expected a solution. Force --schedule ring and report it."
+    assert dict(plan.left_out) == {"multi-level": reason}
+    assert plan.choose(25 * MB).schedule == "ring"
+
+
+def test_one_rank_has_nothing_to_do() -> None:
+    plan = whole(topology.one_machine([1]))
+    assert plan.choose(25 * MB).predicted_s == 0
+    assert plan.matrix == ((0,),)
+    for name in SCHEDULES:
+        assert len(plan.generate(name).rounds) == 0
+
+
+def test_a_plan_is_one_line_of_json_and_cannot_be_changed() -> None:
+    plan = whole(example("two-racks"))
+    assert len(str(plan).splitlines()) == 1
+    assert json.loads(str(plan))["domain"][1] == {"members": [0, 1, 2, 3], "leaders": [[0, 2], [1, 2], [2, 2], [3, 2]]}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.root = 1  # pyrefly: ignore
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "3", '{"ringweave-plan-1": true}', '{"ringweave-plan-2": true}'])
+def test_text_that_is_no_plan(text: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        Plan.parse(text)
+    assert str(caught.value).startswith(
+        f"plan: {text!r}, expected the text of a plan (ringweave-plan-1). Pass on what str(plan) gave, from the same "
+        "version of ringweave ("
+    )
+
+
+@pytest.mark.parametrize("key", ["nodes", "domain", "demands", "binding"])
+def test_text_that_lacks_something(key: str) -> None:
+    document = json.loads(str(whole(example("two-racks"))))
+    del document[key]
+    with pytest.raises(ScheduleError, match="expected the text of a plan"):
+        Plan.parse(json.dumps(document))
+
+
+def test_planning_without_need_of_the_program_does_not_bring_scipy() -> None:
+    code = (
+        "import sys; from ringweave import planning, topology;"
+        "cluster = topology.load('examples/clusters/{}.yaml');"
+        "planning.plan_group(cluster, [node.name for node in cluster.nodes]);"
+        "sys.exit('scipy' in sys.modules)"
+    )
+    for name, exit_code in (("two-racks", 0), ("unequal-nics", 0), ("lab-of-three", 1)):
+        done = subprocess.run([sys.executable, "-c", code.format(name)], check=False)
+        assert done.returncode == exit_code, name
+
+
+@pytest.mark.slow
+def test_a_thousand_ranks() -> None:
+    lines = ["name: big", "nodes:"]
+    lines += [f"  - {{name: n{r}, switch: r{r}, nic: 100Gbit/s, devices: 1, count: 32}}" for r in range(32)]
+    lines += ["switches:", *(f"  - {{name: r{rack}, uplink: 400Gbit/s}}" for rack in range(32))]
+    plan = whole(topology.loads("\n".join(lines)))
+    choice = plan.choose(10**9)
+    assert choice.schedule == "multi-level"
+    assert choice.predicted_s < 1.1 * plan.bound_s(10**9)
+    assert Plan.parse(str(plan)) == plan
