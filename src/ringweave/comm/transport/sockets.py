@@ -142,11 +142,14 @@ class SocketTransport:
         connection.release(handle)
 
     def close(self) -> None:
-        """Let go of all connections; what was sent still arrives."""
+        """Let go of all connections and of the shared memory; what was sent still arrives."""
         self._closed = True
         for connection in self._connections.values():
             connection.sock.close()
         self._switchboard.close()
+        for known in (self._connections, self._by_descriptor, self._shared):
+            known.clear()  # they refer to this object: the memory would stay until the collector comes by
+        self._show_room, self._showing = ShowRoom(), None
 
     def abort(self) -> None:
         """Cut all connections, from any thread: every wait ends at once, here and at the peers."""
