@@ -43,5 +43,5 @@ def _left_of(name: str) -> list[str]:
         *(point for point in mounts if f"/{name}/" in point),
         *(str(path) for path in Path("/sys/fs/cgroup").glob(f"*/rw-{name}")),
         *(str(path) for path in Path("/sys/fs/cgroup").glob(f"rw-{name}")),
-        *(str(path) for path in [state.folder(name)] if path.exists()),
+        *(str(path) for path in [state.folder(name), state.HOME / "locks" / name] if path.exists()),
     ]

@@ -51,6 +51,17 @@ def test_a_lock_is_held_by_one_and_freed_after_it() -> None:
         pass
 
 
+def test_a_lock_that_was_forgotten_is_not_taken_for_the_new_one() -> None:
+    with state.locked("one"):
+        old = (state.HOME / "locks" / "one").open("rb")  # somebody who waits for it
+        state.forget_lock("one")
+        with state.locked("one", wait_s=0):
+            pass
+    with old:
+        assert not state._is_still(state.HOME / "locks" / "one.gone", old.fileno())
+        assert not state._is_still(state.HOME / "locks" / "one", old.fileno())
+
+
 def test_whoever_inherits_a_lock_holds_it_too() -> None:
     wait = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     with state.locked("one") as lock:

@@ -53,6 +53,7 @@ def make(cluster: Cluster, name: str, mode: Mode, progress: Progress) -> None:
             _make(planned, record, progress, lock)
         except BaseException:
             _remove(name, lock)
+            state.forget_lock(name)
             raise
         state.write(replace(record, is_complete=True))
 
@@ -70,6 +71,7 @@ def remove(name: str) -> bool:
     with state.locked(name) as lock:
         was_there = _is_there(name)
         _remove(name, lock)
+        state.forget_lock(name)
     return was_there
 
 

@@ -136,6 +136,11 @@ def locked(name: str, wait_s: float = LOCK_WAIT_S) -> Iterator[int]:
         os.close(descriptor)
 
 
+def forget_lock(name: str) -> None:
+    """Remove the file of a lock; the last thing that its holder does, once the lab is gone."""
+    (HOME / "locks" / name).unlink(missing_ok=True)
+
+
 def _try_lock(path: Path) -> int | None:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -143,4 +148,15 @@ def _try_lock(path: Path) -> int | None:
     except BlockingIOError:
         os.close(descriptor)
         return None
+    if not _is_still(path, descriptor):
+        os.close(descriptor)
+        return None
     return descriptor
+
+
+def _is_still(path: Path, descriptor: int) -> bool:
+    """Whether the file has not been removed, and perhaps made anew, by whoever held it before."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
