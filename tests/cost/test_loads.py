@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ringweave import cost, schedules, topology
 from ringweave.cost import loads
 from ringweave.errors import PlacementError
-from ringweave.schedules import Schedule
+from ringweave.schedules import Collective, How, Round, Schedule
 from ringweave.topology import Cluster
 from tests.cost.trees import flat, random_trees
 from tests.schedules import samples
@@ -41,6 +41,18 @@ def test_bytes_on_links_are_those_of_all_operations_along_their_routes(
     assert {link: moved for link, moved in found.items() if moved} == pytest.approx(
         {link: float(moved) for link, moved in expected.items() if moved}
     )
+
+
+def test_a_round_like_the_last_that_does_not_stay_alone_in_its_wave_counts_once() -> None:
+    first = Round.of([0, 1, 2], [1, 2, 0], [0, 1, 2], How.REDUCE)
+    like_it = Round(first.src, first.dst, first.first_chunk[[2, 0, 1]], first.num_chunks, first.how)
+    beside_it = Round.of([0], [1], [0], How.REDUCE)
+    schedule = Schedule("made up", Collective("allreduce"), 3, (1, 1, 1), [first, like_it, beside_it])
+    cluster, nodes = flat([1.0] * 3), ["n0", "n1", "n2"]
+    net = cost.network(cluster)
+    assert len(list(loads.Loads(schedule, net, cost.vertices(net, nodes)).waves())) == 2
+    expected = walked(schedule, cluster, nodes, 3)
+    assert cost.bytes_on_links(schedule, cluster, nodes, 3) == expected == expected | {"n0->core": 3, "core->n1": 3}
 
 
 def test_an_ordered_ring_passes_each_uplink_once_each_way() -> None:
