@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from ringweave import cost, schedules
+from ringweave import cost, planning, schedules
 from ringweave.benchmarks import layouts, machine, results, rounds, systems
 from ringweave.benchmarks.places import link_rates
 from ringweave.benchmarks.places.link_rates import LinkRates
@@ -19,9 +19,6 @@ from ringweave.benchmarks.sessions.session import Session
 from ringweave.benchmarks.systems import ALL, Knob
 from ringweave.errors import LaunchError, explain
 from ringweave.units import format_bytes
-
-_RANK_FLAT = ("ring", "direct", "ps", "halving-doubling")
-"""Schedules that the group's size alone decides, so that their bytes on links can be computed here."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -162,9 +159,10 @@ class _Comparison:
         return cost.bound(self._report.request.cluster, size, rates=believed).seconds or None
 
     def _theory(self, schedule: str | None, size: int) -> Mapping[str, float] | None:
-        if schedule not in _RANK_FLAT or not self._hall.place.is_limited:
+        """What the schedule asks of the links, planned here as the ranks planned it."""
+        if schedule in (None, schedules.HOST) or not self._hall.place.is_limited:
             return None
-        plan = schedules.generate(schedule, len(self._node_of_rank))
+        plan = planning.plan_group(self._report.request.cluster, self._node_of_rank).generate(schedule)
         return cost.bytes_on_links(plan, self._report.request.cluster, self._node_of_rank, size)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ringweave.benchmarks.comparing import Report
 from ringweave.benchmarks.results import WIRE_PER_PAYLOAD, Result
-from ringweave.topology import Cluster
+from ringweave.topology import CORE, Cluster
 from ringweave.units import format_bytes, format_rate
 
 _COLUMNS = ("system", "knob", "median", "IQR", "bound", "of bound", "algbw", "uplink bytes / S")
@@ -67,8 +67,8 @@ def _row(cluster: Cluster, result: Result) -> tuple[str, ...]:
 
 def _uplinks(cluster: Cluster, result: Result) -> str:
     """The busiest link between switches, else the busiest one of a node; headers taken off, beside the theory."""
-    switches = {switch.name for switch in cluster.switches}
-    between = [link for link in result.wire_bytes if switches & {link.split("->")[0]}]
+    switches = {CORE, *(switch.name for switch in cluster.switches)}
+    between = [link for link in result.wire_bytes if switches.issuperset(link.split("->"))]
     busiest = max(between or result.wire_bytes, key=lambda link: result.wire_bytes[link], default=None)
     if busiest is None:
         return "-"

@@ -13,6 +13,8 @@ from ringweave.benchmarks.systems.system import PROGRAMS
 from ringweave.errors import LaunchError, explain
 
 WARM_UP_S, WINDOW_S = 0.4, 1.0
+EXPECTED = 0.945
+"""TCP delivers 95.6 % of a rate as content; a trial with less is repeated alone, for something else disturbed it."""
 LEAST_CREDIBLE = 0.85
 """Below this part of its rate a link was not filled: the machine is too slow for it."""
 
@@ -44,15 +46,17 @@ def measure(place: Place) -> LinkRates:
         LaunchError: A stream did not come through.
 
     Cost:
-        About 1.6 s for each batch of streams that share no cable; two batches where all nodes hang on one switch.
+        About 1.6 s for each batch of streams that share no cable, and for each trial that has to be repeated.
     """
     raw = {link.name: link.bandwidth_bytes_per_s for link in place.cluster.links()}
     trials = plan_trials(place.cluster)
     measured: dict[str, float] = {}
     for batch in trials.batches:
-        arrived = _run(place, [stream for trial in batch for stream in trial.streams])
+        measured.update(_measure_batch(place, batch))
         for trial in batch:
-            measured.update(_rates_of(place, trial, arrived))
+            if any(measured[link] < EXPECTED * raw[link] for link in trial.links):
+                again = _measure_batch(place, [trial])
+                measured.update({link: max(rate, measured[link]) for link, rate in again.items()})
     return judge(raw, measured, trials)
 
 
@@ -67,6 +71,11 @@ def judge(raw: Mapping[str, float], measured: Mapping[str, float], trials: Trial
             share = rate / raw[link]
             notes.append(f"link {link} got only {share:.0%} of its rate through; its raw rate is taken")
     return LinkRates(raw=raw, measured=credible, notes=tuple(notes))
+
+
+def _measure_batch(place: Place, batch: Sequence[Trial]) -> dict[str, float]:
+    arrived = _run(place, [stream for trial in batch for stream in trial.streams])
+    return {link: rate for trial in batch for link, rate in _rates_of(place, trial, arrived).items()}
 
 
 def _rates_of(place: Place, trial: Trial, arrived: Mapping[Stream, float]) -> dict[str, float]:

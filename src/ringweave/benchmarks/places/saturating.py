@@ -1,7 +1,7 @@
 """Which streams between nodes fill which links, so that the rate of every link can be measured. Pure."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice, product
 
 from ringweave.topology import CORE, Cluster
@@ -9,6 +9,8 @@ from ringweave.topology import CORE, Cluster
 _FULL = 1 - 1e-9
 _MOST_NODES = 32
 _MOST_STREAMS = 16
+_MOST_AT_ONCE_BYTES_PER_S = 125e6
+"""More than that at once, and a small machine would be measured instead of its links."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +119,28 @@ def _useful(
 
 
 def _batched(cluster: Cluster, trials: Sequence[Trial]) -> list[tuple[Trial, ...]]:
-    batches: list[list[Trial]] = []
-    cables_of: list[set[frozenset[str]]] = []
+    batches: list[_Batch] = []
     for trial in trials:
-        cables = {frozenset(name.split("->")) for route in routes(cluster, trial).values() for name in route}
-        free = next((index for index, taken in enumerate(cables_of) if not taken & cables), len(batches))
-        if free == len(batches):
-            batches.append([])
-            cables_of.append(set())
-        batches[free].append(trial)
-        cables_of[free] |= cables
-    return [tuple(batch) for batch in batches]
+        passed = routes(cluster, trial)
+        cables = frozenset(frozenset(name.split("->")) for route in passed.values() for name in route)
+        rate = sum(_most(cluster, stream) for stream in passed)
+        batch = next((each for each in batches if each.has_room(cables, rate)), None)
+        if batch is None:
+            batch = _Batch()
+            batches.append(batch)
+        batch.trials.append(trial)
+        batch.cables |= cables
+        batch.bytes_per_s += rate
+    return [tuple(batch.trials) for batch in batches]
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Trials that run at the same time, while they are collected."""
+
+    trials: list[Trial] = field(default_factory=list)
+    cables: set[frozenset[str]] = field(default_factory=set)
+    bytes_per_s: float = 0.0
+
+    def has_room(self, cables: Collection[frozenset[str]], bytes_per_s: float) -> bool:
+        return self.cables.isdisjoint(cables) and self.bytes_per_s + bytes_per_s <= _MOST_AT_ONCE_BYTES_PER_S

@@ -146,10 +146,12 @@ class Channel:
 
     def _read(self) -> None:
         """Runs beside the work: without its controller a worker ends at once, even inside a collective."""
-        with self._socket.makefile("rb") as lines:
-            for line in lines:
-                self._orders.put(json.loads(line))
-        os._exit(CONTROLLER_GONE)
+        try:
+            with self._socket.makefile("rb") as lines:
+                for line in lines:
+                    self._orders.put(json.loads(line))
+        finally:  # also when it was killed with an answer of ours unread: that is a reset connection
+            os._exit(CONTROLLER_GONE)
 
 
 def serve(channel: Channel, session: str, system: Collectives) -> None:
