@@ -17,7 +17,7 @@ from ringweave.benchmarks.searching import Search, first_line
 from ringweave.benchmarks.sessions.opening import Hall
 from ringweave.benchmarks.sessions.session import Session
 from ringweave.benchmarks.systems import ALL, Knob
-from ringweave.errors import LaunchError, explain
+from ringweave.errors import LaunchError, PeerError, explain
 from ringweave.units import format_bytes
 
 
@@ -66,7 +66,8 @@ def compare(request: Request, hall: Hall, progress: Progress) -> Report:
 
     Raises:
         LaunchError: None of the systems is here, or ranks or streams could not be started.
-        CommunicationError: A sum was wrong, or a rank failed.
+        PeerError: A rank of ringweave failed.
+        CommunicationError: A sum was wrong.
     """
     available, notes = _available(request.systems)
     for note in notes:
@@ -114,24 +115,40 @@ class _Comparison:
         with _LiveSessions(self._hall, self._node_of_rank, self._progress) as live:
             for size in self._report.request.sizes:
                 wanted = {name: knobs[name, size] for name in names if (name, size) in knobs}
-                self._measure(size, live.exactly(wanted, self._report.notes))
+                live.exactly(wanted, self._report.notes)
                 self._report.versions |= live.versions
+                self._measure(size, live)
 
-    def _measure(self, size: int, sessions: Mapping[str, Session]) -> None:
-        played: dict[str, list[rounds.Round]] = {name: [] for name in sessions}
+    def _measure(self, size: int, live: "_LiveSessions") -> None:
         text = f"{format_bytes(size)}, order {self._order}"
-        self._progress.step(f"{text}: {self._report.request.num_rounds} rounds of {', '.join(sessions)}")
-        for name, session in sessions.items():
-            rounds.prepare(session, size)
-            played[name].append(self._play(session, 0, size))  # not measured: connections are made, pages touched
+        names = list(live.sessions)
+        self._progress.step(f"{text}: {self._report.request.num_rounds} rounds of {', '.join(names)}")
+        played: dict[str, list[rounds.Round]] = {name: [] for name in names}
+        for name in names:
+            self._turn(name, 0, size, live, played)  # not measured: connections are made, pages touched
         self._progress.begin_rounds()
-        for index, name in rounds.turns(self._report.request.num_rounds, list(sessions)):
+        for index, name in rounds.turns(self._report.request.num_rounds, names):
             self._progress.rounds(text, index, self._report.request.num_rounds)
-            played[name].append(self._play(sessions[name], index + 1, size))
-        self._report.results += [self._result(size, sessions[name], found) for name, found in played.items()]
+            self._turn(name, index + 1, size, live, played)
+        self._report.results += [self._result(size, session, played[name]) for name, session in live.sessions.items()]
 
-    def _play(self, session: Session, index: int, size: int) -> rounds.Round:
-        return rounds.play(session, self._hall.place, index, self._limits_s[size])
+    def _turn(
+        self, name: str, index: int, size: int, live: "_LiveSessions", played: dict[str, list[rounds.Round]]
+    ) -> None:
+        """One round of one system. A peer that fails is left out from there on; ringweave may not."""
+        session = live.sessions.get(name)
+        if session is None:
+            return
+        try:
+            if index == 0:
+                rounds.prepare(session, size)
+            played[name].append(rounds.play(session, self._hall.place, index, self._limits_s[size]))
+        except PeerError as error:
+            if name == "ringweave":
+                raise
+            live.drop(name)
+            self._report.notes.append(f"{name} is left out at {format_bytes(size)}: {first_line(error)}")
+            self._progress.step(self._report.notes[-1])
 
     def _result(self, size: int, session: Session, played: Sequence[rounds.Round]) -> Result:
         warm_up, measured = played[0], played[1:]
@@ -183,20 +200,29 @@ class _LiveSessions:
         self._open = {}
 
     @property
+    def sessions(self) -> dict[str, Session]:
+        """System -> its session."""
+        return {name: session for name, (session, _) in self._open.items()}
+
+    def drop(self, name: str) -> None:
+        """End one system's ranks."""
+        self._open.pop(name)[1].close()
+
+    @property
     def versions(self) -> dict[str, str]:
         """System -> what it calls itself."""
         return {name: session.version for name, (session, _) in self._open.items()}
 
-    def exactly(self, knobs: Mapping[str, Knob], notes: list[str]) -> dict[str, Session]:
-        """These systems with these knobs, all up; sessions that fit already are kept."""
+    def exactly(self, knobs: Mapping[str, Knob], notes: list[str]) -> None:
+        """Have these systems with these knobs, all up; sessions that fit already are kept."""
         for name in [name for name, (session, _) in self._open.items() if knobs.get(name) != session.knob]:
-            self._open.pop(name)[1].close()
+            self.drop(name)
         for name, knob in knobs.items():
             if name not in self._open:
                 self._start(name, knob, notes)
         if not self._open:
             raise LaunchError("systems: none could be started, expected at least one. " + " ".join(notes))
-        return {name: self._open[name][0] for name in knobs if name in self._open}
+        self._open = {name: self._open[name] for name in knobs if name in self._open}
 
     def _start(self, name: str, knob: Knob, notes: list[str]) -> None:
         self._progress.step(f"starting {name}: {knob.name}")

@@ -48,7 +48,7 @@ def prepare(session: Session, num_bytes: int) -> None:
     """Make buffers for messages of this size.
 
     Raises:
-        CommunicationError: A rank failed.
+        PeerError: A rank failed.
     """
     session.ask({"do": "prepare", "bytes": num_bytes, "calls": calls_per_round(num_bytes)}, _PATIENCE_S)
 
@@ -57,7 +57,8 @@ def play(session: Session, place: Place, round_index: int, limit_s: float) -> Ro
     """Fill the inputs, time the allreduces, check the sums; each only when all ranks are done with the one before.
 
     Raises:
-        CommunicationError: A rank failed, or a sum is wrong.
+        PeerError: A rank failed.
+        CommunicationError: A sum is wrong.
     """
     session.ask({"do": "fill", "round": round_index}, _PATIENCE_S)
     before = place.bytes_on_links()

@@ -11,7 +11,7 @@ from ringweave.benchmarks.progress import Progress
 from ringweave.benchmarks.sessions.opening import Hall
 from ringweave.benchmarks.sessions.session import Session
 from ringweave.benchmarks.systems import ALL, Knob, Shape
-from ringweave.errors import LaunchError
+from ringweave.errors import LaunchError, PeerError
 from ringweave.units import format_bytes
 
 _MOST_ROUNDS = 25
@@ -58,7 +58,7 @@ class Search:
         noted and left out; a system of which all fail is missing from the answer.
 
         Raises:
-            CommunicationError: A sum was wrong, or a rank failed in a round.
+            CommunicationError: A sum was wrong.
         """
         chosen: dict[tuple[str, int], Knob] = {}
         for name in systems:
@@ -80,8 +80,10 @@ class Search:
                     attempt = Attempt(system=name, knob=knob, num_bytes=size, seconds=self._play(session, limit_s))
                     self.attempts.append(attempt)
                     progress.step(f"  {format_bytes(size)}: {statistics.median(attempt.seconds) * 1e3:.4g} ms")
-        except LaunchError as error:
-            self.notes.append(f"{name}: knob {knob.name!r} did not start and is left out: {first_line(error)}")
+        except (LaunchError, PeerError) as error:
+            self.attempts = [each for each in self.attempts if (each.system, each.knob) != (name, knob)]
+            self.notes.append(f"knob left out: {first_line(error)}")
+            progress.step(f"  {self.notes[-1]}")
 
     def _play(self, session: Session, limit_s: float) -> tuple[float, ...]:
         """The rounds asked for; more of those that take no time, as short rounds scatter most."""

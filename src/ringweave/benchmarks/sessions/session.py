@@ -12,7 +12,7 @@ import psutil
 
 from ringweave.benchmarks.sessions.channels import Channel, ChannelError, Hello, Listener, ask
 from ringweave.benchmarks.systems.system import Knob, Setup, Start, System
-from ringweave.errors import CommunicationError, LaunchError, explain
+from ringweave.errors import LaunchError, PeerError, explain
 
 START_S = 120.0
 """How long all ranks may take to come up: interpreters with PyTorch take seconds each where CPUs are few."""
@@ -83,12 +83,12 @@ class Session:
         """Give all ranks an order; their answers by rank.
 
         Raises:
-            CommunicationError: A rank is gone, failed, or does not answer in time.
+            PeerError: A rank is gone, failed, or does not answer in time.
         """
         try:
             return ask(self._channels, order, timeout_s)
         except ChannelError as error:
-            raise CommunicationError(self._failure(f"failed in {order['do']!r}", str(error))) from error
+            raise PeerError(self._failure(f"failed in {order['do']!r}", str(error))) from error
 
     def close(self) -> None:
         """End all ranks: by word, then by hanging up, then by signals to the processes that are known."""
