@@ -91,5 +91,7 @@ def test_rows_that_lie_inside_racks(racks, counts) -> None:
 def test_groups_of_nodes_and_of_racks_are_compared() -> None:
     found = laid_out(topology.loads(LINES), ["a-0", "a-1", "b-0", "a-0"])
     assert layouts.tierings(found) == [((0, 3), (1,), (2,)), ((0, 3, 1), (2,))]
+    alone = laid_out(topology.loads(LINES), ["a-0", "a-1", "b-0"])
+    assert layouts.tierings(alone) == [((0, 1), (2,))]
     on_one_switch = laid_out(topology.loads(TWO_NICS), ["g-0", "g-0"])
     assert layouts.tierings(on_one_switch) == [((0, 1),)]

@@ -63,9 +63,12 @@ def column_counts(layout: Layout) -> list[int | None]:
 
 
 def tierings(layout: Layout) -> list[tuple[tuple[int, ...], ...]]:
-    """Groups worth comparing for the hierarchical schedule: of nodes, and of racks."""
+    """Groups worth comparing for the hierarchical schedule: of nodes, and of racks.
+
+    Nodes of one rank each would make it a ring, which is considered anyway.
+    """
     racks = tuple(tuple(rank for group in rack for rank in layout.groups[group]) for rack in layout.racks)
-    return list(dict.fromkeys((layout.groups, racks)))
+    return list(dict.fromkeys((layout.groups, racks) if max(map(len, layout.groups)) > 1 else (racks,)))
 
 
 def _groups(node: Node, ranks: Sequence[int], leader_per_nic: bool) -> list[tuple[int, ...]]:

@@ -1,0 +1,86 @@
+"""How near to the bound the multi-level shares come on random clusters; the table of docs/planning.md.
+
+Run: python bench/shares_gap.py [NUMBER OF CLUSTERS OF EACH KIND]
+"""
+
+import sys
+from collections.abc import Callable
+from random import Random
+
+from ringweave import cost
+from ringweave.planning import sharing
+from ringweave.topology import Cluster, Device, Nic, Node, Switch
+
+Rates = Callable[[Random], float]
+MEMORY_BYTES_PER_S = 1e12
+
+
+def any_tree(random: Random, rates: Rates) -> Cluster:
+    """3 to 10 nodes, up to 4 switches anywhere."""
+    num_nodes, num_switches = random.randint(3, 10), random.randint(0, 4)
+    names = [f"s{index}" for index in range(num_switches)]
+    switches = [
+        Switch(name=name, uplink_bytes_per_s=rates(random), parent=random.choice([None, *names[:index]]))
+        for index, name in enumerate(names)
+    ]
+    places = [*names, *(random.choice([None, *names]) for _ in range(num_nodes - num_switches))]
+    nodes = [_node(f"n{index}", rates(random), place) for index, place in enumerate(places)]
+    return Cluster(name="any-tree", nodes=tuple(nodes), switches=tuple(switches))
+
+
+def racks(random: Random, *, alike: bool) -> Cluster:
+    """2 to 4 racks of 2 to 6 nodes."""
+    switches, nodes = [], []
+    for index in range(random.randint(2, 4)):
+        num_nodes, rate = random.randint(2, 6), _classes(random)
+        uplink = rate * num_nodes * random.choice([1 / 8, 1 / 4, 1 / 2, 1])
+        switches.append(Switch(name=f"r{index}", uplink_bytes_per_s=uplink))
+        for place in range(num_nodes):
+            nodes.append(_node(f"n{index}-{place}", rate if alike else _classes(random), f"r{index}"))
+    return Cluster(name="racks", nodes=tuple(nodes), switches=tuple(switches))
+
+
+def busiest_over_bound(cluster: Cluster) -> tuple[float, float]:
+    """By exact fractions, and by whole shares."""
+    net = cost.network(cluster)
+    bound_s = cost.network_bound(net, 1).seconds
+    tree = sharing.hierarchy(
+        net, cost.vertices(net, [node.name for node in cluster.nodes]).tolist(), MEMORY_BYTES_PER_S
+    )
+    found = sharing.fractions(tree, bound_s)
+    return found.busiest_s_per_byte / bound_s, sharing.cut(found).busiest_s_per_byte / bound_s
+
+
+def study(name: str, make: Callable[[Random], Cluster], count: int) -> None:
+    """One row of the table."""
+    pairs = [busiest_over_bound(make(Random(seed))) for seed in range(count)]
+    ratios = sorted(exact for exact, _ in pairs)
+    reached, near = (sum(ratio < limit for ratio in ratios) / count for limit in (1 + 1e-5, 1.05))
+    rounding = max(whole / exact for exact, whole in pairs)
+    print(
+        f"{name}: {reached:.1%} reach it, {near:.1%} within 5 %; 90 %: {ratios[count * 9 // 10]:.3f}, "
+        f"99 %: {ratios[count * 99 // 100]:.3f}, worst {ratios[-1]:.3f}; whole shares at most {rounding:.4f} times that"
+    )
+
+
+def main() -> None:
+    """All rows."""
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
+    study("any tree, rates uniform", lambda random: any_tree(random, lambda r: r.uniform(1e7, 1e8)), count)
+    study("any tree, rates 1, 2, 4, 10", lambda random: any_tree(random, _classes), count)
+    study("any tree, rates log-uniform", lambda random: any_tree(random, lambda r: 10 ** r.uniform(7, 9)), count)
+    study("racks, nodes alike", lambda random: racks(random, alike=True), count)
+    study("racks, nodes mixed", lambda random: racks(random, alike=False), count)
+
+
+def _node(name: str, rate: float, switch: str | None) -> Node:
+    nics = (Nic(name="eth0", rate_bytes_per_s=rate),)
+    return Node(name=name, devices=(Device(),), nics=nics, switch=switch)
+
+
+def _classes(random: Random) -> float:
+    return random.choice([1e7, 2e7, 4e7, 1e8])
+
+
+if __name__ == "__main__":
+    main()
