@@ -41,7 +41,7 @@ def turns(num_rounds: int, systems: Sequence[str]) -> Iterator[tuple[int, str]]:
 def timeout_s(num_bytes: int, bound_s: float) -> float:
     """How long a round may take before it counts as hung."""
     calls = calls_per_round(num_bytes)
-    return _PATIENCE_S + calls * (_TIMES_BOUND * bound_s + num_bytes / _SLOWEST_BYTES_PER_S)
+    return round(_PATIENCE_S + calls * (_TIMES_BOUND * bound_s + num_bytes / _SLOWEST_BYTES_PER_S), 1)
 
 
 def prepare(session: Session, num_bytes: int) -> None:

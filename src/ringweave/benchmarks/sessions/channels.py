@@ -162,7 +162,7 @@ def ask(channels: Sequence[Channel], order: dict[str, Any], timeout_s: float) ->
             rest_s = deadline_s - time.monotonic()
             if rest_s <= 0:
                 silent = next(i for i in range(len(channels)) if i not in answers)
-                raise ChannelError(f"{channels[silent].name} did not answer within {timeout_s:.0f} s")
+                raise ChannelError(f"{channels[silent].name} did not answer within {timeout_s:g} s")
             for key, _ in selector.select(rest_s):
                 document = channels[key.data].read_once()
                 if document is not None:

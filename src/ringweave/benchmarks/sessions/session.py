@@ -45,6 +45,7 @@ class Session:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._hellos: list[Hello] = []
         self._channels: list[Channel] = []
+        self._has_failed = False
 
     def __enter__(self) -> Self:
         return self
@@ -88,11 +89,12 @@ class Session:
         try:
             return ask(self._channels, order, timeout_s)
         except ChannelError as error:
+            self._has_failed = True
             raise PeerError(self._failure(f"failed in {order['do']!r}", str(error))) from error
 
     def close(self) -> None:
         """End all ranks: by word, then by hanging up, then by signals to the processes that are known."""
-        if self._channels:
+        if self._channels and not self._has_failed:
             with contextlib.suppress(ChannelError):
                 ask(self._channels, {"do": "stop"}, STOP_S)
         for channel in self._channels:

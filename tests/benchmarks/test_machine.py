@@ -1,0 +1,30 @@
+import subprocess
+from pathlib import Path
+
+from ringweave.benchmarks import machine
+
+
+def test_what_a_number_was_measured_on() -> None:
+    found = machine.describe()
+    assert found["machine"]["num_cpus"] >= 1
+    assert found["machine"]["memory_bytes"] > 2**28
+    assert found["date"].endswith("+00:00")
+    assert found["versions"]["ringweave"]
+
+
+def test_cpu_models() -> None:
+    assert machine._cpu_model("processor: 0\nmodel name\t: Fast CPU @ 3 GHz\n") == "Fast CPU @ 3 GHz"
+    assert machine._cpu_model("")
+
+
+def test_the_commit_says_whether_files_differ(tmp_path: Path) -> None:
+    assert machine._git_commit(tmp_path) is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@y"]
+    (tmp_path / "a").write_text("1")
+    for command in (["init", "-q"], ["add", "a"], ["commit", "-q", "-m", "m", "--no-verify"]):
+        subprocess.run([*git, *command], check=True)
+    clean = machine._git_commit(tmp_path)
+    assert clean is not None
+    assert len(clean) == 12
+    (tmp_path / "a").write_text("2")
+    assert machine._git_commit(tmp_path) == f"{clean}-dirty"
