@@ -52,6 +52,7 @@ def by_brute_force(rates: dict[tuple[str, str], float], nodes: list[str]) -> flo
     return best
 
 
+@pytest.mark.slow
 @given(random_trees(max_nodes=5))
 def test_the_bound_is_the_largest_over_all_cuts_and_partitions(case) -> None:
     cluster, nodes, rates = case
@@ -197,6 +198,7 @@ def test_ten_thousand_unequal_nodes() -> None:
     assert found.binding.startswith("partition into 101 parts (n0-0; n0-1; ")
 
 
+@pytest.mark.slow
 def test_a_chain_of_switches_deeper_than_the_stack() -> None:
     depth = 3000
     switches = [f"  - {{name: s{i}, uplink: 1Gbit/s{f', parent: s{i - 1}' if i else ''}}}" for i in range(depth)]

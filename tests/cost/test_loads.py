@@ -29,6 +29,7 @@ def walked(schedule: Schedule, cluster: Cluster, nodes: list[str], num_bytes: in
     return on_link
 
 
+@pytest.mark.slow
 @given(random_trees(), st.sampled_from(sorted(samples.ALL)), st.integers(1, 9), st.randoms(use_true_random=False))
 def test_bytes_on_links_are_those_of_all_operations_along_their_routes(
     case, name: str, num_ranks: int, random: Random

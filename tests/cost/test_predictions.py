@@ -52,6 +52,7 @@ def test_phases_that_use_different_directions_overlap_in_segments() -> None:
     assert cost.bound(cluster, 10 * MB).seconds == 2.0
 
 
+@pytest.mark.slow
 @given(
     random_trees(min_nodes=2),
     st.sampled_from(sorted(samples.ALL)),

@@ -30,6 +30,7 @@ def example(name: str) -> Cluster:
     return topology.load(f"examples/clusters/{name}.yaml")
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(random_trees(max_nodes=4), st.integers(1, 3), st.randoms(use_true_random=False))
 def test_every_plan_is_text_and_back_and_all_its_schedules_compute_the_sum(case, most: int, random: Random) -> None:
@@ -215,6 +216,7 @@ def test_text_that_lacks_something(key: str) -> None:
         Plan.parse(json.dumps(document))
 
 
+@pytest.mark.slow
 def test_planning_without_need_of_the_program_does_not_bring_scipy() -> None:
     code = (
         "import sys; from ringweave import planning, topology;"

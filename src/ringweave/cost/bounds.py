@@ -7,7 +7,7 @@ import numpy as np
 
 from ringweave import units
 from ringweave.cost.network import Network, network
-from ringweave.cost.partitions import Partition, Tree, worst_partition
+from ringweave.cost.partitions import Region, Tree, worst_region
 from ringweave.topology import Cluster
 
 _CLEARLY_LARGER = 1 + 1e-9
@@ -94,28 +94,27 @@ def _cut(net: Network) -> _Found:
 
 def _partitions(net: Network) -> Iterator[_Found]:
     tree = Tree(net.parents.tolist(), net.up_bytes_per_s.tolist(), net.down_bytes_per_s.tolist(), net.is_node.tolist())
-    yield _described(net, tree, worst_partition(tree), "leave")
+    yield _described(net, worst_region(tree), "leave")
     if tree.up != tree.down:
-        yield _described(net, tree, worst_partition(tree.turned()), "enter")
+        yield _described(net, worst_region(tree.turned()), "enter")
 
 
-def _described(net: Network, tree: Tree, partition: Partition, way: str) -> _Found:
-    part_of, nodes, links = partition.part_of, dict[int, list[str]](), []
-    for vertex, parent in enumerate(tree.parents):
-        if tree.is_node[vertex]:
-            nodes.setdefault(part_of[vertex], []).append(net.names[vertex])
-        if parent >= 0 and part_of[vertex] != part_of[parent]:
-            leaves, enters = net.up_name(vertex), net.down_name(vertex)
-            of_vertex, of_parent = (leaves, enters) if way == "leave" else (enters, leaves)
-            links += [of_vertex] * (part_of[vertex] >= 0) + [of_parent] * (part_of[parent] >= 0)
-    count = partition.num_parts
-    shown = "; ".join(_named(tuple(names)) for names in list(nodes.values())[:_MAX_NAMED])
+def _described(net: Network, region: Region, way: str) -> _Found:
+    parts = [net.nodes_below(vertex) for vertex in region.tops_of_parts]
+    away, towards = (net.up_name, net.down_name) if way == "leave" else (net.down_name, net.up_name)
+    links = [away(vertex) for vertex in region.tops_of_parts]
+    if region.top:
+        below = set(net.nodes_below(region.top))
+        parts.append(tuple(name for name in net.nodes_below(0) if name not in below))
+        links.append(towards(region.top))
+    count = region.num_parts
+    shown = "; ".join(map(_named, parts[:_MAX_NAMED]))
     more = f"; and {count - _MAX_NAMED} more" if count > _MAX_NAMED else ""
     text = (
         f"partition into {count} parts ({shown}{more}): the message {2 * (count - 1)} times has to {way} them, at "
-        f"{_rate_text(partition.out_bytes_per_s)} together"
+        f"{_rate_text(region.into_bytes_per_s)} together"
     )
-    return _Found(partition.ratio, text, tuple(links))
+    return _Found(region.ratio, text, tuple(links))
 
 
 def _named(names: tuple[str, ...]) -> str:

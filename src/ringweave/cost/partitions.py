@@ -1,39 +1,26 @@
 """The partition of a network's nodes that bounds an allreduce most: max of 2 (parts - 1) / (rate out of all parts).
 
 Every allreduce without reduction inside the network carries at least 2 (parts - 1) times the message out of the parts
-of any partition, and a part lets out no more than its smallest cut. Here the parts are connected sets of vertices,
-no two of them overlapping, each with at least one node; switches may belong to none. Leaving out parts that overlap
-loses nothing beside the bound of the single cuts: by submodularity of cuts, two that share switches can be joined,
-which saves at least the cut around the shared switches, and that is at least twice the smallest cut of all. So
-max(cuts, partitions) is the same.
+of any partition, and a part lets out no more than its smallest cut. There are many partitions, but beside the bound of
+the smallest cut, 1/c, only few count: those into which a tree falls when a *region*, a connected set of switches, is
+taken out. For let X_g be the smallest cut's side of each part g, and let the ratio be larger than 1/c.
 
-The ratio is maximised by Dinkelbach's iteration (Management Science 13, 1967): for a ratio guessed too low, the
-partition with the largest 2 (parts - 1) - ratio x (rate out) has a larger ratio; for the right one it has no larger.
+1. The X_g may be taken connected, and disjoint: by submodularity, joining two that share switches saves at least the
+   cut around these, which is 2 c or more, for one part less; by the mediant, that raises the ratio.
+2. No two are neighbours: joining them saves both directions of the link between them, 2 c or more.
+3. So each link out of a part leads into one of the connected regions of the switches that belong to no part. Parts and
+   regions form a tree in which region j has d_j neighbours, and the d_j - 1 add up to parts - 1. The ratio is the
+   mediant of the regions' own ratios 2 (d_j - 1) / (rate into region j), so one of these is at least as large.
+
+The best region is found by Dinkelbach's iteration (Management Science 13, 1967): for a ratio guessed too low, the
+region with the largest 2 (d - 1) - ratio x (rate into it) has a larger ratio; for the right one it has no larger.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _NOTHING_GAINED = 1e-12
-_IMPOSSIBLE = -math.inf
-
-
-@dataclass(frozen=True, slots=True)
-class Partition:
-    """Parts as vertices, and what they let out."""
-
-    part_of: tuple[int, ...]
-    """For each vertex the topmost vertex of its part; -1 for a switch that belongs to none."""
-    num_parts: int
-    """How many parts there are."""
-    out_bytes_per_s: float
-    """Rates of all links that leave a part, added up; one between two parts counts for the part that it leaves."""
-
-    @property
-    def ratio(self) -> float:
-        """Seconds per byte of a message."""
-        return 2 * (self.num_parts - 1) / self.out_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,99 +38,68 @@ class Tree:
         """All links the other way round."""
         return Tree(self.parents, self.down, self.up, self.is_node)
 
-    def upwards(self) -> Iterator[tuple[int, int]]:
-        """(vertex, parent), children first."""
-        return ((vertex, self.parents[vertex]) for vertex in range(len(self.parents) - 1, 0, -1))
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A connected set of switches, and the parts into which the nodes fall without it."""
+
+    top: int
+    """Its switch next to the root; where that is not the root, what is not below it is a part."""
+    tops_of_parts: tuple[int, ...]
+    """The other parts are what is below these vertices."""
+    into_bytes_per_s: float
+    """Rates of the links from the parts into the region, added up."""
+
+    @property
+    def num_parts(self) -> int:
+        """How many parts there are."""
+        return len(self.tops_of_parts) + (self.top != 0)
+
+    @property
+    def ratio(self) -> float:
+        """Seconds per byte of a message."""
+        return 2 * (self.num_parts - 1) / self.into_bytes_per_s
 
 
-def worst_partition(tree: Tree) -> Partition:
-    """The partition of the largest ratio, at least two nodes being there.
+def worst_region(tree: Tree) -> Region:
+    """The region of the largest ratio, at least two nodes being there.
 
     Cost:
         A few passes over the vertices.
     """
-    best = _partition(tree, [vertex if node else -1 for vertex, node in enumerate(tree.is_node)])
+    best = _region(tree, 0, tree.is_node)
     while True:
-        better = _partition(tree, _largest_gain(tree, best.ratio))
-        if better.num_parts < 2 or better.ratio <= best.ratio * (1 + _NOTHING_GAINED):
+        better = _largest_gain(tree, best.ratio)
+        if better.ratio <= best.ratio * (1 + _NOTHING_GAINED):
             return best
         best = better
 
 
-def _partition(tree: Tree, part_of: list[int]) -> Partition:
-    out = 0.0
-    for vertex, parent in tree.upwards():
-        if part_of[vertex] != part_of[parent]:
-            out += tree.up[vertex] * (part_of[vertex] >= 0) + tree.down[vertex] * (part_of[parent] >= 0)
-    return Partition(tuple(part_of), len(set(part_of) - {-1}), out)
+def _largest_gain(tree: Tree, ratio: float) -> Region:
+    """The region with the largest 2 (parts - 1) - ratio x (rate into it)."""
+    gains = [0.0] * len(tree.parents)  # of the best region with this top, but for the part above
+    is_part = list(tree.is_node)
+    best, top = -math.inf, 0
+    for vertex in range(len(gains) - 1, -1, -1):
+        as_part = 2 - ratio * tree.up[vertex]
+        if not tree.is_node[vertex]:
+            above = 2 - ratio * tree.down[vertex] if vertex else 0.0
+            if gains[vertex] + above > best:
+                best, top = gains[vertex] + above, vertex
+            is_part[vertex] = as_part >= gains[vertex]
+        if vertex:
+            gains[tree.parents[vertex]] += as_part if is_part[vertex] else gains[vertex]
+    return _region(tree, top, is_part)
 
 
-class _Values:
-    """The largest gain below each vertex, by what the vertex itself is.
-
-    `none`: it belongs to no part. `bare`: its part has no node below it so far. `held`: its part has one. The part of
-    the vertex itself is counted, as 2, by whoever ends it.
-    """
-
-    def __init__(self, tree: Tree, ratio: float) -> None:
-        count = len(tree.parents)
-        self.none, self.bare, self.held = [0.0] * count, [0.0] * count, [0.0] * count
-        self.up = [ratio * rate for rate in tree.up]
-        self.down = [ratio * rate for rate in tree.down]
-        shortfall = [_IMPOSSIBLE] * count
-        for vertex in range(count - 1, -1, -1):
-            if tree.is_node[vertex]:
-                self.none[vertex] = self.bare[vertex] = _IMPOSSIBLE
-            else:
-                self.held[vertex] += min(0.0, shortfall[vertex])
-            if vertex:
-                parent = tree.parents[vertex]
-                apart = self.apart(vertex)
-                self.none[parent] += max(self.none[vertex], self.ended(vertex))
-                self.bare[parent] += apart
-                self.held[parent] += max(apart, self.held[vertex])
-                shortfall[parent] = max(shortfall[parent], self.held[vertex] - apart)
-
-    def ended(self, vertex: int) -> float:
-        """The vertex is the top of a part."""
-        return self.held[vertex] + 2 - self.up[vertex]
-
-    def apart(self, vertex: int) -> float:
-        """The parent is in a part, which gets no node from this vertex."""
-        without = max(self.none[vertex], self.ended(vertex)) - self.down[vertex]
-        return max(self.bare[vertex], without)
-
-
-def _largest_gain(tree: Tree, ratio: float) -> list[int]:
-    """`part_of` of the partition with the largest 2 parts - ratio x out."""
-    values = _Values(tree, ratio)
-    count = len(tree.parents)
-    giver = _givers(tree, values)
-    part_of = [-1] * count
-    is_held = [False] * count
-    if values.held[0] + 2 >= values.none[0]:
-        part_of[0], is_held[0] = 0, True
-    for vertex in range(1, count):
-        parent = tree.parents[vertex]
-        if part_of[parent] >= 0:
-            apart = values.apart(vertex)
-            if is_held[parent] and (giver[parent] == vertex or values.held[vertex] >= apart):
-                part_of[vertex], is_held[vertex] = part_of[parent], True
-                continue
-            if values.bare[vertex] >= apart:
-                part_of[vertex] = part_of[parent]
-                continue
-        if values.ended(vertex) >= values.none[vertex]:
-            part_of[vertex], is_held[vertex] = vertex, True
-    return part_of
-
-
-def _givers(tree: Tree, values: _Values) -> list[int]:
-    """For each switch the vertex below it that loses least by giving a node to the switch's part."""
-    giver = [-1] * len(tree.parents)
-    least = [_IMPOSSIBLE] * len(tree.parents)
-    for vertex, parent in tree.upwards():
-        gain = values.held[vertex] - values.apart(vertex)
-        if gain > least[parent]:
-            least[parent], giver[parent] = gain, vertex
-    return giver
+def _region(tree: Tree, top: int, is_part: Sequence[bool]) -> Region:
+    """The region below `top` that reaches down to the vertices that are parts."""
+    inside, tops, into = [False] * len(tree.parents), [], 0.0
+    inside[top] = True
+    for vertex in range(top + 1, len(tree.parents)):
+        if inside[tree.parents[vertex]]:
+            inside[vertex] = not is_part[vertex]
+            if is_part[vertex]:
+                tops.append(vertex)
+                into += tree.up[vertex]
+    return Region(top, tuple(tops), into + (tree.down[top] if top else 0.0))

@@ -25,6 +25,7 @@ def planned(cluster: Cluster, nodes: list[str], rates: dict[str, float]):
     return found, laid_out, schedules.multi_level(top, shares), slower
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(random_trees(min_nodes=2, max_nodes=6), st.integers(1, 3), st.randoms(use_true_random=False))
 def test_the_schedule_computes_the_sum_and_loads_the_links_as_the_program_says(case, most: int, random: Random) -> None:
