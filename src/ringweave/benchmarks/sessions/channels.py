@@ -5,6 +5,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -96,6 +97,7 @@ class Listener:
 
     def __exit__(self, *_: object) -> None:
         self._socket.close()
+        self.path.unlink(missing_ok=True)
 
     def gather(
         self, session: str, world_size: int, timeout_s: float, check_alive: Callable[[], None]
@@ -113,8 +115,7 @@ class Listener:
         """
         deadline_s = time.monotonic() + timeout_s
         greeted: dict[int, tuple[Hello, Channel]] = {}
-        strangers: list[Channel] = []
-        with selectors.DefaultSelector() as selector:
+        with ExitStack() as if_it_fails, selectors.DefaultSelector() as selector:
             selector.register(self._socket, selectors.EVENT_READ)
             while len(greeted) < world_size:
                 check_alive()
@@ -122,10 +123,12 @@ class Listener:
                     raise ChannelError(f"{len(greeted)} of {world_size} ranks came within {timeout_s:g} s")
                 for key, _ in selector.select(0.2):
                     if key.fileobj is self._socket:
-                        strangers.append(Channel(self._socket.accept()[0]))
-                        selector.register(strangers[-1], selectors.EVENT_READ)
+                        stranger = Channel(self._socket.accept()[0])
+                        if_it_fails.callback(stranger.close)
+                        selector.register(stranger, selectors.EVENT_READ)
                     else:
                         self._greet(key.fileobj, selector, session, greeted)
+            if_it_fails.pop_all()
         return [greeted[rank] for rank in sorted(greeted)]
 
     def _greet(

@@ -100,7 +100,7 @@ class Session:
         for channel in self._channels:
             channel.close()
         known = [hello.process for hello in self._hellos]
-        _end([*known, *(_alive(process.pid) for process in self._processes if process.poll() is None)])
+        _end([*known, *_alive([process.pid for process in self._processes if process.poll() is None])])
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -158,8 +158,13 @@ class Session:
         return "\n".join(f"    {line}" for line in lines[-_LAST_LINES:]) or "    (none)"
 
 
-def _alive(pid: int) -> psutil.Process:
-    return psutil.Process(pid)
+def _alive(pids: Sequence[int]) -> list[psutil.Process]:
+    """Those that have not ended meanwhile."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
+    return found
 
 
 def _end(processes: Sequence[psutil.Process]) -> None:

@@ -1,0 +1,120 @@
+"""Whole comparisons of systems whose rank is one small program: what happens when a system misbehaves."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ringweave import topology
+from ringweave.benchmarks import comparing, searching
+from ringweave.benchmarks.comparing import Report, compare
+from ringweave.benchmarks.places.place import OnThisMachine
+from ringweave.benchmarks.progress import Progress
+from ringweave.benchmarks.requests import Request
+from ringweave.benchmarks.sessions.channels import Listener
+from ringweave.benchmarks.sessions.opening import Hall
+from ringweave.benchmarks.systems import Knob
+from ringweave.errors import CommunicationError, LaunchError, PeerError
+from tests.benchmarks.conftest import Fake
+
+CLUSTER = topology.one_machine([1])
+
+
+class Choosy(Fake):
+    """Has several knobs, of which some do not work; remembers which it was started with."""
+
+    def __init__(self, name: str, *manners: str) -> None:
+        super().__init__(manners[0])
+        self.name, self._manners = name, manners
+
+    def knobs(self, shape):
+        return [Knob(name=manner) for manner in self._manners]
+
+    def starts(self, setup, knob):
+        self._manner = knob.name
+        return super().starts(setup, knob)
+
+
+class Absent(Fake):
+    """Is not installed."""
+
+    def problem(self) -> str:
+        return "it is not here. Make it: make bench-setup"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
+    """`run({"a": system})`: the report of a comparison of these."""
+
+    def go(systems: dict[str, Fake], **changes) -> Report:
+        monkeypatch.setattr(comparing, "ALL", systems)
+        monkeypatch.setattr(searching, "ALL", systems)
+        values = {"num_rounds": 3, "num_search_rounds": 1, "sizes": (4000,)} | changes
+        request = Request(cluster=CLUSTER, is_local=True, systems=tuple(systems), **values)
+        with Listener(tmp_path / "control") as listener:
+            hall = Hall(OnThisMachine(CLUSTER), listener, tmp_path, None)
+            return compare(request, hall, Progress(io.StringIO()))
+
+    return go
+
+
+def test_everybody_has_the_rounds_asked_for(run) -> None:
+    report = run({"a": Choosy("a", "sums"), "b": Choosy("b", "sums")}, sizes=(4000, 8000))
+    found = [(each.system, each.num_bytes, len(each.seconds), each.schedule) for each in report.results]
+    assert found == [(name, size, 3, None) for size in (4000, 8000) for name in "ab"]
+    assert (report.versions, report.notes) == ({"a": "fake 1.0", "b": "fake 1.0"}, [])
+    assert report.search == []  # one knob each
+
+
+def test_knobs_that_do_not_work_are_left_out(run) -> None:
+    report = run({"a": Choosy("a", "ends", "sums", "dies")})
+    assert [each.knob for each in report.results] == ["sums"]
+    assert [each["knob"] for each in report.search] == ["sums"]
+    assert [note[:39] for note in report.notes] == [
+        "knob left out: a (ends) could not be st",
+        "knob left out: a (dies) failed in 'run'",
+    ]
+
+
+def test_absent_systems_are_left_out_with_a_note(run) -> None:
+    report = run({"a": Absent("sums"), "b": Choosy("b", "sums")})
+    assert [each.system for each in report.results] == ["b"]
+    assert report.notes == ["a is left out: it is not here. Make it: make bench-setup"]
+
+
+def test_nobody_is_here(run) -> None:
+    expected = (
+        r"systems that can run here: \[\], expected at least one\. a: it is not here\. Make it: make bench-setup\."
+    )
+    with pytest.raises(LaunchError, match=expected):
+        run({"a": Absent("sums")})
+
+
+def test_nobody_starts(run) -> None:
+    expected = (
+        r"systems: none could be started, expected at least one\. a \(ends\) did not start and is left out: a \(ends\)"
+    )
+    with pytest.raises(LaunchError, match=expected):
+        run({"a": Choosy("a", "ends")})
+
+
+def test_a_peer_that_fails_is_left_out(run) -> None:
+    report = run({"a": Choosy("a", "dies"), "b": Choosy("b", "sums")})
+    assert [each.system for each in report.results] == ["b"]
+    assert report.notes[0].startswith(
+        "a is left out at 4kB: a (dies) failed in 'run': rank 0 ended, expected all ranks"
+    )
+
+
+def test_ringweave_may_not_fail(run) -> None:
+    with pytest.raises(PeerError, match=r"ringweave \(dies\) failed in 'run'"):
+        run({"ringweave": Choosy("ringweave", "dies"), "b": Choosy("b", "sums")})
+    with pytest.raises(LaunchError, match=r"ringweave \(ends\) could not be started"):
+        run({"ringweave": Choosy("ringweave", "ends"), "b": Choosy("b", "sums")})
+
+
+@pytest.mark.parametrize("manners", [("wrong",), ("sums", "wrong")])
+def test_a_wrong_sum_ends_everything(run, manners: tuple[str, ...]) -> None:
+    with pytest.raises(CommunicationError, match=r"sum of a \(wrong\) in element 3"):
+        run({"a": Choosy("a", *manners), "b": Choosy("b", "sums")})
