@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from ringweave import cost, topology
 from ringweave.errors import ClusterError
 from ringweave.topology import Cluster
-from tests.cost.trees import flat, random_trees
+from tests.cost.trees import flat, node, random_trees
 
 
 def rates_of(cluster: Cluster, rates: dict[str, float]) -> dict[tuple[str, str], float]:
@@ -128,6 +128,19 @@ def test_four_racks() -> None:
         "partition into 4 parts (n0-0, n0-1, n0-2, n0-3; n1-0, n1-1, n1-2, n1-3; n2-0, n2-1, n2-2, n2-3; n3-0, n3-1, "
         "n3-2, n3-3): the message 6 times has to leave them, at 800Mbit/s together"
     )
+
+
+def test_a_region_of_some_of_the_switches() -> None:
+    """Taking out core and s leaves five parts with slow links; t would add fast ones, the link from s to core is fast."""
+    nodes = [node("a", 1.0), node("b", 1.0), node("c", 1.0, "s"), node("d", 1.0, "s")]
+    nodes += [node("e", 100.0, "t"), node("f", 100.0, "t")]
+    switches = (
+        topology.Switch(name="s", uplink_bytes_per_s=100.0),
+        topology.Switch(name="t", uplink_bytes_per_s=1.0),
+    )
+    found = cost.bound(Cluster(name="mixed", nodes=tuple(nodes), switches=switches), 1)
+    assert found.seconds == 2 * 4 / 5
+    assert set(found.links) == {"a->core", "b->core", "c->s", "d->s", "t->core"}
 
 
 def test_a_node_that_receives_slowly() -> None:

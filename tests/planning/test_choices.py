@@ -54,6 +54,11 @@ def test_a_ring_gains_nothing_by_overlapping() -> None:
     assert (choice.lag, choice.window) == (0, 2)
 
 
+def test_overlapping_has_to_be_worth_two_percent() -> None:
+    assert pipelined("ring", changed(waves_s_per_byte=7e-8 * 1.015), 25 * MB).lag == 0
+    assert pipelined("ring", changed(waves_s_per_byte=7e-8 * 1.1), 25 * MB).lag == 4
+
+
 def test_what_loads_one_direction_after_the_other_overlaps_with_four_segments_in_flight() -> None:
     choice = pipelined("direct", changed(waves_s_per_byte=14e-8, num_rounds=10), 25 * MB)
     assert (choice.lag, choice.window) == (3, 28)

@@ -77,10 +77,9 @@ def _give_out(
     for first, end, reach in reaches:
         available[reach] += end - first
     given = [[0] * num_reaches for _ in led]
-    owed = [0.0] * len(led)
     for reach in range(num_reaches):
         wanted = [z[reach] - (z[reach - 1] if reach else 0.0) for z in led]
-        for place, units in enumerate(_apportioned(available[reach], wanted, owed)):
+        for place, units in enumerate(_apportioned(available[reach], wanted)):
             given[place][reach] = units
     left = [[given[place][reach] for place in range(len(led))] for reach in range(num_reaches)]
     at = [0] * num_reaches
@@ -97,20 +96,15 @@ def _give_out(
     return given, stretches
 
 
-def _apportioned(units: int, wanted: Sequence[float], owed: list[float]) -> list[int]:
-    """Whole units in the ratio of what is wanted, the largest remainders first; `owed` carries what rounding took."""
-    total = sum(max(0.0, value) for value in wanted)
-    ideal = [units * max(0.0, value) / total if total > 0 else units / len(wanted) for value in wanted]
-    aims = [max(0.0, exact + more) for exact, more in zip(ideal, owed, strict=True)]
-    given = [int(aim) for aim in aims]
-    while (spare := units - sum(given)) != 0:
-        step = 1 if spare > 0 else -1
-        open_ = [i for i in range(len(given)) if spare > 0 or given[i] > 0]
-        open_.sort(key=lambda i: step * (given[i] - aims[i]))
-        for i in open_[: abs(spare)]:
-            given[i] += step
-    for place, exact in enumerate(ideal):
-        owed[place] += exact - given[place]
+def _apportioned(units: int, wanted: Sequence[float]) -> list[int]:
+    """Whole units in the ratio of what is wanted, the largest remainders first."""
+    positive = [max(0.0, value) for value in wanted]
+    total = sum(positive)
+    ideal = [units * value / total if total > 0 else units / len(wanted) for value in positive]
+    given = [int(exact) for exact in ideal]
+    by_remainder = sorted(range(len(given)), key=lambda place: given[place] - ideal[place])
+    for place in by_remainder[: units - sum(given)]:
+        given[place] += 1
     return given
 
 
