@@ -131,7 +131,7 @@ def test_four_racks() -> None:
 
 
 def test_a_region_of_some_of_the_switches() -> None:
-    """Taking out core and s leaves five parts with slow links; t would add fast ones, the link from s to core is fast."""
+    """Without core and s there are five parts with slow links; t would add fast ones, as the link from s to core is."""
     nodes = [node("a", 1.0), node("b", 1.0), node("c", 1.0, "s"), node("d", 1.0, "s")]
     nodes += [node("e", 100.0, "t"), node("f", 100.0, "t")]
     switches = (
