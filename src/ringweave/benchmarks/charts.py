@@ -1,7 +1,8 @@
 """Results of one or several clusters as grouped bars. matplotlib is loaded only when something is drawn."""
 
 import importlib.util
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,19 +68,21 @@ def draw(documents: Sequence[dict[str, Any]], path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot
 
+    bounded, relative = groups(documents)
     panels = [
-        (found, label)
-        for found, label in zip(
-            groups(documents), ("fraction of the lower bound (1 = optimal)", "speed, Gloo = 1"), strict=True
-        )
-        if found
+        (found, draw_panel) for found, draw_panel in ((bounded, _draw_bounded), (relative, _draw_relative)) if found
     ]
     widest = max(sum(len(group.bars) + 1 for group in found) for found, _ in panels)
     figure, axes = pyplot.subplots(
-        len(panels), 1, figsize=(max(6.0, 0.42 * widest + 1.5), 4.2 * len(panels)), squeeze=False, layout="constrained"
+        len(panels), 1, figsize=(max(6.0, 0.42 * widest + 1.5), 3.8 * len(panels)), squeeze=False, layout="constrained"
     )
-    for axis, (found, label) in zip(axes[:, 0], panels, strict=True):
-        _draw_panel(axis, found, label)
+    for axis, (found, draw_panel) in zip(axes[:, 0], panels, strict=True):
+        draw_panel(axis, found)
+        _finish_panel(axis, found, widest)
+    handles = {
+        label: handle for axis in axes[:, 0] for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles.keys(), ncols=4, frameon=False, fontsize=9, loc="outside upper left")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
@@ -100,27 +103,60 @@ def _bar(result: dict[str, Any], best_s: float) -> Bar:
 
 
 def _quartiles(seconds: Sequence[float]) -> tuple[float, float]:
-    import statistics
-
     low_s, _, high_s = statistics.quantiles(seconds, n=4, method="inclusive")
     return low_s, high_s
 
 
-def _draw_panel(axis: Any, found: Sequence[Group], label: str) -> None:
-    at, centres, seen = 0.0, [], set()
+def _draw_bounded(axis: Any, found: Sequence[Group]) -> None:
     top = max(bar.high for group in found for bar in group.bars)
+    for at, bar in _positions(found):
+        _draw_bar(axis, at, bar, bottom=0.0)
+        axis.text(at, 0.02 * top, f"{bar.height:.2f}", ha="center", va="bottom", color="white", fontsize=7)
+    axis.set_ylabel("fraction of the lower bound (1 = optimal)")
+    axis.set_ylim(0, max(1.08, 1.05 * top))
+
+
+def _draw_relative(axis: Any, found: Sequence[Group]) -> None:
+    """Bars up and down from 1, as twice and half as fast are the same distance."""
+    axis.set_yscale("log")
+    for at, bar in _positions(found):
+        _draw_bar(axis, at, bar, bottom=1.0)
+        tip, va = (bar.high * 1.05, "bottom") if bar.height >= 1 else (bar.low / 1.05, "top")
+        axis.text(at, tip, f"{bar.height:.3g}", ha="center", va=va, fontsize=7)
+    low, high = (
+        min(bar.low for group in found for bar in group.bars),
+        max(b.high for group in found for b in group.bars),
+    )
+    low, high = min(low / 1.4, 0.5), max(high * 1.4, 2.0)
+    axis.set_ylim(low, high)
+    ticks = [tick for tick in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if low <= tick <= high]
+    axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.minorticks_off()
+    has_gloo = all(any(bar.system == "gloo" for bar in group.bars) for group in found)
+    axis.set_ylabel("relative speed (Gloo = 1)" if has_gloo else "relative speed")
+
+
+def _draw_bar(axis: Any, at: float, bar: Bar, *, bottom: float) -> None:
+    error = [[bar.height - bar.low], [bar.high - bar.height]]
+    axis.bar(at, bar.height - bottom, 0.9, bottom=bottom, color=_COLOURS[bar.system], label=_LABELS[bar.system])
+    axis.errorbar(at, bar.height, yerr=error, capsize=2, color="black", linewidth=1)
+
+
+def _finish_panel(axis: Any, found: Sequence[Group], widest: int) -> None:
+    centres, at = [], 0
     for group in found:
-        for index, bar in enumerate(group.bars):
-            name = None if bar.system in seen else _LABELS[bar.system]
-            seen.add(bar.system)
-            error = [[bar.height - bar.low], [bar.high - bar.height]]
-            axis.bar(at + index, bar.height, 0.9, yerr=error, capsize=2, color=_COLOURS[bar.system], label=name)
-            axis.text(at + index, 0.02 * top, f"{bar.height:.2f}", ha="center", va="bottom", color="white", fontsize=7)
         centres.append(at + (len(group.bars) - 1) / 2)
         at += len(group.bars) + 1
     axis.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
     axis.set_xticks(centres, [group.label for group in found], fontsize=8)
-    axis.set_ylabel(label)
-    axis.set_ylim(0, max(1.1, 1.15 * top))
+    axis.set_xlim(-1, widest - 1)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(ncols=4, frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, 1.14))
+
+
+def _positions(found: Sequence[Group]) -> Iterator[tuple[int, Bar]]:
+    at = 0
+    for group in found:
+        for bar in group.bars:
+            yield at, bar
+            at += 1
+        at += 1
