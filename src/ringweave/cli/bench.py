@@ -74,15 +74,12 @@ def allreduce(  # noqa: PLR0913, PLR0917 - one parameter per option
         num_search_rounds=requests.check_count("--search-rounds", search_rounds, 0),
         schedule=schedules.check_name(schedule, where="--schedule") if schedule is not None else None,
     )
-    for option, path in (("--out", out_path), ("--picture", picture_path)):
-        _check_writable(option, path)
+    _check_writable("--out", out_path)
+    _check_writable("--picture", picture_path)
     _check_picture(picture_path)
     report = running.run(request, Progress(sys.stderr))
     document = report.document()
-    if out_path:
-        Path(out_path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    if picture_path:
-        _draw([document], picture_path)
+    _keep(document, out_path, picture_path)
     click.echo(json.dumps(document) if as_json else tables.render(report).rstrip())
     return 0
 
@@ -98,6 +95,13 @@ def picture(results: tuple[str, ...], out_path: str) -> int:
     _check_picture(out_path)
     _draw([documents.load(path) for path in results], out_path)
     return 0
+
+
+def _keep(document: dict[str, Any], out_path: str | None, picture_path: str | None) -> None:
+    if out_path:
+        Path(out_path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if picture_path:
+        _draw([document], picture_path)
 
 
 def _draw(found: list[dict[str, Any]], path: str) -> None:
