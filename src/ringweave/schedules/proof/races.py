@@ -81,7 +81,8 @@ class _Stretches:
     """
 
     def __init__(self) -> None:
-        self._begin = self._count = self._sorted_begin = self._sorted_end = np.zeros(0, np.int64)
+        self._begin = self._sorted_begin = self._sorted_end = np.zeros(0, np.int64)
+        self._count = np.zeros(0, np.int32)
 
     def sorted(self, ranks: _Ints, ops: Round, width: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(begin, end) by begin, of the operations' chunks at these ranks; ends are in order if none overlap."""
