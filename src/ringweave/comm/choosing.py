@@ -1,6 +1,8 @@
 """Which schedule a message takes: the group's plan, and what goes to the host library instead."""
 
+import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
@@ -8,6 +10,7 @@ from torch.distributed import Store
 
 from ringweave import planning, schedules, topology
 from ringweave.comm.members import Members
+from ringweave.cost import Assumptions
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import PeerError
 from ringweave.planning import Choice, Plan
@@ -16,11 +19,14 @@ from ringweave.topology import Cluster, Device, Nic, Node
 MIN_SCHEDULED_BYTES = 64 * 2**10
 """Below this a message goes to the host library untouched: latency decides there, and Python costs more of it."""
 
-MIN_SHARED_BYTES = 2 * 10**6
+MIN_SHARED_BYTES = 3 * 10**6
 """The same for a group on one node, where the host library is faster up to here: see docs/log.md."""
 
 _ASSUMED_BYTES_PER_S = 10e9 / 8
 """10 Gbit/s for every node, where nobody described them."""
+
+_CROWDED_PIECE_BYTES = 4e6
+"""Pieces inside a node with more ranks than processors, where waking a rank costs a change of context."""
 
 _MAX_CHOICES = 4096
 
@@ -91,10 +97,13 @@ def make_plan(members: Members, environment: WorkerEnvironment) -> Plan:
         ClusterError: The cluster file is wrong, or lacks a member's node.
     """
     nodes = [member.place.node for member in members.ranks]
+    crowded = max(Counter(nodes).values()) > len(os.sched_getaffinity(0))
+    assumptions = Assumptions(local_piece_bytes=_CROWDED_PIECE_BYTES) if crowded else Assumptions()
     if environment.cluster_path is not None:
-        return planning.plan_group(topology.load(environment.cluster_path), nodes)
+        return planning.plan_group(topology.load(environment.cluster_path), nodes, assumptions=assumptions)
     names = {node: f"node{index}" for index, node in enumerate(dict.fromkeys(nodes))}
-    return planning.plan_group(_assumed(names.values()), [names[node] for node in nodes])
+    cluster = _assumed(names.values())
+    return planning.plan_group(cluster, [names[node] for node in nodes], assumptions=assumptions)
 
 
 def choose(num_bytes: int, members: Members, plan: GroupPlan, *, forced: str | None, host_can: bool) -> Choice:

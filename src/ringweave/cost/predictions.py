@@ -20,6 +20,8 @@ class Assumptions:
     """What one rank copies or adds from a rank of its own node; two or three passes over ordinary memory."""
     message_s: float = 30e-6
     """Time of a rank's processor for each message that it sends or receives, in Python."""
+    local_piece_bytes: float = 1e6
+    """Best size of a piece inside a node: small ones stay in the caches, large ones wake fewer ranks up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +48,8 @@ class Demand:
     """Largest operation as a fraction of the message."""
     message_s: float
     """Processor time per message."""
+    local_piece_bytes: float
+    """Best size of a piece inside a node."""
     latency_s: float
     """Alpha."""
 
@@ -116,6 +120,7 @@ def demand(schedule: Schedule, net: Network, vertex_of_rank: Ints, assumptions: 
         receives_in_a_round=loads.most_receives_in_a_round,
         largest_piece=loads.largest_units / loads.num_units,
         message_s=assumed.message_s,
+        local_piece_bytes=assumed.local_piece_bytes,
         latency_s=net.latency_s,
     )
 

@@ -11,7 +11,10 @@ from ringweave.planning.choices import Choice, pipelined
 from ringweave.schedules import HOST, Domain, Schedule
 
 _AS_GOOD = 1.02
-_PREFERRED = ("direct", "multi-level", "leader-matrix", "ring", "hierarchical", "halving-doubling", "ps")
+_PREFERRED = ("ring", "direct", "multi-level", "leader-matrix", "hierarchical", "halving-doubling", "ps")
+"""Among equals: on a network a ring, where only one stream meets another at a link at a time."""
+_PREFERRED_INSIDE = ("direct", *(name for name in _PREFERRED if name != "direct"))
+"""Inside a node the direct one, which copies least."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,8 +100,7 @@ class Plan:
     def choose(self, num_bytes: int, forced: str | None = None) -> Choice:
         """The fastest by prediction, or the one that is forced.
 
-        Of those that are predicted to be within 2 % of the fastest (the model is not better than that) it is the one
-        with the fewest steps that wait for each other.
+        Those that are predicted to be within 2 % of the fastest count as equals (the model is not better than that).
 
         A forced schedule that was left out, and `host`, are run without pipelining, with an infinite predicted time.
 
@@ -108,7 +110,8 @@ class Plan:
         if forced is None:
             found = self.choices(num_bytes)
             near = [choice for choice in found if choice.predicted_s <= found[0].predicted_s * _AS_GOOD]
-            return min(near, key=lambda choice: _PREFERRED.index(choice.schedule))
+            preferred = _PREFERRED if len(set(self.nodes)) > 1 else _PREFERRED_INSIDE
+            return min(near, key=lambda choice: preferred.index(choice.schedule))
         name = schedules.check_name(forced)
         for candidate, asked in self.demands:
             if candidate == name:
