@@ -19,6 +19,7 @@ RING_OF_8 = Demand(
     receives_in_a_round=1,
     largest_piece=1 / 8,
     message_s=30e-6,
+    local_piece_bytes=1e6,
     latency_s=50e-6,
 )
 
@@ -35,7 +36,7 @@ def changed(**values: float) -> Demand:
     st.integers(1, 200),
     st.sampled_from([0.0, 30e-6, 1e-3]),
 )
-def test_pieces_stay_between_their_limits_where_64_segments_allow(
+def test_pieces_stay_between_their_limits_where_the_segments_allow(
     num_bytes: int, largest: float, overlap: float, num_rounds: int, message_s: float
 ) -> None:
     asked = changed(largest_piece=largest, waves_s_per_byte=7e-8 * overlap, num_rounds=num_rounds, message_s=message_s)
@@ -49,25 +50,28 @@ def test_pieces_stay_between_their_limits_where_64_segments_allow(
     assert math.isclose(choice.predicted_s, expected_s)
 
 
-def test_a_ring_gains_nothing_by_overlapping() -> None:
-    choice = pipelined("ring", RING_OF_8, 25 * MB)
-    assert (choice.lag, choice.window) == (0, 2)
+@pytest.mark.parametrize(("num_rounds", "lag"), [(1, 1), (8, 1), (9, 2), (14, 2), (200, 25)])
+def test_about_eight_segments_overlap(num_rounds: int, lag: int) -> None:
+    assert pipelined("direct", changed(num_rounds=num_rounds), 25 * MB).lag == lag
 
 
-def test_overlapping_has_to_be_worth_two_percent() -> None:
-    assert pipelined("ring", changed(waves_s_per_byte=7e-8 * 1.015), 25 * MB).lag == 0
-    assert pipelined("ring", changed(waves_s_per_byte=7e-8 * 1.1), 25 * MB).lag == 4
+def test_the_window_holds_what_two_segments_receive() -> None:
+    assert pipelined("direct", RING_OF_8, 25 * MB).window == 28
+    assert pipelined("direct", changed(num_receives=100), 25 * MB).window == MAX_WINDOW
 
 
-def test_what_loads_one_direction_after_the_other_overlaps_with_four_segments_in_flight() -> None:
-    choice = pipelined("direct", changed(waves_s_per_byte=14e-8, num_rounds=10), 25 * MB)
-    assert (choice.lag, choice.window) == (3, 28)
+def test_messages_that_cost_much_are_not_cut_finely() -> None:
+    waves = {"waves_s_per_byte": 14e-8}
+    fine = pipelined("direct", changed(**waves), 25 * MB).num_segments
+    assert pipelined("direct", changed(message_s=3e-3, **waves), 25 * MB).num_segments < fine
 
 
-def test_a_small_message_is_not_cut() -> None:
-    assert pipelined("ring", changed(waves_s_per_byte=14e-8), MB).num_segments == 1
+def test_a_tiny_message_is_not_cut() -> None:
+    assert pipelined("ring", RING_OF_8, MB // 8).num_segments == 1
 
 
-@pytest.mark.parametrize(("num_bytes", "num_segments"), [(0, 1), (MB, 1), (24 * MB, 3), (10**10, 64)])
-def test_inside_a_node_pieces_are_about_a_megabyte(num_bytes: int, num_segments: int) -> None:
+@pytest.mark.parametrize(("num_bytes", "num_segments"), [(0, 1), (MB, 1), (24 * MB, 3), (10**10, 128)])
+def test_inside_a_node_pieces_have_the_size_that_is_assumed(num_bytes: int, num_segments: int) -> None:
     assert pipelined("direct", changed(num_latencies=0), num_bytes).num_segments == num_segments
+    larger = changed(num_latencies=0, local_piece_bytes=4e6)
+    assert pipelined("direct", larger, 96 * MB).num_segments == 3
