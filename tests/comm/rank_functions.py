@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
+from ringweave import schedules
+from ringweave.comm.running.device import finished_work, run_rounds
 from ringweave.comm.transport.sockets import SocketTransport
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -304,3 +306,33 @@ def gather_and_broadcast_objects(num_times: int) -> None:
         small = torch.ones(3)
         dist.all_reduce(small)
         assert small.tolist() == [size] * 3
+
+
+def check_schedules(names: list[str], num_elements: int) -> dict[str, list[int]]:
+    """{schedule: collectives, one per group} after an allreduce by each in a group of its own, checked exactly."""
+    collectives = {}
+    for name in names:
+        os.environ["RINGWEAVE_SCHEDULE"] = name
+        group = dist.new_group(backend="ringweave")
+        tensors = inputs(num_elements, torch.float32, seed=3)
+        mine = tensors[dist.get_rank()].clone()
+        dist.all_reduce(mine, group=group)
+        wanted = torch.stack([tensor.double() for tensor in tensors]).sum(0)
+        assert torch.allclose(mine.double(), wanted, rtol=1e-5, atol=1e-5), name
+        assert len(set(everywhere(digest(mine)))) == 1, name
+        collectives[name] = sorted(group.collectives_by_schedule())
+        dist.destroy_process_group(group)
+    return collectives
+
+
+def check_rounds_by_the_host_library(names: list[str], num_elements: int) -> None:
+    """What an accelerator's tensors go through, on the CPU: rounds of messages of the host library."""
+    group = dist.group.WORLD
+    for name in names:
+        schedule = schedules.generate(name, dist.get_world_size())
+        transfers = schedules.project(schedule, dist.get_rank())
+        message = torch.arange(num_elements, dtype=torch.float32) * (dist.get_rank() + 1)
+        run_rounds(schedule, transfers, message, torch.Tensor.add_, group.plain)
+        total = sum(range(dist.get_world_size() + 1))
+        assert torch.equal(message, torch.arange(num_elements, dtype=torch.float32) * total), name
+        assert finished_work(message).wait()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ringweave import planning, topology
+from ringweave import planning, schedules, topology
 from ringweave.comm.choosing import MIN_SCHEDULED_BYTES
 from ringweave.testing.ranks import run_ranks
 from tests.comm import rank_functions
@@ -71,3 +71,16 @@ def test_an_operation_that_a_dtype_lacks_is_refused_and_the_group_goes_on() -> N
     for text in run_ranks(rank_functions.refuse_and_go_on, 2):
         assert "reduce operation band: 'torch.float32', expected a dtype for which torch computes it" in text
         assert "Convert the tensor" in text
+
+
+SCHEDULES = [name for name in schedules.NAMES if name != schedules.HOST]
+
+
+@pytest.mark.parametrize("nodes", [None, ["a", "a", "b", "b", "b"], list("abcde")], ids=["one node", "3 + 2", "five"])
+def test_every_schedule_on_every_placement(nodes: list[str] | None) -> None:
+    for collectives in run_ranks(rank_functions.check_schedules, 5, SCHEDULES, 100_003, nodes=nodes):
+        assert collectives == {name: [name] for name in SCHEDULES}
+
+
+def test_rounds_of_messages_of_the_host_library() -> None:
+    run_ranks(rank_functions.check_rounds_by_the_host_library, 5, SCHEDULES, 1003)

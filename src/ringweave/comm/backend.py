@@ -28,7 +28,7 @@ from ringweave.comm.transport.seam import TransferFailedError
 from ringweave.comm.transport.sockets import SocketTransport
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import CommunicationError
-from ringweave.schedules import HOST
+from ringweave.schedules import HOST, check_name
 from ringweave.telemetry.events import EventLog
 
 NAME = "ringweave"
@@ -86,6 +86,9 @@ class RingweaveProcessGroup(HostedProcessGroup):
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         opts = _options(opts, timeout)
         tensor = tensors[0]
+        if len(tensors) == 1 and tensor.device.type == "cuda" and self._forced not in (None, HOST):
+            reduction = self._reduction(opts.reduceOp, tensor.dtype)
+            return self._engine.allreduce_on_device(tensor, reduction, check_name(self._forced), self.plain)
         if len(tensors) != 1 or tensor.device.type != "cpu" or tensor.layout != torch.strided:
             self._engine.counters.count(HOST, tensor.nbytes if tensor.layout == torch.strided else 0, 0)
             host: Any = self._get_backend(tensor.device)

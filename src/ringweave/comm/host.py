@@ -122,7 +122,7 @@ class HostedProcessGroup(dist.ProcessGroup):
         self.members = members
         self._store = store
         self._timeout = timeout
-        self._plain = dist.ProcessGroup(PrefixStore("plain/", store), members.group_rank, members.group_size)
+        self.plain = dist.ProcessGroup(PrefixStore("plain/", store), members.group_rank, members.group_size)
         self._gloo: Any = self._register_hosts()
 
     def fail(self, failure: TransferFailedError, doing: str) -> CommunicationError:
@@ -157,7 +157,7 @@ class HostedProcessGroup(dist.ProcessGroup):
         cuda_kind = kinds.GLOO
         if torch.cuda.is_available() and dist.is_nccl_available():
             cuda, cuda_kind = self._make_nccl(), kinds.NCCL
-        for group in (self, self._plain):
+        for group in (self, self.plain):
             group._set_default_backend(cuda_kind)
             group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
             if torch.cuda.is_available():
@@ -180,7 +180,7 @@ def _handed_on(name: str) -> Callable[..., Work]:
 
     def collective(self: HostedProcessGroup, *args: Any, **kwargs: Any) -> Work:
         self.count_host(_num_bytes(args[:1]))
-        return self.named(getattr(self._plain, name)(*args, **kwargs), name.strip("_"))
+        return self.named(getattr(self.plain, name)(*args, **kwargs), name.strip("_"))
 
     collective.__name__ = name
     collective.__doc__ = "See torch.distributed.ProcessGroup."

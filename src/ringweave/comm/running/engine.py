@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup, Work
 
 from ringweave import schedules
 from ringweave.comm.choosing import GroupPlan
@@ -18,6 +19,7 @@ from ringweave.comm.faults import FaultBoard, Report
 from ringweave.comm.members import Members
 from ringweave.comm.running.agreement import Intent, agree
 from ringweave.comm.running.completing import Completer
+from ringweave.comm.running.device import finished_work, run_rounds
 from ringweave.comm.running.executor import run_program
 from ringweave.comm.running.lanes import Job, Lane
 from ringweave.comm.running.programs import Pipelining, Program, compile_program
@@ -117,6 +119,25 @@ class Engine:
         else:
             self._lane(number).submit(job)
         return job.work
+
+    def allreduce_on_device(self, tensor: Tensor, reduction: Reduction, name: str, library: ProcessGroup) -> Work:
+        """Reduce a tensor of an accelerator by a schedule whose messages go by its library, round by round.
+
+        Args:
+            tensor: On the accelerator; any shape and strides.
+            reduction: How contributions are combined.
+            name: Of the schedule.
+            library: Sends and receives there.
+        """
+        schedule, transfers = self._part_of(name)
+        message = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
+        reduction.prepare(message)
+        run_rounds(schedule, transfers, message, reduction.combine, library)
+        reduction.finish(message, self._members.group_size)
+        self.counters.count(name, message.nbytes, sum(transfer.sends for transfer in transfers))
+        if message.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(message.view(tensor.shape))
+        return finished_work(tensor)
 
     def fail(self, failure: TransferFailedError, doing: str) -> CommunicationError:
         """End this group: tell the others, cut every connection so that nobody waits for us, and name who is to blame.
