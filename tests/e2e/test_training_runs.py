@@ -50,7 +50,7 @@ def largest_difference(one: list[float], other: list[float]) -> float:
 
 def test_two_workers_have_the_losses_of_gloo_bit_for_bit_and_used_the_ring(tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ringweave", tmp_path / "gloo"
-    finish(start([*RINGWEAVE, "--workers", "2", "--run-dir", str(ours)], ours))
+    finish(start([*RINGWEAVE, "--workers", "2", "--schedule", "ring", "--run-dir", str(ours)], ours))
     finish(start([*TORCHRUN, "--nproc-per-node=2"], theirs))
     assert losses(ours) == losses(theirs)
     record = json.loads((ours / "run.json").read_text())
@@ -60,17 +60,19 @@ def test_two_workers_have_the_losses_of_gloo_bit_for_bit_and_used_the_ring(tmp_p
     assert record["held_out_nats_per_byte"] == json.loads((theirs / "run.json").read_text())["held_out_nats_per_byte"]
 
 
-def test_unequal_nodes_have_the_losses_of_gloo_within_rounding(tmp_path: Path) -> None:
+def test_unequal_nodes_have_the_losses_of_gloo_within_rounding_by_a_planned_schedule(tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ringweave", tmp_path / "gloo"
     output = finish(start([*RINGWEAVE, "--workers", "3,2", "--run-dir", str(ours)], ours))
     finish(start([*TORCHRUN, "--nproc-per-node=5"], theirs))
     assert "5 workers on node0 (3), node1 (2)" in output
     assert largest_difference(losses(ours), losses(theirs)) <= 1e-6
+    counts = json.loads((ours / "run.json").read_text())["collectives_by_schedule"]
+    assert sum(count["collectives"] for name, count in counts.items() if name != "host") >= STEPS
 
 
 def test_a_worker_is_killed_and_the_resumed_run_repeats_the_uninterrupted_one(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    command = [*RINGWEAVE, "--workers", "4", "--run-dir"]
+    command = [*RINGWEAVE, "--workers", "4", "--schedule", "ring", "--run-dir"]
     process = start([*command, str(cut)], cut)
     while not (cut / "losses.jsonl").exists() or len((cut / "losses.jsonl").read_bytes().splitlines()) < 30:
         assert process.poll() is None, process.communicate()[0]
@@ -87,4 +89,5 @@ def test_a_worker_is_killed_and_the_resumed_run_repeats_the_uninterrupted_one(tm
     finish(start([*command, str(cut)], cut, "--resume"))
     finish(start([*command, str(whole)], whole))
     assert losses(cut) == losses(whole)
+    assert json.loads((cut / "run.json").read_text())["collectives_by_schedule"]["ring"]["collectives"] > 0
     assert json.loads((cut / "run.json").read_text())["resumed_after_step"] in (20, 30)
