@@ -127,14 +127,7 @@ def lay_out(
         The group, environ as torchrun would set it, plus ringweave's own variables.
     """
     places = orders.deal([len(node.devices) for node in nodes], order)
-    shared = {
-        "WORLD_SIZE": str(len(places)),
-        "MASTER_ADDR": meeting.host,
-        "MASTER_PORT": str(meeting.port),
-        "GROUP_WORLD_SIZE": str(len(nodes)),
-        "OMP_NUM_THREADS": str(max(1, num_cpus // max(1, len(places)))),
-        "PYTHONUNBUFFERED": "1",
-    }
+    shared = _shared_variables(len(places), len(nodes), meeting, num_cpus)
     workers = tuple(
         WorkerSpec(
             global_rank=global_rank,
@@ -145,6 +138,17 @@ def lay_out(
         for global_rank, (node_index, local_rank) in enumerate(places)
     )
     return WorkerGroup(argv=argv, workers=workers)
+
+
+def _shared_variables(world_size: int, num_nodes: int, meeting: Meeting, num_cpus: int) -> dict[str, str]:
+    return {
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": meeting.host,
+        "MASTER_PORT": str(meeting.port),
+        "GROUP_WORLD_SIZE": str(num_nodes),
+        "OMP_NUM_THREADS": str(max(1, num_cpus // max(1, world_size))),
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 def _own_variables(
