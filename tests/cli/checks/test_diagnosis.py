@@ -26,9 +26,10 @@ def test_only_what_the_main_job_needs_decides() -> None:
 
 
 def test_missing_and_broken_have_mends_of_their_own() -> None:
-    assert diagnose(changed(tc="missing"))[list(NEEDS).index("tc")].mend == "apt-get install iproute2"
-    broken = diagnose(changed(tc="broken"))[list(NEEDS).index("tc")]
-    assert broken.mend == "load the scheduler as root: modprobe sch_tbf   (needs working namespaces)"
+    missing = diagnose(changed(hwloc="missing"))[list(NEEDS).index("hwloc")]
+    assert missing.mend == "apt-get install hwloc"
+    broken = diagnose(changed(hwloc="broken"))[list(NEEDS).index("hwloc")]
+    assert broken.mend == "apt-get install --reinstall hwloc"
     assert all(need.mend_missing and need.mend_broken and need.needed_for for need in NEEDS.values())
 
 
@@ -47,7 +48,7 @@ def test_the_table(check_golden) -> None:
         "ringweave": Observation(state="broken", seen="0.1.0, but no entry point in group torch.backends"),
         "torch": Observation(state="ok", seen="2.13.0"),
         "examples": Observation(state="missing", seen="not installed: matplotlib, tensorboard, tqdm, scikit-learn"),
-        "namespaces": Observation(state="broken", seen="unshare: unshare failed: Operation not permitted"),
+        "lab": Observation(state="broken", seen="unshare: unshare failed: Operation not permitted"),
         "mpi": Observation(state="missing", seen="mpirun is not on the PATH"),
     }
     check_golden(Path(__file__).parents[1] / "golden" / "doctor.txt", to_table(diagnose(seen)))

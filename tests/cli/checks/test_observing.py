@@ -9,6 +9,7 @@ import pytest
 from ringweave.cli import main
 from ringweave.cli.checks import machine, software
 from ringweave.cli.checks.diagnosis import NEEDS, Observation
+from ringweave.lab import tools
 
 
 def program(folder: Path, text: str) -> list[str]:
@@ -83,9 +84,38 @@ def test_a_quota_that_cannot_be_set_is_broken(tmp_path: Path) -> None:
     assert (seen.state, seen.seen.split(" (")[0]) == ("broken", "cgroup v2: File exists")
 
 
-def test_missing_programs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_path", lambda: "/nosuch")
-    assert machine.tc() == Observation(state="missing", seen="unshare, ip, tc not found")
+def test_a_lab_that_cannot_be_is_said_with_all_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.ringweave_lab, "problems", lambda: ["user: 'id 7', expected root.", "links: none."])
+    assert machine.lab() == Observation(state="broken", seen="user: 'id 7', expected root. links: none.")
+
+
+def test_a_lab_whose_programs_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools, "find", lambda name: None)
+    found = machine.lab()
+    assert (found.state, found.seen.split(",")[0]) == ("missing", "programs: 'ip")
+
+
+def test_a_lab_can_be(lab_problems: list[str]) -> None:
+    if lab_problems:
+        pytest.skip(" ".join(lab_problems))
+    assert machine.lab() == Observation(state="ok", seen="made namespaces, a bridge and a link limited by tbf")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_backend_is_tried_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RINGWEAVE_CLUSTER", "/nosuch.yaml")
+    monkeypatch.setenv("RINGWEAVE_SCHEDULE", "host")
+    assert machine.torch()["backend"] == Observation(state="ok", seen="allreduce of 256 KiB by ring, 2 processes")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_backend_that_is_not_registered_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    found = machine.torch()
+    assert found["backend"] == Observation(state="broken", seen="not registered on import torch")
+    assert found["gloo"].state == "ok"
 
 
 @pytest.mark.slow

@@ -98,17 +98,11 @@ NEEDS: Mapping[str, Need] = {
         mend_missing=_TRAIN,
         mend_broken=_TRAIN,
     ),
-    "namespaces": Need(
-        needed_for="the lab: a cluster on one machine",
+    "lab": Need(
+        needed_for="ringweave lab: a cluster on one machine",
         is_required=False,
-        mend_missing="apt-get install iproute2 util-linux",
+        mend_missing="apt-get install dash iproute2 mount util-linux",
         mend_broken=_ROOT,
-    ),
-    "tc": Need(
-        needed_for="the lab: links with a limited rate",
-        is_required=False,
-        mend_missing="apt-get install iproute2",
-        mend_broken="load the scheduler as root: modprobe sch_tbf   (needs working namespaces)",
     ),
     "cpu-quota": Need(
         needed_for="the lab: devices of unequal speed",

@@ -1,22 +1,19 @@
-"""What this machine lets us do, tried for real: torch, namespaces, limited links, CPU quotas. Nothing remains."""
+"""What this machine lets us do, tried for real: torch, the lab, CPU quotas. Nothing remains."""
 
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from ringweave import lab as ringweave_lab
 from ringweave.cli.checks import torch_trial
 from ringweave.cli.checks.diagnosis import Observation
 
 TORCH_TIMEOUT_S = 90
-SHELL_TIMEOUT_S = 10
 CGROUP = Path("/sys/fs/cgroup")
 _DEPEND_ON_TORCH = ("backend", "gloo", "nccl", "gpus")
-_VETH = "ip link add rwdoctor0 type veth peer name rwdoctor1"
-_TBF = "tc qdisc add dev rwdoctor0 root tbf rate 100mbit burst 32kbit latency 50ms"
 
 
 def torch(timeout_s: float = TORCH_TIMEOUT_S) -> dict[str, Observation]:
@@ -46,14 +43,12 @@ def _all_of_torch(observation: Observation) -> dict[str, Observation]:
     return dict.fromkeys(("torch", *_DEPEND_ON_TORCH), observation)
 
 
-def namespaces() -> Observation:
-    """A network namespace with a pair of interfaces, which goes away with the process that holds it."""
-    return _try_in_namespace(("unshare", "ip"), _VETH, "made one with a veth pair")
-
-
-def tc() -> Observation:
-    """A limited link in such a namespace."""
-    return _try_in_namespace(("unshare", "ip", "tc"), f"{_VETH} && {_TBF}", "limited a link with tbf")
+def lab() -> Observation:
+    """Everything that a lab needs but quotas: namespaces, cables, bridges, links with limited rates."""
+    problems = ringweave_lab.problems()
+    if not problems:
+        return Observation(state="ok", seen="made namespaces, a bridge and a link limited by tbf")
+    return Observation(state="missing" if problems[0].startswith("programs:") else "broken", seen=" ".join(problems))
 
 
 def cpu_quota(root: Path = CGROUP) -> Observation:
@@ -77,29 +72,3 @@ def _try_quota(parent: Path, file: str, quota: str, version: str) -> Observation
         with contextlib.suppress(OSError):
             group.rmdir()
     return Observation(state="ok", seen=f"{version}, set a quota")
-
-
-def _try_in_namespace(programs: tuple[str, ...], script: str, success: str) -> Observation:
-    absent = [name for name in programs if shutil.which(name, path=_path()) is None]
-    if absent:
-        return Observation(state="missing", seen=f"{', '.join(absent)} not found")
-    command = ["unshare", "--net", "sh", "-c", script]
-    try:
-        trial = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=SHELL_TIMEOUT_S,
-            check=False,
-            env={**os.environ, "PATH": _path()},
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return Observation(state="broken", seen=type(error).__name__)
-    if trial.returncode != 0:
-        return Observation(state="broken", seen=(trial.stderr.strip().splitlines() or ["failed"])[-1])
-    return Observation(state="ok", seen=success)
-
-
-def _path() -> str:
-    """Users' PATH often lacks the folders with ip and tc."""
-    return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])

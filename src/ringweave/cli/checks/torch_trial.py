@@ -8,15 +8,22 @@ import importlib
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 20
+SCHEDULE = "ring"
+"""Forced, since inside one machine small messages go to the host library otherwise."""
+NUM_ELEMENTS = 2**16
 
 
 def main() -> None:
     """Try torch, then what depends on it."""
+    for name in [name for name in os.environ if name.startswith("RINGWEAVE_")]:
+        del os.environ[name]  # of the run, or for the runs, of whoever asks
+    os.environ["RINGWEAVE_SCHEDULE"] = SCHEDULE
     try:
         torch = importlib.import_module("torch")
     except ImportError as error:
@@ -25,13 +32,8 @@ def main() -> None:
         return
     found = {"torch": ["ok", torch.__version__], "gpus": _gpus(torch)}
     dist = importlib.import_module("torch.distributed")
-    is_known = "ringweave" in dist.Backend.backend_list
-    found["backend"] = (
-        ["ok", "registered on import torch"] if is_known else ["broken", "not registered on import torch"]
-    )
     found["nccl"] = _nccl(torch, dist)
-    found["gloo"] = _gloo(torch, dist)
-    print(json.dumps(found), flush=True)
+    print(json.dumps(found | _groups(torch, dist)), flush=True)
 
 
 def _gpus(torch: Any) -> list[str]:
@@ -49,29 +51,56 @@ def _nccl(torch: Any, dist: Any) -> list[str]:
     return ["ok", ".".join(str(part) for part in torch.cuda.nccl.version())]
 
 
-def _gloo(torch: Any, dist: Any) -> list[str]:
-    """An allreduce of two processes over loopback; the second is a fork of this one."""
-    if not dist.is_gloo_available():
-        return ["missing", "torch was built without it"]
+def _groups(torch: Any, dist: Any) -> dict[str, list[str]]:
+    """Both backends, tried by two processes on this machine; the second is a fork of this one."""
+    absent = {} if dist.is_gloo_available() else {"gloo": ["missing", "torch was built without it"]}
+    if "ringweave" not in dist.Backend.backend_list:
+        absent["backend"] = ["broken", "not registered on import torch"]
+    trials = {"gloo": _try_gloo, "backend": _try_ringweave}
     with tempfile.TemporaryDirectory() as folder:
         child = os.fork()
         try:
-            total = _allreduce(torch, dist, rank=1 if child == 0 else 0, store=f"file://{folder}/store")
-        except Exception as error:  # whatever it is, it is the answer
-            return ["broken", f"allreduce over loopback: {error}".splitlines()[0]]
+            found = {name: _try(trial, torch, dist, int(child == 0), folder) for name, trial in trials.items()}
         finally:
             if child == 0:
                 os._exit(0)
             os.waitpid(child, 0)
+    return found | absent
+
+
+def _try(trial: Callable[[Any, Any, str, int], list[str]], torch: Any, dist: Any, rank: int, folder: str) -> list[str]:
+    try:
+        return trial(torch, dist, f"file://{folder}/{trial.__name__}", rank)
+    except Exception as error:  # whatever it is, it is the answer
+        return ["broken", f"allreduce of 2 processes: {error}".splitlines()[0]]
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _try_gloo(torch: Any, dist: Any, store: str, rank: int) -> list[str]:
+    """One number."""
+    total = _allreduce(torch, dist, "gloo", store, rank, 1)
     return ["ok", "allreduce of 2 processes over loopback"] if total == 3.0 else ["broken", f"1 + 2 gave {total}"]
 
 
-def _allreduce(torch: Any, dist: Any, *, rank: int, store: str) -> float:
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT_S))
-    tensor = torch.full((1,), float(rank + 1))
+def _try_ringweave(torch: Any, dist: Any, store: str, rank: int) -> list[str]:
+    """A message that is large enough for a schedule, which then must have carried it."""
+    total = _allreduce(torch, dist, "ringweave", store, rank, NUM_ELEMENTS)
+    if total != 3.0:
+        return ["broken", f"1 + 2 gave {total}"]
+    counts = dist.group.WORLD.collectives_by_schedule()
+    if SCHEDULE not in counts:
+        return ["broken", f"256 KiB went by {', '.join(counts) or 'nothing'}, not by {SCHEDULE}"]
+    return ["ok", f"allreduce of 256 KiB by {SCHEDULE}, 2 processes"]
+
+
+def _allreduce(torch: Any, dist: Any, backend: str, store: str, rank: int, num_elements: int) -> float:
+    """What 1 and 2 give in all elements; nan if these differ."""
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUT_S))
+    tensor = torch.full((num_elements,), float(rank + 1))
     dist.all_reduce(tensor)
-    dist.destroy_process_group()
-    return tensor.item()
+    return tensor[0].item() if bool((tensor == tensor[0]).all()) else float("nan")
 
 
 if __name__ == "__main__":
