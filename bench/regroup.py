@@ -1,0 +1,122 @@
+"""Seconds from aborting a group, one of whose ranks has stopped in the middle of a collective, to the next result.
+
+    python bench/regroup.py --rounds 5
+
+Four ranks on this machine, once on one node and once on four: a large allreduce is under way when rank 3 is stopped
+(SIGSTOP). The others abort the group, make a new one of themselves, and reduce 12 MB in it, values checked. Then rank 3
+wakes, and the tensor of the first collective, which is in use again by then, must stay as it is. Prints one JSON
+document: the time of the slowest rank in each round, and what it is made of.
+"""
+
+import argparse
+import json
+import signal
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+from ringweave.testing.ranks import Ranks, announce
+
+NUM_RANKS = 4
+SURVIVORS = [0, 1, 2]
+_UNDER_WAY_ELEMENTS = 16_000_000
+_AFTER_ELEMENTS = 3_000_000
+_TIMEOUT_S = 60.0
+_MARK = 42.0
+NODES = {"one node": ["a0"] * NUM_RANKS, "four nodes": ["a0", "b0", "c0", "d0"]}
+
+
+def regroup(num_elements: int) -> dict[str, float]:
+    """What a rank does, from the collective that never ends to the check after the stopped rank woke up.
+
+    Returns:
+        Seconds from the abort to: the end of the first collective, the new group, its first result.
+    """
+    tensor = torch.ones(num_elements)
+    dist.all_reduce(tensor)
+    announce("warm")
+    if dist.get_rank() == NUM_RANKS - 1:
+        return _reduce_until_cut(tensor)
+    store = _store()
+    store.wait(["stopped"])
+    work = dist.all_reduce(tensor, async_op=True)
+    announce("waiting")
+    store.wait(["abort"])
+    taken, started = {}, time.perf_counter()
+    dist.group.WORLD.abort()
+    try:
+        work.wait()
+    except RuntimeError:
+        taken["ended_s"] = time.perf_counter() - started
+    tensor.fill_(_MARK)  # nobody else is at it any more
+    group = dist.new_group(SURVIVORS, backend="ringweave", use_local_synchronization=True)
+    taken["group_s"] = time.perf_counter() - started
+    message = torch.full((_AFTER_ELEMENTS,), dist.get_rank() + 1.0)
+    dist.all_reduce(message, group=group)
+    taken["result_s"] = time.perf_counter() - started
+    if not (message == 6).all():
+        raise AssertionError(f"rank {dist.get_rank()} has {message.unique().tolist()}, expected 6")
+    announce("done")
+    store.wait(["woken"])
+    dist.all_reduce(message, group=group)
+    if not (tensor == _MARK).all():
+        raise AssertionError("the buffer of the aborted collective was written to")
+    dist.destroy_process_group(group)
+    return taken
+
+
+def _store() -> dist.Store:
+    """The store that the caller of the ranks writes to."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _reduce_until_cut(tensor: torch.Tensor) -> dict[str, float]:
+    """Rank 3: takes part until it finds out that the others have gone on without it."""
+    try:
+        while True:
+            dist.all_reduce(tensor.fill_(1.0))
+    except RuntimeError:
+        announce("cut")
+        return {}
+
+
+def measure(nodes: list[str], num_elements: int = _UNDER_WAY_ELEMENTS) -> list[dict[str, float]]:
+    """One round; the times of the ranks that go on."""
+    with Ranks(regroup, NUM_RANKS, num_elements, timeout_s=_TIMEOUT_S, nodes=nodes) as ranks:
+        ranks.wait_for(*(f"warm/{rank}" for rank in range(NUM_RANKS)))
+        ranks.signal(NUM_RANKS - 1, signal.SIGSTOP)
+        ranks.store.set("stopped", "1")
+        ranks.wait_for(*(f"waiting/{rank}" for rank in SURVIVORS))
+        ranks.store.set("abort", "1")
+        ranks.wait_for(*(f"done/{rank}" for rank in SURVIVORS))
+        ranks.signal(NUM_RANKS - 1, signal.SIGCONT)
+        ranks.wait_for(f"cut/{NUM_RANKS - 1}")
+        ranks.store.set("woken", "1")
+        outcomes = ranks.outcomes(SURVIVORS)
+    for rank, outcome in zip(SURVIVORS, outcomes, strict=True):
+        if outcome.error or outcome.exit_code:
+            raise AssertionError(f"rank {rank} failed:\n{outcome.error}")
+    return [outcome.value for outcome in outcomes]
+
+
+def main() -> None:
+    """Both placements, several rounds each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="of each placement")
+    options = parser.parse_args()
+    measured = {}
+    for name, nodes in NODES.items():
+        rounds = [measure(nodes) for _ in range(options.rounds)]
+        slowest = {part: [max(rank[part] for rank in ranks) for ranks in rounds] for part in rounds[0][0]}
+        measured[name] = {part: [round(second, 4) for second in seconds] for part, seconds in slowest.items()}
+        measured[name]["median_result_s"] = round(statistics.median(slowest["result_s"]), 4)
+    print(json.dumps({"kind": "measured", "ranks": NUM_RANKS, "bytes": 4 * _AFTER_ELEMENTS, **measured}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
