@@ -1,7 +1,9 @@
 """Ranks of one node, all in this process: real sockets and shared memory, threads as ranks."""
 
+import gc
 import os
 import socket
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
@@ -187,6 +189,68 @@ def test_a_peer_that_closes_ends_the_wait_at_once_but_what_it_sent_is_there(pair
         take(pair.ends[1], 0)
 
 
+def test_a_peer_that_leaves_before_it_heard_that_its_pieces_were_read_is_no_fault(pair: Node) -> None:
+    ahead, behind = pair.ends
+    for end, stages in ((ahead, layout(1, 1, size=1000)), (behind, layout(1, size=1000))):
+        end.begin(stages, 4)
+    ahead.send(SocketTransport.expose(message(0)), 1, TAG, 0)
+    take(behind, 0)
+    behind.begin(Layout(), 4)
+    behind._connections[0].write()  # what has been read: nobody takes it in
+    ahead.send(SocketTransport.expose(message(1)), 1, TAG, 1)
+    ahead.close()
+    assert torch.equal(take(behind, 0), message(1))
+    behind.begin(layout(1, size=1000), 4)
+    with pytest.raises(TransferFailedError, match=r"[Cc]onnection (closed|reset) by peer|Broken pipe"):
+        behind.send(SocketTransport.expose(message(2)), 0, TAG, 0)
+
+
+def test_a_peer_that_left_is_told_nothing_more(pair: Node) -> None:
+    pair.ends[0].begin(layout(1, 1, size=1000), 4)
+    for stage in range(2):
+        pair.ends[0].send(SocketTransport.expose(message(stage)), 1, TAG, stage)
+    take(pair.ends[1], 0)
+    pair.ends[0].close()
+    pair.ends[1].begin(Layout(), 4)  # tells what has been read, before it waits
+    pair.ends[1]._connections[0].write()
+    assert torch.equal(take(pair.ends[1], 0), message(1))
+
+
+def test_a_piece_that_a_peer_did_not_wait_for_is_a_fault(pair: Node) -> None:
+    pair.ends[1].close()
+    pair.ends[0].begin(layout(1, size=1000), 4)
+    with pytest.raises(TransferFailedError, match="Broken pipe"):
+        pair.ends[0].send(SocketTransport.expose(message(1)), 1, TAG, 0)
+
+
+def test_a_reader_that_waits_for_nothing_more_frees_the_place() -> None:
+    node = Node("n", "n", "n")
+    sender, early, late = node.ends
+    sender.begin(layout(1, 1, size=1000, same_place=True), 4)
+    sender.send(SocketTransport.expose(message(1)), 1, TAG, 0)
+    waiting = sender.send(SocketTransport.expose(message(2)), 2, TAG, 1)
+    assert torch.equal(take(early, 0), message(1))  # and does nothing from here on
+    sender.wait(waiting, 1)
+    assert torch.equal(take(late, 0), message(2))
+    node.close()
+
+
+def test_descriptors_are_not_handed_on_to_other_programs(pair: Node) -> None:
+    pair.ends[0].begin(layout(1, size=10), 4)
+    pair.ends[0].send(SocketTransport.expose(message(1, size=10)), 1, TAG, 0)
+    take(pair.ends[1], 0, 10)
+    links = [path for path in Path("/proc/self/fd").iterdir() if "memfd:ringweave" in _target(path)]
+    assert links
+    assert not [path for path in links if os.get_inheritable(int(path.name))]
+
+
+def _target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except FileNotFoundError:  # the one that lists the directory
+        return ""
+
+
 def test_abort_ends_a_wait_from_another_thread(pair: Node) -> None:
     waiting = in_thread(lambda: take(pair.ends[1], 0))
     pair.ends[1].abort()
@@ -230,3 +294,31 @@ def test_the_size_of_an_arena_is_fixed() -> None:
     arena = arenas.make_arena(4096)
     with pytest.raises(PermissionError):
         os.ftruncate(arena.descriptor, 0)
+
+
+def test_what_is_read_is_not_kept_even_if_nothing_was_shown() -> None:
+    room, seen = arenas.ShowRoom(), []
+    for _ in range(5):
+        showing = room.begin(layout(1, size=10), 4)
+        assert showing is not None
+        showing.note_read(0)  # by a rank that was reached over TCP
+        seen.append(weakref.ref(showing))
+    del showing
+    assert [ref() is None for ref in seen] == [True, True, True, False, False]
+
+
+def test_memory_that_cannot_be_mapped_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.listdir("/proc/self/fd")  # noqa: PTH208 - names
+    closed: list[int] = []
+    close = os.close
+    monkeypatch.setattr(os, "close", lambda descriptor: (closed.append(descriptor), close(descriptor)))
+
+    def refuse(*_: object) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(arenas.mmap, "mmap", refuse)
+    with pytest.raises(OSError, match="no room"):
+        arenas.make_arena(4096)
+    gc.collect()
+    assert len(closed) == 1
+    assert os.listdir("/proc/self/fd") == before  # noqa: PTH208

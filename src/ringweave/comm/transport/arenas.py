@@ -32,10 +32,11 @@ class Arena:
         Raises:
             OSError: It is not such memory.
         """
+        self.descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)  # first of all: whatever fails, it is closed, and once
+        os.set_inheritable(descriptor, False)  # what comes over a socket is
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise OSError("shared memory whose size is not fixed")
-        self.descriptor = descriptor
-        weakref.finalize(self, os.close, descriptor)
         self.num_bytes = os.fstat(descriptor).st_size
         self._map = mmap.mmap(descriptor, self.num_bytes)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
@@ -110,6 +111,8 @@ class ShowRoom:
         region = self._num_begun % _NUM_REGIONS
         self._num_begun += 1
         before = self._last[region]
+        if before is not None and before.is_read:
+            before = None  # or they would hold each other for ever, where nothing of them is ever shown
         showing = Showing(self._arena, region * self._region_bytes, layout, element_bytes, before)
         self._last[region] = showing
         return showing
@@ -121,7 +124,7 @@ def make_arena(num_bytes: int) -> Arena:
     try:
         os.ftruncate(descriptor, num_bytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        return Arena(descriptor)
     except BaseException:
         os.close(descriptor)
         raise
+    return Arena(descriptor)

@@ -91,6 +91,8 @@ class SharedConnection:
 
     def send(self, payload: Any, tag: int, showing: Showing, stage: int) -> Shown:
         """Show a piece as soon as its place is free."""
+        if self._has_left:
+            raise ConnectionResetError("connection closed by peer")
         shown = Shown(self.peer, tag, payload, showing, stage)
         self._outgoing.append(shown)
         self.show()
@@ -106,9 +108,11 @@ class SharedConnection:
         return seen
 
     def release(self, seen: Seen) -> None:
-        """A piece has been read; a peer that needs its place is told before we wait the next time."""
+        """A piece has been read; a peer that needs its place is told now, or before we wait for its next piece."""
         self._num_read += 1
         self._is_awaited |= seen.is_awaited
+        if self._is_awaited and not self._incoming:
+            self.write()  # we may never wait for this peer again
 
     def tell(self) -> None:
         """Let the peer know all that has been read, before we wait the next time: another collective begins."""
@@ -146,6 +150,11 @@ class SharedConnection:
                     socket.send_fds(self.sock, [frame], [descriptor])
             except BlockingIOError:
                 return
+            except (BrokenPipeError, ConnectionResetError):
+                if any(kind != _READ for kind, *_ in map(_FRAME.unpack, (frame for frame, _ in self._frames))):
+                    raise
+                self._frames.clear()  # it has left, and needs no place any more: what it sent is still to be read
+                return
             self._frames.popleft()
 
     def read(self) -> None:
@@ -155,6 +164,8 @@ class SharedConnection:
                 data, descriptors, _, _ = socket.recv_fds(self.sock, _FRAME.size, 1)
             except BlockingIOError:
                 return
+            except ConnectionResetError:
+                continue  # it left without reading all that we sent: said once, then comes what it has sent before
             if not data:
                 self._leave()
                 return

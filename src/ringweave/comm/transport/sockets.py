@@ -125,6 +125,7 @@ class SocketTransport:
                 raise TransferFailedError(handle.peer, f"nothing for {timeout_s:.3g} s", hung=True)
             for connection in self._shared:
                 self._attempt(connection, connection.write)
+                self._watch(connection)
             for descriptor, events in self._poller.poll(min(left_s, LOOK_UP_S)):
                 connection = self._by_descriptor[descriptor]
                 if events & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
@@ -139,7 +140,8 @@ class SocketTransport:
         connection = self._connection(handle.peer)
         assert isinstance(connection, SharedConnection), "nothing else is shared"
         assert isinstance(handle, Seen), "only what is received is released"
-        connection.release(handle)
+        self._attempt(connection, lambda: connection.release(handle))
+        self._watch(connection)
 
     def close(self) -> None:
         """Let go of all connections and of the shared memory; what was sent still arrives."""
@@ -196,5 +198,5 @@ class SocketTransport:
     def _show_more(self) -> None:
         """Places have become free: whoever waits for one goes on."""
         for connection in self._shared:
-            connection.show()
+            self._attempt(connection, connection.show)
             self._watch(connection)
