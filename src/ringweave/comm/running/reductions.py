@@ -85,6 +85,7 @@ def reduction_for(op: Any, dtype: torch.dtype) -> Reduction:
     reduction = Reduction(name, combine, _factor(op, kind), kind == ReduceOp.AVG)
     try:
         sample = torch.ones(1, dtype=dtype)
+        reduction.prepare(sample)
         combine(sample, sample.clone())
         reduction.finish(sample, 1)
     except (RuntimeError, TypeError) as cause:
