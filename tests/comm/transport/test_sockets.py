@@ -1,6 +1,8 @@
 """The transport between two ranks, both in this process: real sockets, threads as ranks."""
 
 import contextlib
+import os
+import resource
 import socket
 import threading
 import time
@@ -173,3 +175,18 @@ def test_strangers_are_hung_up_on(pair: Pair, hello: bytes) -> None:
     arrived = torch.zeros(10)
     pair.ends[1].wait(pair.ends[1].receive(pieces(arrived), 0, TAG), 10)
     assert arrived.sum() == 10
+
+
+def test_a_process_with_thousands_of_descriptors_is_called() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    taken = [os.dup(0) for _ in range(1100)]
+    many = Pair()  # its listeners lie above what select.select takes
+    try:
+        assert many.doors[1].outer.fileno() > 1024
+        many.connect()
+    finally:
+        many.close()
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -2,6 +2,7 @@
 
 import contextlib
 import hmac
+import math
 import os
 import select
 import socket
@@ -36,6 +37,16 @@ class Door:
     def entrance(self) -> Entrance:
         """What the others have to know."""
         return Entrance(self.outer.getsockname()[1], self.inner.getsockname()[1:].decode())
+
+    def wait_called(self, timeout_s: float) -> socket.socket | None:
+        """Where somebody calls; None if nobody does in time."""
+        poller = select.poll()  # select.select fails in a process with more than 1023 descriptors
+        for listener in (self.outer, self.inner):
+            poller.register(listener, select.POLLIN)
+        called = poller.poll(math.ceil(1000 * timeout_s))
+        if not called:
+            return None
+        return self.outer if called[0][0] == self.outer.fileno() else self.inner
 
     def close(self) -> None:
         """Answer no more."""
@@ -112,11 +123,11 @@ class Switchboard:
         if left_s <= 0 or self._closed:
             raise TransferFailedError(peer, "it did not connect", hung=not self._closed)
         try:
-            ready, _, _ = select.select([self._door.outer, self._door.inner], [], [], min(left_s, LOOK_UP_S))
-            if not ready:
+            ready = self._door.wait_called(min(left_s, LOOK_UP_S))
+            if ready is None:
                 self._probe(peer)
                 return None
-            sock, _ = ready[0].accept()
+            sock, _ = ready.accept()
         except (OSError, ValueError):
             return None  # we were cut off, which the next round says
         caller = self._caller(sock, min(left_s, _HELLO_S))
