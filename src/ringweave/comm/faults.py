@@ -52,6 +52,11 @@ class FaultBoard:
         self._members = members
         self._clock = clock
         self._sleep = sleep
+        self._is_given_up = False
+
+    def give_up(self) -> None:
+        """Wait for nobody's report any more, from any thread: the group was aborted, and it does not matter why."""
+        self._is_given_up = True
 
     def report(self, report: Report) -> None:
         """Tell the others; says nothing if the store is gone, for then nobody can hear."""
@@ -94,7 +99,7 @@ class FaultBoard:
                 key = self._key(group_rank)
                 if group_rank not in reports and self._store.check([key]):
                     reports[group_rank] = Report(**json.loads(self._store.get(key)))
-            if len(reports) == self._members.group_size or self._clock() >= deadline:
+            if len(reports) == self._members.group_size or self._is_given_up or self._clock() >= deadline:
                 return reports
             self._sleep(_POLL_S)
 

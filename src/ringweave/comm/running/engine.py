@@ -112,7 +112,7 @@ class Engine:
             if message.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(message.view(tensor.shape))
 
-        job = Job(run, doing, PendingWork([tensor]))
+        job = Job(run, doing, PendingWork([tensor]), promised.cancel)
         if self._broken is not None:
             job.work.settle(self._again(doing))
             job.work.resolve()
@@ -154,11 +154,16 @@ class Engine:
 
     def close(self, timeout_s: float) -> None:
         """Finish what was submitted if that takes no longer, then let go of the connections; safe to call twice."""
+        destroyed = CommunicationError("process group: it was destroyed. Make a new one.")
+        are_through = [lane.finish(timeout_s) for lane in self._lanes]
+        if not all(are_through):
+            self._broken = self._broken or destroyed  # so that nobody looks for who is to blame
+            self._board.give_up()
         for lane in self._lanes:
             lane.close(timeout_s)
         self._completer.close(timeout_s)
         self._lanes = []
-        self._broken = self._broken or CommunicationError("process group: it was destroyed. Make a new one.")
+        self._broken = self._broken or destroyed
         self.counters.flush()
 
     def forget(self) -> None:
@@ -169,6 +174,7 @@ class Engine:
     def abort(self) -> None:
         """Cut the connections at once; what is in flight fails, and so does what comes after."""
         self._broken = self._broken or CommunicationError("process group: aborted. Make a new one.")
+        self._board.give_up()
         self._cut()
 
     def _lane(self, number: int) -> Lane:
@@ -184,6 +190,7 @@ class Engine:
     def _outcome_of(self, job: Job, lane: Lane) -> BaseException | None:
         """Run a job; None if it went well."""
         if self._broken is not None:
+            job.abandon()
             return self._again(job.doing)
         try:
             job.run(lane)

@@ -21,6 +21,8 @@ class Job:
     doing: str
     """The collective in words."""
     work: PendingWork
+    abandon: Callable[[], object]
+    """Called if it is never run: whatever waits for a result of it must not wait for ever."""
 
 
 class Lane:
@@ -70,10 +72,14 @@ class Lane:
         if self._transport is not None:
             self._transport.close()
 
-    def close(self, timeout_s: float) -> None:
-        """Finish what was submitted, if that takes no longer than `timeout_s`, and let go of the connections."""
+    def finish(self, timeout_s: float) -> bool:
+        """Take no more jobs; True if all that were submitted are through within `timeout_s`."""
         self._jobs.put(None)
         self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def close(self, timeout_s: float) -> None:
+        """Let go of the connections, after `finish`; what is not through fails."""
         if self._thread.is_alive():
             self.abort()
             self._thread.join(timeout_s)

@@ -1,0 +1,84 @@
+"""What the ranks of the tests of aborting run."""
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringweave.testing.ranks import announce
+
+_STALLED = 101_000
+_OTHER = 102_000
+_NEW = 103_000
+
+
+def abort_while_a_first_use_waits() -> list[str]:
+    """Rank 0 aborts; one lane is stalled by rank 1, the other waits for what is queued behind it. Its errors."""
+    if dist.get_rank() == 1:
+        return _stall()
+    works: list[Any] = [dist.all_reduce(torch.ones(num), async_op=True) for num in (_STALLED, _OTHER)]
+    works[1].wait()
+    works += [dist.all_reduce(torch.ones(_NEW), async_op=True) for _ in range(2)]
+    group: Any = dist.group.WORLD
+    _wait_until_empty(group._engine._lanes[0]._jobs)
+    group.abort()
+    errors = []
+    for work in (works[0], works[2], works[3]):
+        try:
+            work.wait(timedelta(seconds=5))
+        except RuntimeError as error:
+            errors.append(str(error))
+    announce("aborted")
+    return errors
+
+
+def explain_to_one_that_aborts() -> float:
+    """Rank 0 aborts while it looks for who is to blame; the seconds until its collective has ended."""
+    dist.all_reduce(torch.ones(_OTHER))
+    if dist.get_rank() == 1:
+        return 0.0
+    from ringweave.comm import faults
+
+    faults.GRACE_S = 30.0
+    group: Any = dist.group.WORLD
+    work: Any = dist.all_reduce(torch.ones(_OTHER), async_op=True)
+    announce("reducing")
+    while not group._store.check(["fault/0"]):
+        time.sleep(0.01)
+    started = time.monotonic()
+    group.abort()
+    try:
+        work.wait(timedelta(seconds=20))
+    except RuntimeError:
+        return time.monotonic() - started
+    return float("inf")
+
+
+def _stall() -> list[str]:
+    """Everything but the collective of one size."""
+    from ringweave.comm.running import engine
+
+    run_program, forever = engine.run_program, threading.Event()
+
+    def run_most(program: Any, message: torch.Tensor, *args: Any, **settings: Any) -> None:
+        if message.numel() == _STALLED:
+            forever.wait(60)
+        run_program(program, message, *args, **settings)
+
+    engine.run_program = run_most
+    works: list[Any] = [dist.all_reduce(torch.ones(num), async_op=True) for num in (_STALLED, _OTHER)]
+    works[1].wait()
+    try:
+        dist.group.WORLD._store.wait(["never"], timedelta(seconds=30))
+    except RuntimeError:
+        return []
+    return []
+
+
+def _wait_until_empty(jobs: Any) -> None:
+    deadline = time.monotonic() + 10
+    while not jobs.empty() and time.monotonic() < deadline:
+        time.sleep(0.01)

@@ -1,0 +1,60 @@
+"""Aborting a group in the middle of a collective, and going on without the rank that is to blame."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import regroup
+from ringweave.testing.ranks import Ranks
+from tests.comm import aborting_functions
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+NODES = ["a0", "b0"]
+FAILING = """
+import torch, torch.distributed as dist
+dist.init_process_group("ringweave")
+dist.all_reduce(torch.ones(1_000_000))
+if dist.get_rank() == 0:
+    dist.all_reduce(torch.ones(1_000_000), async_op=True)
+    raise ValueError("enough")
+dist.distributed_c10d._get_default_store().wait(["never"])
+"""
+
+
+@pytest.mark.parametrize("nodes", regroup.NODES.values(), ids=regroup.NODES)
+def test_survivors_regroup_and_the_buffer_of_the_aborted_collective_is_theirs(nodes: list[str]) -> None:
+    for taken in regroup.measure(nodes, num_elements=2_000_000):  # values are checked on the ranks
+        assert set(taken) == {"ended_s", "group_s", "result_s"}  # the first collective has ended with an error
+
+
+def test_what_waits_for_a_first_use_that_never_runs_ends_with_the_group() -> None:
+    with Ranks(aborting_functions.abort_while_a_first_use_waits, 2, timeout_s=60, nodes=NODES) as ranks:
+        (outcome,) = ranks.outcomes([0], timeout_s=60)
+        assert not outcome.error
+        assert len(outcome.value) == 3
+        assert all("this process group has failed before: process group: aborted" in text for text in outcome.value)
+
+
+def test_an_abort_ends_the_search_for_who_is_to_blame() -> None:
+    with Ranks(aborting_functions.explain_to_one_that_aborts, 2, timeout_s=60, nodes=NODES) as ranks:
+        ranks.wait_for("reducing/0")
+        ranks.signal(1, signal.SIGKILL)
+        (outcome,) = ranks.outcomes([0], timeout_s=60)
+        assert outcome.value < 10  # of 30 s
+
+
+def test_a_script_that_fails_with_a_collective_under_way_ends_with_its_own_error(tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    command = [str(Path(sys.executable).with_name("ringweave")), "run", "--workers", "2", "failing.py"]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=100, check=False
+    )
+    text = ended.stdout + ended.stderr
+    assert "ValueError: enough" in text
+    assert "SIGABRT" not in text
+    assert "terminate called" not in text
