@@ -110,7 +110,9 @@ def work(options: argparse.Namespace) -> None:
     measured = {name: summarize(each, options.batch) for name, each in contenders.items()}
     if dist.get_rank() == 0:
         sizes = [parameter.nbytes for parameter in contenders["gloo"].model.parameters()]
-        about = {"workers": dist.get_world_size(), "gradient_bytes": sum(sizes)}
+        weights = [nn.utils.parameters_to_vector(each.model.parameters()).double() for each in contenders.values()]
+        apart = ((weights[0] - weights[1]).norm() / weights[1].norm()).item()
+        about = {"weights_apart": apart, "workers": dist.get_world_size(), "gradient_bytes": sum(sizes)}
         document = about | {"steps": options.steps, "batch": options.batch} | measured
         (options.out / "measured.json").write_text(json.dumps(document, indent=2) + "\n")
     dist.destroy_process_group()
@@ -206,6 +208,7 @@ def report(found: dict[str, Any]) -> int:
     print(f"samples/s relative to gloo: {ratio:.2f}, expected {TARGET} or more")
     print(f"loss {gloo['losses'][0]:.3f} at the first step, {gloo['losses'][-1]:.3f} at the last")
     print(f"largest relative difference of a loss: {largest:.1e}, expected {ALLOWED:g} or less")
+    print(f"weights apart at the end, relative to their norm: {found['weights_apart']:.1e}")
     is_carried = sum(carried.values()) >= found["steps"]
     return 0 if ratio >= TARGET and largest <= ALLOWED and is_carried else 1
 
