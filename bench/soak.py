@@ -40,7 +40,7 @@ from ringweave import environment, schedules
 from ringweave.errors import UsageError
 
 _MAX_GROUPS = 5
-_BATCHES_PER_LAP = 20
+_BATCHES_PER_LAP = 10
 _HUGE_BYTES = 30 * 10**6
 _USUAL_BYTES = 8 * 10**6
 _BATCH_BYTES = 64 * 10**6

@@ -10,7 +10,7 @@ import pytest
 
 from bench import regroup
 from ringweave.testing.ranks import Ranks
-from tests.comm import aborting_functions
+from tests.comm import aborting_functions, fault_functions
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -58,3 +58,14 @@ def test_a_script_that_fails_with_a_collective_under_way_ends_with_its_own_error
     assert "ValueError: enough" in text
     assert "SIGABRT" not in text
     assert "terminate called" not in text
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_lost_rank_of_the_same_node_is_named_by_all_others(number: signal.Signals) -> None:
+    arguments = (fault_functions.reduce_until_failure, 4, 2_000_000)
+    with Ranks(*arguments, timeout_s=4, nodes=["a0"] * 4) as ranks:
+        ranks.wait_for(*(f"reducing/{rank}" for rank in range(4)))
+        ranks.signal(2, number)
+        text = "is gone" if number == signal.SIGKILL else "does not answer"
+        for outcome in ranks.outcomes([0, 1, 3], timeout_s=30):
+            assert f"rank 2 (node a0) {text}, expected every rank of the group to take part" in outcome.error

@@ -10,7 +10,9 @@ from ringweave.errors import CommunicationError
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint16, torch.bool, torch.float8_e4m3fn], ids=str)
 def test_a_factor_that_a_dtype_cannot_be_multiplied_with_is_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(CommunicationError, match=rf"reduce operation premul_sum: '{dtype}', expected a dtype for which"):
+    with pytest.raises(
+        CommunicationError, match=rf"reduce operation premul_sum: '{dtype}', expected a dtype for which"
+    ):
         reductions.reduction_for(dist._make_nccl_premul_sum(0.5), dtype)
 
 
