@@ -47,8 +47,8 @@ _BATCH_BYTES = 64 * 10**6
 _GROUP_TIMEOUT = timedelta(seconds=60)
 _PROGRESS_S = 10.0
 _WARM_UP_LAPS = 3
-_SPARE_RSS_BYTES = 48 * 2**20
-"""How much the resident memory may vary from lap to lap: the allocator's, and what torch keeps of each group."""
+_SPARE_BYTES = 48 * 2**20
+"""How much each kind of resident memory may vary from lap to lap: the allocator's, and what torch keeps of each group."""
 _SPARE_DESCRIPTORS = 4
 _SPARE_THREADS = 8
 """Of the threads that resolve futures: as many as were ever busy at once."""
@@ -76,7 +76,10 @@ class Settings:
 class Sample:
     """What this process holds."""
 
-    rss_bytes: int
+    private_bytes: int
+    """Resident, of this process alone."""
+    shared_bytes: int
+    """Resident, of shared memory."""
     descriptors: int
     threads: int
     mappings: int
@@ -257,17 +260,21 @@ class Soak:
         return bool(word.item())
 
     def _end_lap(self) -> None:
-        """Look at what is held while only the world's group is there; both of its lanes have seen the largest size."""
+        """Look at what is held while only the world's group is there, all of whose memory has been in use."""
         while len(self._groups) > 1:
             self._destroy(len(self._groups) - 1)
-        for _ in range(2):
-            dist.all_reduce(torch.ones(self._settings.max_bytes // 4))
+        if len(self.samples) < _WARM_UP_LAPS:
+            for _ in range(4):  # in each lane twice: its memory has two regions
+                dist.all_reduce(torch.ones(self._settings.max_bytes // 4))
         dist.barrier(group=self._control)
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         own = psutil.Process()
         maps = Path("/proc/self/maps").read_text()
-        sample = Sample(own.memory_info().rss, own.num_fds(), own.num_threads(), maps.count("memfd:ringweave"))
+        memory = own.memory_info()
+        sample = Sample(
+            memory.rss - memory.shared, memory.shared, own.num_fds(), own.num_threads(), maps.count("memfd:ringweave")
+        )
         self.samples.append(sample)
 
     def _check_growth(self) -> None:
@@ -277,7 +284,7 @@ class Soak:
         if len(self.samples) <= _WARM_UP_LAPS:
             return
         first, last = self.samples[_WARM_UP_LAPS - 1], self.samples[-1]
-        spare = Sample(_SPARE_RSS_BYTES, _SPARE_DESCRIPTORS, _SPARE_THREADS, 0)
+        spare = Sample(_SPARE_BYTES, _SPARE_BYTES, _SPARE_DESCRIPTORS, _SPARE_THREADS, 0)
         for name, now in asdict(last).items():
             allowed = getattr(first, name) + getattr(spare, name)
             if now > allowed:
