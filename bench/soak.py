@@ -48,7 +48,7 @@ _GROUP_TIMEOUT = timedelta(seconds=60)
 _PROGRESS_S = 10.0
 _WARM_UP_LAPS = 3
 _SPARE_BYTES = 48 * 2**20
-"""How much each kind of resident memory may vary from lap to lap: the allocator's, and what torch keeps of each group."""
+"""How much each kind of resident memory may vary: the allocator's, and what torch keeps of each group."""
 _SPARE_DESCRIPTORS = 4
 _SPARE_THREADS = 8
 """Of the threads that resolve futures: as many as were ever busy at once."""
