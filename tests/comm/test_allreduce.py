@@ -3,6 +3,7 @@
 import pytest
 
 from ringweave import planning, schedules, topology
+from ringweave.comm import choosing
 from ringweave.comm.choosing import MIN_SCHEDULED_BYTES
 from ringweave.testing.ranks import run_ranks
 from tests.comm import rank_functions
@@ -42,7 +43,8 @@ def test_overlapping_groups() -> None:
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_ring_really_sends_its_messages_peer_to_peer(num_ranks: int) -> None:
     num_elements = 3_000_000
-    plan = planning.plan_group(topology.one_machine([num_ranks]), ["node0"] * num_ranks)
+    nodes = ["node0"] * num_ranks
+    plan = planning.plan_group(topology.one_machine([num_ranks]), nodes, assumptions=choosing.assumptions(nodes))
     segments = plan.choose(4 * num_elements, "ring").num_segments
     environ = {"RINGWEAVE_SCHEDULE": "ring"}
     for sent, counters in run_ranks(rank_functions.count_messages, num_ranks, num_elements, "ring", environ=environ):

@@ -3,7 +3,7 @@
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 
 from torch.distributed import Store
@@ -97,13 +97,18 @@ def make_plan(members: Members, environment: WorkerEnvironment) -> Plan:
         ClusterError: The cluster file is wrong, or lacks a member's node.
     """
     nodes = [member.place.node for member in members.ranks]
-    crowded = max(Counter(nodes).values()) > len(os.sched_getaffinity(0))
-    assumptions = Assumptions(local_piece_bytes=_CROWDED_PIECE_BYTES) if crowded else Assumptions()
+    assumed = assumptions(nodes)
     if environment.cluster_path is not None:
-        return planning.plan_group(topology.load(environment.cluster_path), nodes, assumptions=assumptions)
+        return planning.plan_group(topology.load(environment.cluster_path), nodes, assumptions=assumed)
     names = {node: f"node{index}" for index, node in enumerate(dict.fromkeys(nodes))}
     cluster = _assumed(names.values())
-    return planning.plan_group(cluster, [names[node] for node in nodes], assumptions=assumptions)
+    return planning.plan_group(cluster, [names[node] for node in nodes], assumptions=assumed)
+
+
+def assumptions(nodes: Sequence[str]) -> Assumptions:
+    """What is assumed of ranks on these nodes, whose machines are taken to have as many processors as this one."""
+    crowded = max(Counter(nodes).values()) > len(os.sched_getaffinity(0))
+    return Assumptions(local_piece_bytes=_CROWDED_PIECE_BYTES) if crowded else Assumptions()
 
 
 def choose(num_bytes: int, members: Members, plan: GroupPlan, *, forced: str | None, host_can: bool) -> Choice:
