@@ -16,7 +16,6 @@ RING_OF_8 = Demand(
     busiest="n0->core",
     num_messages=28,
     num_receives=14,
-    receives_in_a_round=1,
     largest_piece=1 / 8,
     message_s=30e-6,
     local_piece_bytes=1e6,

@@ -3,7 +3,7 @@
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from torch.distributed import Store
@@ -14,16 +14,12 @@ from ringweave.cost import Assumptions
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import PeerError
 from ringweave.planning import Choice, Plan
-from ringweave.topology import Cluster, Device, Nic, Node
 
 MIN_SCHEDULED_BYTES = 64 * 2**10
 """Below this a message goes to the host library untouched: latency decides there, and Python costs more of it."""
 
 MIN_SHARED_BYTES = 3 * 10**6
 """The same for a group on one node, where the host library is faster up to here: see docs/log.md."""
-
-_ASSUMED_BYTES_PER_S = 10e9 / 8
-"""10 Gbit/s for every node, where nobody described them."""
 
 _CROWDED_PIECE_BYTES = 4e6
 """Pieces inside a node with more ranks than processors, where waking a rank costs a change of context."""
@@ -91,7 +87,7 @@ class GroupPlan:
 def make_plan(members: Members, environment: WorkerEnvironment) -> Plan:
     """The plan for these members on the cluster of the environment.
 
-    Without a cluster file every node is assumed to have 10 Gbit/s.
+    Without a cluster file every node is assumed to have what `topology.one_machine` says.
 
     Raises:
         ClusterError: The cluster file is wrong, or lacks a member's node.
@@ -101,7 +97,7 @@ def make_plan(members: Members, environment: WorkerEnvironment) -> Plan:
     if environment.cluster_path is not None:
         return planning.plan_group(topology.load(environment.cluster_path), nodes, assumptions=assumed)
     names = {node: f"node{index}" for index, node in enumerate(dict.fromkeys(nodes))}
-    cluster = _assumed(names.values())
+    cluster = topology.one_machine([1] * len(names))  # whose names these are, and what it assumes of a node's rate
     return planning.plan_group(cluster, [names[node] for node in nodes], assumptions=assumed)
 
 
@@ -136,8 +132,3 @@ def choose(num_bytes: int, members: Members, plan: GroupPlan, *, forced: str | N
 
 
 _HOST = Choice(schedule=schedules.HOST, num_segments=1, lag=0, window=1, predicted_s=float("inf"))
-
-
-def _assumed(names: Iterable[str]) -> Cluster:
-    nic = Nic(name="eth0", rate_bytes_per_s=_ASSUMED_BYTES_PER_S)
-    return Cluster(name="assumed", nodes=tuple(Node(name=name, devices=(Device(),), nics=(nic,)) for name in names))

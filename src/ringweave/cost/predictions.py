@@ -42,8 +42,6 @@ class Demand:
     """Messages that the busiest rank sends and receives."""
     num_receives: int
     """Messages that a rank receives at most."""
-    receives_in_a_round: int
-    """Messages that a rank receives in a round at most."""
     largest_piece: float
     """Largest operation as a fraction of the message."""
     message_s: float
@@ -117,7 +115,6 @@ def demand(schedule: Schedule, net: Network, vertex_of_rank: Ints, assumptions: 
         busiest=busiest,
         num_messages=int((loads.num_sends + loads.num_receives).max()),
         num_receives=int(loads.num_receives.max()),
-        receives_in_a_round=loads.most_receives_in_a_round,
         largest_piece=loads.largest_units / loads.num_units,
         message_s=assumed.message_s,
         local_piece_bytes=assumed.local_piece_bytes,

@@ -1,8 +1,11 @@
 """The program that MPI's starters take for ssh: it enters another node of the lab instead."""
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from ringweave.benchmarks.systems.system import Setup
 
 
 def agent_script(entries: Mapping[str, Sequence[str]], controller_pid: int) -> str:
@@ -28,9 +31,12 @@ exec nsenter --mount=/proc/{controller_pid}/ns/mnt -- "$@"
 """
 
 
-def write_agent(path: Path, entries: Mapping[str, Sequence[str]], controller_pid: int) -> Path:
-    """The script as a file that can be run."""
-    path.write_text(agent_script(entries, controller_pid), encoding="utf-8")
+def write_agent(setup: Setup) -> Path:
+    """The script for the nodes of these ranks, as a file that can be run."""
+    nodes = set(setup.node_of_rank)
+    entries = {setup.place.addresses[node][0]: setup.place.command(node, []) for node in nodes}
+    path = setup.folder / "agent"
+    path.write_text(agent_script(entries, os.getpid()), encoding="utf-8")
     path.chmod(0o755)
     return path
 

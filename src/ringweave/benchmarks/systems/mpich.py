@@ -1,6 +1,5 @@
 """MPICH, from PyPI, in an environment of its own."""
 
-import os
 from collections.abc import Sequence
 
 from ringweave.benchmarks.systems import agents
@@ -65,8 +64,7 @@ def _forced(name: str, algorithm: str, more: dict[str, str]) -> Knob:
 def _over_nodes(setup: Setup) -> tuple[str, ...]:
     """UCX may use TCP only: it knows no namespaces, and would take the memory of one machine as a way between nodes."""
     addresses, place = setup.place.addresses, setup.place
-    entries = {addresses[node][0]: place.command(node, []) for node in set(setup.node_of_rank)}
-    agent = agents.write_agent(setup.folder / "agent", entries, os.getpid())
+    agent = agents.write_agent(setup)
     hosts = agents.write_hosts(setup.folder / "hosts", [f"{addresses[node][0]}:1" for node in setup.node_of_rank])
     interfaces = sorted({name for node in set(setup.node_of_rank) for name in place.interfaces(node)})
     return (

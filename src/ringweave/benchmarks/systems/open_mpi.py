@@ -1,6 +1,5 @@
 """Open MPI, from PyPI, in an environment of its own."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -66,8 +65,7 @@ def _tuned(number: int) -> tuple[str, ...]:
 
 def _over_nodes(setup: Setup) -> tuple[str, ...]:
     addresses = setup.place.addresses
-    entries = {addresses[node][0]: setup.place.command(node, []) for node in set(setup.node_of_rank)}
-    agent = agents.write_agent(setup.folder / "agent", entries, os.getpid())
+    agent = agents.write_agent(setup)
     hosts: Path = agents.write_hosts(setup.folder / "hosts", [addresses[node][0] for node in setup.node_of_rank])
     control, networks = ",".join(setup.place.first_networks), ",".join(setup.place.networks)
     return (

@@ -98,7 +98,7 @@ class Engine:
             self._plans.popitem(last=False)
 
         def run(lane: Lane) -> None:
-            message = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
+            message = _flattened(tensor)
             if first_use:
                 self._keep_promise(promised, lane, message, reduction, choice, number, timeout_s)
             plan = promised.result()
@@ -109,8 +109,7 @@ class Engine:
             run_program(plan.program, message, reduction.combine, transport, lane.scratch, tag=tag, timeout_s=timeout_s)
             reduction.finish(message, self._members.group_size)
             self.counters.count(choice.schedule, message.nbytes, plan.program.num_sends)
-            if message.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(message.view(tensor.shape))
+            _write_back(message, tensor)
 
         job = Job(run, doing, PendingWork([tensor]), promised.cancel)
         if self._broken is not None:
@@ -130,13 +129,12 @@ class Engine:
             library: Sends and receives there.
         """
         schedule, transfers = self._part_of(name)
-        message = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
+        message = _flattened(tensor)
         reduction.prepare(message)
         run_rounds(schedule, transfers, message, reduction.combine, library)
         reduction.finish(message, self._members.group_size)
         self.counters.count(name, message.nbytes, sum(transfer.sends for transfer in transfers))
-        if message.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(message.view(tensor.shape))
+        _write_back(message, tensor)
         return finished_work(tensor)
 
     def fail(self, failure: TransferFailedError, doing: str) -> CommunicationError:
@@ -276,6 +274,17 @@ class Engine:
             rank = self._members.own.global_rank
             fields = {"schedule": schedule.name, "digest": schedule.digest, "bytes": num_bytes}
             self._log.write("schedule_agreed", rank=rank, group=self.counters.group, **fields)
+
+
+def _flattened(tensor: Tensor) -> Tensor:
+    """The elements in one dimension: the tensor's own memory, or a copy where that is not contiguous."""
+    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
+
+
+def _write_back(message: Tensor, tensor: Tensor) -> None:
+    """Bring what `_flattened` may have copied home."""
+    if message.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(message.view(tensor.shape))
 
 
 def _tag(number: int, signature: int) -> int:
