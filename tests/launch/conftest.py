@@ -20,7 +20,12 @@ from tests.lab import fixtures
 lab_name, lab_problems = fixtures.lab_name, fixtures.lab_problems
 
 DEADLINE_S = 30
-_CLI = "from ringweave.cli.main import main; main()"
+_CLI = """
+import signal
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, which a run rightly heeds
+from ringweave.cli.main import main
+main()
+"""
 
 
 @dataclass
