@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from ringweave.comm.members import Entrance, Member, Members, Place
-from ringweave.comm.running.staging import NO_STAGE, Layout, Stage
 from ringweave.comm.transport import arenas
 from ringweave.comm.transport.connecting import open_doors
 from ringweave.comm.transport.seam import MismatchError, TransferFailedError
 from ringweave.comm.transport.sockets import SocketTransport
+from ringweave.schedules.programs.staging import NO_STAGE, Layout, Stage
 from tests.comm.transport.test_sockets import in_thread
 
 TAG = 7 << 32 | 5

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 import torch
 
 from ringweave.comm.members import Members
-from ringweave.comm.running.staging import NO_STAGE, Layout, Stage
 from ringweave.comm.transport.seam import Transport
 from ringweave.errors import DisagreementError
+from ringweave.schedules.programs.staging import NO_STAGE, Layout, Stage
 
 _MESSAGE_BYTES = 512
 _LAYOUT = Layout((Stage(0, 1, NO_STAGE, is_awaited=False),), _MESSAGE_BYTES)

@@ -22,12 +22,12 @@ from ringweave.comm.running.completing import Completer
 from ringweave.comm.running.device import finished_work, run_rounds
 from ringweave.comm.running.executor import run_program
 from ringweave.comm.running.lanes import Job, Lane
-from ringweave.comm.running.programs import Pipelining, Program, compile_program
 from ringweave.comm.running.reductions import Reduction
 from ringweave.comm.transport.seam import MismatchError, TransferFailedError, Transport
 from ringweave.comm.works import PendingWork
 from ringweave.errors import CommunicationError, DisagreementError
 from ringweave.planning import Choice
+from ringweave.schedules.programs import Pipelining, Program, compile_program
 from ringweave.telemetry.events import EventLog
 
 NUM_LANES = 2

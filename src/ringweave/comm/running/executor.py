@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringweave.comm.running.programs import IN_PLACE, Do, Program
 from ringweave.comm.running.reductions import Combine
 from ringweave.comm.transport.seam import Transport
+from ringweave.schedules.programs import IN_PLACE, Do, Program
 
 _ALIGNMENT_BYTES = 64
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ringweave.comm.running.staging import NO_STAGE, Layout
+from ringweave.schedules.programs.staging import NO_STAGE, Layout
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """Its size is fixed: nobody can cut off what another rank is reading."""

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ringweave.comm.running.staging import NO_STAGE, Layout
+from ringweave.schedules.programs.staging import NO_STAGE, Layout
 
 
 class TransferFailedError(Exception):

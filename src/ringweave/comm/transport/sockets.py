@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from ringweave.comm.members import Members
-from ringweave.comm.running.staging import NO_STAGE, Layout
 from ringweave.comm.transport.arenas import Showing, ShowRoom
 from ringweave.comm.transport.connecting import LOOK_UP_S, Door, Switchboard
 from ringweave.comm.transport.seam import TransferFailedError
 from ringweave.comm.transport.shared import Seen, SharedConnection, Shown
 from ringweave.comm.transport.streams import Message, StreamConnection
+from ringweave.schedules.programs.staging import NO_STAGE, Layout
 
 Handle = Message | Shown | Seen
 

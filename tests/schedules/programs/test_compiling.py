@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringweave import schedules
-from ringweave.comm.running.programs import Do, Instruction, Pipelining, Program, compile_program
 from ringweave.schedules import Schedule
 from ringweave.schedules.generators.direct import direct
 from ringweave.schedules.generators.ring import ring
-from tests.comm.worlds import ViolationError, World, check_exposure
+from ringweave.schedules.programs import Do, Instruction, Pipelining, Program, compile_program
 from tests.schedules import samples
+from tests.schedules.programs.worlds import ViolationError, World, check_exposure
 
 PIPELINING = st.builds(Pipelining, num_segments=st.integers(1, 8), lag=st.integers(0, 4), window=st.integers(1, 6))
 PACE = st.sampled_from(["even", "one slow", "wires slow", "ranks slow"])

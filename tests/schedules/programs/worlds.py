@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from ringweave.comm.running.programs import IN_PLACE, Do, Instruction, Program
-from ringweave.comm.running.staging import NO_STAGE
+from ringweave.schedules.programs import IN_PLACE, Do, Instruction, Program
+from ringweave.schedules.programs.staging import NO_STAGE
 
 Action = Callable[[], None]
 
