@@ -18,6 +18,13 @@ def test_ddp_equals_one_process_and_uses_the_ring() -> None:
         assert counters["ring"]["bytes"] > 8 * 2 * 256 * 256 * num_steps
 
 
+def test_buckets_of_ddp_are_reduced_while_the_backward_pass_goes_on() -> None:
+    environ = {"RINGWEAVE_SCHEDULE": "ring"}
+    for finished in run_ranks(training_functions.finish_buckets_within_backward, 2, 3, 0.5, environ=environ):
+        assert len(finished) == 3
+        assert min(finished[1:]) >= 1  # DDP makes its final buckets after the first step
+
+
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["fsdp", "hsdp"])
 def test_fsdp_equals_one_process(shape: tuple[int, ...]) -> None:
     run_ranks(training_functions.check_fsdp, 4, 3, shape)

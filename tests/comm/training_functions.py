@@ -1,6 +1,7 @@
 """Training on several ranks, against the same training in one process: run by real processes."""
 
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -74,6 +75,33 @@ def check_ddp(num_steps: int, bucket_mb: float) -> dict[str, dict[str, int]]:
     digests = [digest(parameter) for parameter in model.parameters()]
     assert all(other == digests for other in everywhere(digests))
     return dist.group.WORLD.collectives_by_schedule()
+
+
+def finish_buckets_within_backward(num_steps: int, bucket_mb: float) -> list[int]:
+    """For each train step how many buckets were reduced before the backward pass had come to the first layer.
+
+    The pass stands still there until one is, or gives up: it would for ever if buckets waited for the end of the pass.
+    """
+    parallel = DistributedDataParallel(make_model(), bucket_cap_mb=bucket_mb)
+    finished: list[int] = []
+
+    def num_reduced() -> int:
+        return dist.group.WORLD.collectives_by_schedule().get("ring", {"collectives": 0})["collectives"]
+
+    def wait_reduced(_: Tensor) -> None:
+        deadline = time.monotonic() + 10
+        while num_reduced() == before and time.monotonic() < deadline:
+            time.sleep(0.001)
+        finished.append(num_reduced() - before)
+
+    parallel.module[0].register_forward_hook(
+        lambda _layer, _inputs, output: output.register_hook(wait_reduced) and None
+    )
+    for train_step in range(num_steps):
+        before = num_reduced()
+        x, y = batch_of(train_step)
+        nn.functional.mse_loss(parallel(x[_own_rows()]), y[_own_rows()]).backward()
+    return finished
 
 
 def check_fsdp(num_steps: int, shape: tuple[int, ...]) -> None:
