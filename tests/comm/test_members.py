@@ -3,6 +3,7 @@
 import socket
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
@@ -81,11 +82,25 @@ def test_a_local_rank_without_a_device_is_an_error(cluster_path: Path) -> None:
 def test_meeting_tells_who_did_not_come() -> None:
     place = Place("a0", "127.0.0.1")
     with pytest.raises(PeerError, match=r"rank 5 did not come within 0\.05 s, expected all of 2 ranks"):
-        meet(HashStore(), 0, (3, 5), place, [Entrance(1, "a")], timedelta(seconds=0.05))
+        meet(HashStore(), 0, (3, 5), place, [Entrance((1,), "a")], timedelta(seconds=0.05))
 
 
 def test_meeting_alone() -> None:
     place = Place("a0", "127.0.0.1")
-    members = meet(HashStore(), 0, (4,), place, [Entrance(1, "a"), Entrance(2, "b")], timedelta(seconds=1))
-    assert members.ranks == (Member(4, place, (Entrance(1, "a"), Entrance(2, "b"))),)
+    members = meet(HashStore(), 0, (4,), place, [Entrance((1,), "a"), Entrance((2,), "b")], timedelta(seconds=1))
+    assert members.ranks == (Member(4, place, (Entrance((1,), "a"), Entrance((2,), "b"))),)
     assert len(members.token) == 16
+
+
+def test_every_nic_of_the_cluster_file_that_is_here_gives_an_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "two-nics.yaml"
+    nics = "[{name: fast, rate: 3Gbit/s}, {name: absent, rate: 9Gbit/s}, {name: slow, rate: 1Gbit/s}]"
+    path.write_text(f"name: lab\nnodes:\n  - {{name: a0, nics: {nics}, devices: 1, address: 10.9.0.1}}\n")
+    found = {"slow": "10.8.0.1", "fast": "10.9.0.1", "lo": "127.0.0.1"}
+    interfaces = {name: [SimpleNamespace(family=socket.AF_INET, address=each)] for name, each in found.items()}
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: interfaces)
+    place = own_place(WorkerEnvironment(cluster_path=path), {"LOCAL_RANK": "0"})
+    assert place.addresses == ("10.9.0.1", "10.8.0.1")
+    assert place.rates == (375e6, 125e6)

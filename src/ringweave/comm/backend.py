@@ -159,7 +159,7 @@ def create_group(options: Any, _backend_options: object) -> RingweaveProcessGrou
     environment = WorkerEnvironment.from_environ(os.environ)
     global_ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     place = members.own_place(environment, os.environ)
-    doors = open_doors(place.address, NUM_LANES)
+    doors = open_doors(place.addresses, NUM_LANES)
     # torch gives a group that is made again after destroy the same keys: every incarnation has a space of its own.
     incarnation = options.store.add(f"incarnation/{options.group_rank}", 1)
     store = PrefixStore(f"{incarnation}/", options.store)

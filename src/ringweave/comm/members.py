@@ -7,6 +7,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from datetime import timedelta
+from typing import Any
 
 import psutil
 from torch.distributed import Store
@@ -14,6 +15,7 @@ from torch.distributed import Store
 from ringweave import topology
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import PeerError
+from ringweave.topology import Node
 
 TOKEN_BYTES = 16
 
@@ -31,14 +33,23 @@ class Place:
     """Name of its node."""
     address: str
     """IP address at which the other ranks reach it."""
+    more_addresses: tuple[str, ...] = ()
+    """Those of its node's further NICs; on every node in the order of the NICs, each NIC in a network of its own."""
+    rates: tuple[float, ...] = (1.0,)
+    """Relative rate of the NIC of each address."""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where it is reached, NIC by NIC."""
+        return (self.address, *self.more_addresses)
 
 
 @dataclass(frozen=True, slots=True)
 class Entrance:
     """Where a lane of a rank is called."""
 
-    port: int
-    """TCP port at its address."""
+    ports: tuple[int, ...]
+    """TCP port at each of its addresses."""
     name: str
     """Unix socket without a file, for the ranks of its node."""
 
@@ -115,7 +126,12 @@ def own_place(environment: WorkerEnvironment, environ: Mapping[str, str]) -> Pla
     node = topology.place_rank(cluster, node_name=environment.node, host_name=host_name, addresses=addresses)
     if environ.get("LOCAL_RANK", "").isdecimal():
         topology.device_of(node, int(environ["LOCAL_RANK"]))
-    return Place(node.name, node.address if node.address in addresses else _address(environ))
+    address = node.address if node.address in addresses else _address(environ)
+    reached = _reached_by(node)
+    if address not in reached or len(reached) == 1:
+        return Place(node.name, address)
+    first, *more = reached
+    return Place(node.name, first, tuple(more), tuple(reached.values()))
 
 
 def meet(
@@ -132,7 +148,7 @@ def meet(
         PeerError: Some members did not come within `timeout`; the text names their ranks.
     """
     keys = [f"member/{rank}" for rank in range(len(global_ranks))]
-    entry = {"node": place.node, "address": place.address, "entrances": [astuple(e) for e in entrances]}
+    entry = {"place": astuple(place), "entrances": [astuple(e) for e in entrances]}
     store.set(keys[group_rank], json.dumps({**entry, "token": secrets.token_hex(TOKEN_BYTES)}))
     try:
         store.wait(keys, timeout)
@@ -144,11 +160,24 @@ def meet(
             f"[rank {global_ranks[group_rank]}]"
         ) from cause
     entries = [json.loads(value) for value in store.multi_get(keys)]
-    ranks = tuple(
-        Member(rank, Place(entry["node"], entry["address"]), tuple(Entrance(*e) for e in entry["entrances"]))
-        for rank, entry in zip(global_ranks, entries, strict=True)
-    )
+    ranks = tuple(_member(rank, entry) for rank, entry in zip(global_ranks, entries, strict=True))
     return Members(ranks, group_rank, bytes.fromhex(entries[0]["token"]))
+
+
+def _member(global_rank: int, entry: dict[str, Any]) -> Member:
+    node, address, more_addresses, rates = entry["place"]
+    entrances = tuple(Entrance(tuple(ports), name) for ports, name in entry["entrances"])
+    return Member(global_rank, Place(node, address, tuple(more_addresses), tuple(rates)), entrances)
+
+
+def _reached_by(node: Node) -> dict[str, float]:
+    """Address -> rate of those NICs of the cluster file that this machine has, in the file's order."""
+    interfaces = psutil.net_if_addrs()
+    reached: dict[str, float] = {}
+    for nic in node.nics:
+        own = [found.address for found in interfaces.get(nic.name, []) if found.family == socket.AF_INET]
+        reached.update(dict.fromkeys(own[:1], nic.rate_bytes_per_s))
+    return reached
 
 
 def _address(environ: Mapping[str, str]) -> str:

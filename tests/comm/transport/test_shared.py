@@ -37,7 +37,7 @@ class Node:
     """Transports of a group whose members are on nodes of these names."""
 
     def __init__(self, *nodes: str, entrance: Callable[[Entrance], Entrance] = lambda entrance: entrance) -> None:
-        self.doors = open_doors("127.0.0.1", len(nodes))
+        self.doors = open_doors(["127.0.0.1"], len(nodes))
         entrances = [entrance(door.entrance) for door in self.doors]
         ranks = tuple(Member(r, Place(node, "127.0.0.1"), (entrances[r],)) for r, node in enumerate(nodes))
         limit = timedelta(seconds=WAIT_S)
@@ -161,7 +161,7 @@ def test_ranks_of_different_nodes_use_tcp() -> None:
 
 
 def test_a_node_of_the_same_name_elsewhere_is_reached_over_tcp() -> None:
-    node = Node("n", "n", entrance=lambda known: Entrance(known.port, "ringweave-not-here"))
+    node = Node("n", "n", entrance=lambda known: Entrance(known.ports, "ringweave-not-here"))
     handle = node.ends[1].receive(SocketTransport.expose(arrived := torch.zeros(1000)), 0, TAG)
     for _ in range(3):  # content that nobody reads does not hold up the next collective
         node.ends[0].begin(layout(1, size=1000), 4)

@@ -24,11 +24,19 @@ TAG = 7 << 32 | 5
 class Pair:
     """Two transports of a group of two, and a thread for the second rank."""
 
-    def __init__(self, timeout_s: float = 20.0, nodes: Sequence[str] = ("n0", "n1")) -> None:
-        self.doors = open_doors("127.0.0.1", 2)
-        ranks = tuple(
-            Member(rank, Place(nodes[rank], "127.0.0.1"), (door.entrance,)) for rank, door in enumerate(self.doors)
-        )
+    def __init__(
+        self,
+        timeout_s: float = 20.0,
+        nodes: Sequence[str] = ("n0", "n1"),
+        rates: Sequence[Sequence[float]] = ((1.0,), (1.0,)),
+    ) -> None:
+        """`rates`: for each rank those of its NICs, played by addresses of the loopback interface."""
+        places = [
+            Place(node, "127.0.0.1", tuple(f"127.0.0.{nic + 1}" for nic in range(1, len(own))), tuple(own))
+            for node, own in zip(nodes, rates, strict=True)
+        ]
+        self.doors = [open_doors(place.addresses, 1)[0] for place in places]
+        ranks = tuple(Member(rank, places[rank], (door.entrance,)) for rank, door in enumerate(self.doors))
         members = [Members(ranks, rank, b"0123456789abcdef") for rank in range(2)]
         limit = timedelta(seconds=timeout_s)
         self.ends = [SocketTransport(self.doors[r], 0, members[r], limit) for r in range(2)]
@@ -164,7 +172,7 @@ def test_a_call_to_a_peer_that_is_gone_is_refused_at_once(pair: Pair) -> None:
     "hello", [b"", b"GET / HTTP/1.1\r\n\r\n1234", b"0123456789abcdeX\0\0\0\0", b"0123456789abcdef\x09\0\0\0"]
 )
 def test_strangers_are_hung_up_on(pair: Pair, hello: bytes) -> None:
-    with socket.create_connection(pair.doors[1].outer.getsockname()) as stranger:
+    with socket.create_connection(pair.doors[1].outer[0].getsockname()) as stranger:
         stranger.sendall(hello)
         stranger.shutdown(socket.SHUT_WR)
         pair.connect()
@@ -183,10 +191,61 @@ def test_a_process_with_thousands_of_descriptors_is_called() -> None:
     taken = [os.dup(0) for _ in range(1100)]
     many = Pair()  # its listeners lie above what select.select takes
     try:
-        assert many.doors[1].outer.fileno() > 1024
+        assert many.doors[1].outer[0].fileno() > 1024
         many.connect()
     finally:
         many.close()
         for descriptor in taken:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def rails_of(end: SocketTransport, peer: int) -> list[tuple[str, str]]:
+    """Own and the peer's address of each rail."""
+    rails = end._connections[peer].rails
+    return [(rail.sock.getsockname()[0], rail.sock.getpeername()[0]) for rail in rails]
+
+
+@pytest.mark.parametrize("rates", [[(1.0, 1.0), (1.0, 1.0)], [(3e6, 1e6, 2e6), (1e9, 1e9)], [(1.0, 4.0), (4.0, 1.0)]])
+def test_a_rail_for_every_nic_that_both_have(rates: list[tuple[float, ...]]) -> None:
+    pair = Pair(rates=rates)
+    try:
+        pair.connect()
+        for rank in range(2):
+            same = [f"127.0.0.{nic + 1}" for nic in range(2)]
+            assert rails_of(pair.ends[rank], 1 - rank) == list(zip(same, same, strict=True))
+        sent = [torch.arange(size, dtype=torch.float64) for size in (1_000_000, 1, 1023, 1025, 77_777)]
+        arrived = [torch.zeros_like(tensor) for tensor in sent]
+        receiving = [pair.ends[1].receive(pieces(tensor), 0, TAG) for tensor in arrived]
+        sending = in_thread(
+            lambda: [pair.ends[0].wait(pair.ends[0].send(pieces(tensor), 1, TAG), 20) for tensor in sent]
+        )
+        assert [pair.ends[1].wait(handle, 20) for handle in receiving] == [None] * len(sent)
+        sending.result(20)
+        assert all(map(torch.equal, sent, arrived))
+    finally:
+        pair.close()
+
+
+def test_messages_are_cut_in_proportion_to_the_slower_nic_of_each_two() -> None:
+    pair = Pair(rates=[(300.0, 100.0), (900.0, 900.0)])
+    try:
+        pair.connect()
+        handle = pair.ends[0].send(pieces(torch.zeros(100_000)), 1, TAG)
+        assert [part.num_bytes for part in handle.parts] == [300_000, 100_000]
+        short = pair.ends[0].send(pieces(torch.zeros(100)), 1, TAG)
+        assert [part.num_bytes for part in short.parts] == [400]
+    finally:
+        pair.close()
+
+
+def test_a_broken_rail_breaks_the_connection() -> None:
+    pair = Pair(rates=[(1.0, 1.0), (1.0, 1.0)])
+    try:
+        pair.connect()
+        pair.ends[1]._connections[0].rails[1].sock.close()
+        handle = pair.ends[0].receive(pieces(torch.zeros(100_000)), 1, TAG)
+        with pytest.raises(TransferFailedError, match="closed by peer"):
+            pair.ends[0].wait(handle, 20)
+    finally:
+        pair.close()

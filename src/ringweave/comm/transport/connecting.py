@@ -7,13 +7,14 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ringweave.comm.members import TOKEN_BYTES, Entrance, Members
 from ringweave.comm.transport.seam import TransferFailedError
 
-_HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")
+_HELLO = struct.Struct(f"<{TOKEN_BYTES}sII")
+"""Token, group rank of the caller, and which of the connections between the two this is: its rail."""
 _BACKLOG = 1024
 _NAME_BYTES = 16
 
@@ -28,36 +29,44 @@ _HELLO_S = 1.0
 class Door:
     """Where the other ranks of a group call a lane of this one."""
 
-    outer: socket.socket
-    """For ranks of other nodes: TCP."""
+    outer: tuple[socket.socket, ...]
+    """For ranks of other nodes: TCP, at each address of this one."""
     inner: socket.socket
     """For ranks of this node: a Unix socket without a file, in the namespace of the network."""
 
     @property
     def entrance(self) -> Entrance:
         """What the others have to know."""
-        return Entrance(self.outer.getsockname()[1], self.inner.getsockname()[1:].decode())
+        ports = tuple(listener.getsockname()[1] for listener in self.outer)
+        return Entrance(ports, self.inner.getsockname()[1:].decode())
+
+    @property
+    def listeners(self) -> tuple[socket.socket, ...]:
+        """Wherever somebody may call."""
+        return (*self.outer, self.inner)
 
     def wait_called(self, timeout_s: float) -> socket.socket | None:
         """Where somebody calls; None if nobody does in time."""
         poller = select.poll()  # select.select fails in a process with more than 1023 descriptors
-        for listener in (self.outer, self.inner):
+        for listener in self.listeners:
             poller.register(listener, select.POLLIN)
-        called = poller.poll(math.ceil(1000 * timeout_s))
-        if not called:
-            return None
-        return self.outer if called[0][0] == self.outer.fileno() else self.inner
+        called = {descriptor for descriptor, _ in poller.poll(math.ceil(1000 * timeout_s))}
+        return next((listener for listener in self.listeners if listener.fileno() in called), None)
 
     def close(self) -> None:
         """Answer no more."""
-        self.outer.close()
-        self.inner.close()
+        for listener in self.listeners:
+            listener.close()
 
 
-def open_doors(address: str, count: int) -> list[Door]:
-    """So many doors on `address`, each on a free port."""
+def open_doors(addresses: Sequence[str], count: int) -> list[Door]:
+    """So many doors, each on a free port of every address."""
+    return [Door(tuple(map(_outer, addresses)), _inner()) for _ in range(count)]
+
+
+def _outer(address: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return [Door(socket.create_server((address, 0), family=family, backlog=_BACKLOG), _inner()) for _ in range(count)]
+    return socket.create_server((address, 0), family=family, backlog=_BACKLOG)
 
 
 def _inner() -> socket.socket:
@@ -83,38 +92,49 @@ class Switchboard:
         """When a peer that is called now has to be there."""
         return self._clock() + self._timeout_s
 
-    def call(self, peer: int) -> socket.socket:
-        """A connection to a higher rank; over shared memory's door if it is on this node and can be reached there.
+    def rail_rates(self, peer: int) -> tuple[float, ...]:
+        """Relative rates of the connections to a rank: one for each NIC that both nodes have, that of the slower."""
+        return tuple(map(min, self._members.own.place.rates, self._members.ranks[peer].place.rates))
+
+    def call(self, peer: int) -> list[socket.socket]:
+        """Connections to a higher rank, rail by rail; one to shared memory's door if it is on this node.
 
         Raises:
             TransferFailedError: It cannot be reached.
         """
         callee = self._members.ranks[peer]
-        hello = _HELLO.pack(self._members.token, self._members.group_rank)
         if callee.place.node == self._members.own.place.node:
             inner = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
                 inner.settimeout(self._timeout_s)
                 inner.connect(b"\0" + callee.entrances[self._lane].name.encode())
-                inner.sendall(hello)
+                inner.sendall(self._hello(0))
             except OSError:
                 inner.close()  # a node of the same name somewhere else, or a container of its own
             else:
-                return inner
-        where = (callee.place.address, callee.entrances[self._lane].port)
+                return [inner]
+        return [self._call_by_rail(peer, rail) for rail in range(len(self.rail_rates(peer)))]
+
+    def _call_by_rail(self, peer: int, rail: int) -> socket.socket:
+        callee, own = self._members.ranks[peer], self._members.own.place
+        where = (callee.place.addresses[rail], callee.entrances[self._lane].ports[rail])
+        leaving_by = (own.addresses[rail], 0) if own.more_addresses else None
         try:
-            sock = socket.create_connection(where, timeout=self._timeout_s)
-            sock.sendall(hello)
+            sock = socket.create_connection(where, timeout=self._timeout_s, source_address=leaving_by)
+            sock.sendall(self._hello(rail))
         except OSError as cause:
             text = f"no connection to {where[0]} port {where[1]}: {cause}"
             raise TransferFailedError(peer, text, hung=isinstance(cause, TimeoutError)) from cause
         return sock
 
-    def answer(self, peer: int, deadline: float) -> tuple[int, socket.socket] | None:
+    def _hello(self, rail: int) -> bytes:
+        return _HELLO.pack(self._members.token, self._members.group_rank, rail)
+
+    def answer(self, peer: int, deadline: float) -> tuple[int, int, socket.socket] | None:
         """Take one call, while `peer` is waited for; whoever does not know the token is hung up on.
 
         Returns:
-            Who called, and the connection; None if nobody has, for now.
+            Who called, by which rail, and the connection; None if nobody has, for now.
 
         Raises:
             TransferFailedError: `peer` is gone, or time is up.
@@ -134,7 +154,7 @@ class Switchboard:
         if caller is None:
             sock.close()
             return None
-        return caller, sock
+        return *caller, sock
 
     def close(self) -> None:
         """Answer no more."""
@@ -144,14 +164,14 @@ class Switchboard:
     def abort(self) -> None:
         """End every wait for a caller, from any thread."""
         self._closed = True
-        for listener in (self._door.outer, self._door.inner):
+        for listener in self._door.listeners:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
 
     def _probe(self, peer: int) -> None:
         """Raise if the peer that should call us is gone: then nobody listens at its port any more."""
         waited_for = self._members.ranks[peer]
-        where = (waited_for.place.address, waited_for.entrances[self._lane].port)
+        where = (waited_for.place.address, waited_for.entrances[self._lane].ports[0])
         try:
             socket.create_connection(where, timeout=LOOK_UP_S).close()
         except TimeoutError:
@@ -159,8 +179,8 @@ class Switchboard:
         except OSError as cause:
             raise TransferFailedError(peer, f"it does not listen any more: {cause}", hung=False) from cause
 
-    def _caller(self, sock: socket.socket, timeout_s: float) -> int | None:
-        """Group rank of the caller, None if it is not one that may call."""
+    def _caller(self, sock: socket.socket, timeout_s: float) -> tuple[int, int] | None:
+        """Group rank and rail of the caller, None if it is not one that may call."""
         sock.settimeout(timeout_s)
         try:
             hello = sock.recv(_HELLO.size, socket.MSG_WAITALL)
@@ -168,6 +188,6 @@ class Switchboard:
             return None
         if len(hello) < _HELLO.size:
             return None
-        token, caller = _HELLO.unpack(hello)
+        token, caller, rail = _HELLO.unpack(hello)
         may_call = hmac.compare_digest(token, self._members.token) and caller < self._members.group_rank
-        return caller if may_call else None
+        return (caller, rail) if may_call and rail < len(self.rail_rates(caller)) else None

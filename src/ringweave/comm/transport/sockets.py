@@ -15,7 +15,7 @@ import contextlib
 import select
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,12 +25,16 @@ from torch import Tensor
 from ringweave.comm.members import Members
 from ringweave.comm.transport.arenas import Showing, ShowRoom
 from ringweave.comm.transport.connecting import LOOK_UP_S, Door, Switchboard
+from ringweave.comm.transport.rails import Bundle, RailedConnection
 from ringweave.comm.transport.seam import TransferFailedError
 from ringweave.comm.transport.shared import Seen, SharedConnection, Shown
 from ringweave.comm.transport.streams import Message, StreamConnection
 from ringweave.schedules.programs.staging import NO_STAGE, Layout
 
-Handle = Message | Shown | Seen
+Handle = Message | Bundle | Shown | Seen
+Connection = StreamConnection | RailedConnection | SharedConnection
+End = StreamConnection | SharedConnection
+"""What has a socket: a connection, or one of its rails."""
 
 
 class SocketTransport:
@@ -43,9 +47,10 @@ class SocketTransport:
         self._members = members
         self._clock = clock
         self._switchboard = Switchboard(door, lane, members, timeout.total_seconds(), clock)
-        self._connections: dict[int, StreamConnection | SharedConnection] = {}
+        self._connections: dict[int, Connection] = {}
+        self._arriving: dict[int, dict[int, socket.socket]] = {}
         self._shared: list[SharedConnection] = []
-        self._by_descriptor: dict[int, StreamConnection | SharedConnection] = {}
+        self._by_descriptor: dict[int, End] = {}
         self._poller = select.epoll()
         self._show_room = ShowRoom()
         self._showing: Showing | None = None
@@ -75,7 +80,7 @@ class SocketTransport:
         while absent := [peer for peer in missing if peer not in self._connections]:
             answered = self._switchboard.answer(absent[0], deadline)
             if answered is not None and answered[0] not in self._connections:
-                self._adopt(*answered)
+                self._admit(*answered)
 
     def begin(self, layout: Layout, element_bytes: int) -> None:
         """Find a place in shared memory for what the next collective shows to this node's ranks."""
@@ -86,7 +91,7 @@ class SocketTransport:
     def send(self, piece: Any, peer: int, tag: int, stage: int = NO_STAGE) -> Handle:
         """Queue a piece, and start sending it; it must not change until it has left."""
         connection = self._connection(peer)
-        if isinstance(connection, StreamConnection):
+        if not isinstance(connection, SharedConnection):
             if stage != NO_STAGE and self._showing is not None:
                 self._showing.note_read(stage)
             handle = self._attempt(connection, lambda: connection.send(piece, tag))
@@ -100,7 +105,7 @@ class SocketTransport:
     def receive(self, piece: Any, peer: int, tag: int) -> Handle:
         """Expect the next message from `peer` in this piece, or of its size in shared memory."""
         connection = self._connection(peer)
-        if isinstance(connection, StreamConnection):
+        if not isinstance(connection, SharedConnection):
             handle: Handle = connection.receive(piece, tag)
         else:
             handle = self._attempt(connection, lambda: connection.receive(piece.nbytes, tag))
@@ -146,34 +151,39 @@ class SocketTransport:
     def close(self) -> None:
         """Let go of all connections and of the shared memory; what was sent still arrives."""
         self._closed = True
-        for connection in self._connections.values():
-            connection.sock.close()
+        arriving = (sock for rails in self._arriving.values() for sock in rails.values())
+        for sock in (*(end.sock for end in self._by_descriptor.values()), *arriving):
+            sock.close()
         self._switchboard.close()
-        for known in (self._connections, self._by_descriptor, self._shared):
+        for known in (self._connections, self._arriving, self._by_descriptor, self._shared):
             known.clear()  # they refer to this object: the memory would stay until the collector comes by
         self._show_room, self._showing = ShowRoom(), None
 
     def abort(self) -> None:
         """Cut all connections, from any thread: every wait ends at once, here and at the peers."""
         self._closed = True
-        for connection in list(self._connections.values()):
+        for end in list(self._by_descriptor.values()):
             with contextlib.suppress(OSError):
-                connection.sock.shutdown(socket.SHUT_RDWR)
+                end.sock.shutdown(socket.SHUT_RDWR)
         self._switchboard.abort()
 
-    def _connection(self, peer: int) -> StreamConnection | SharedConnection:
+    def _connection(self, peer: int) -> Connection:
         if self._closed:
             raise TransferFailedError(peer, "the connections of this group are closed", hung=False)
         return self._connections[peer]
 
-    def _attempt(self, connection: StreamConnection | SharedConnection, move: Callable[[], Any]) -> Any:
+    def _attempt(self, connection: Connection, move: Callable[[], Any]) -> Any:
         try:
             return move()
         except OSError as cause:
             raise TransferFailedError(connection.peer, str(cause), hung=False) from cause
 
-    def _watch(self, connection: StreamConnection | SharedConnection) -> None:
+    def _watch(self, connection: Connection) -> None:
         """Ask the poller for exactly what this connection can do next."""
+        if isinstance(connection, RailedConnection):
+            for rail in connection.rails:
+                self._watch(rail)
+            return
         wanted = connection.wanted
         if wanted == connection.watched:
             return
@@ -186,13 +196,26 @@ class SocketTransport:
             self._poller.unregister(descriptor)
         connection.watched = wanted
 
-    def _adopt(self, peer: int, sock: socket.socket) -> None:
-        if sock.family == socket.AF_UNIX:
-            connection = SharedConnection(peer, sock, on_read=self._show_more)
-            self._shared.append(connection)
-        else:
-            connection = StreamConnection(peer, sock)
-        self._connections[peer] = self._by_descriptor[sock.fileno()] = connection
+    def _admit(self, peer: int, rail: int, sock: socket.socket) -> None:
+        """Keep a caller's connection until it has called by all its rails."""
+        arrived = self._arriving.setdefault(peer, {})
+        arrived[rail] = sock
+        if sock.family == socket.AF_UNIX or len(arrived) == len(self._switchboard.rail_rates(peer)):
+            self._adopt(peer, [sock for _, sock in sorted(self._arriving.pop(peer).items())])
+
+    def _adopt(self, peer: int, socks: Sequence[socket.socket]) -> None:
+        if socks[0].family == socket.AF_UNIX:
+            shared = SharedConnection(peer, socks[0], on_read=self._show_more)
+            self._shared.append(shared)
+            self._know(shared, [shared])
+            return
+        rails = [StreamConnection(peer, sock) for sock in socks]
+        several = len(rails) > 1
+        self._know(RailedConnection(peer, rails, self._switchboard.rail_rates(peer)) if several else rails[0], rails)
+
+    def _know(self, connection: Connection, ends: Sequence[End]) -> None:
+        self._connections[connection.peer] = connection
+        self._by_descriptor.update({end.sock.fileno(): end for end in ends})
         self._watch(connection)
 
     def _show_more(self) -> None:
