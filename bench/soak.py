@@ -79,7 +79,7 @@ class Sample:
     private_bytes: int
     """Resident, of this process alone."""
     shared_bytes: int
-    """Resident, of shared memory."""
+    """Of all shared memory that is mapped, however much of it this process has touched by now."""
     descriptors: int
     threads: int
     mappings: int
@@ -272,10 +272,8 @@ class Soak:
         own = psutil.Process()
         maps = Path("/proc/self/maps").read_text()
         memory = own.memory_info()
-        sample = Sample(
-            memory.rss - memory.shared, memory.shared, own.num_fds(), own.num_threads(), maps.count("memfd:ringweave")
-        )
-        self.samples.append(sample)
+        held = memory.rss - memory.shared, _shared_bytes(maps), own.num_fds(), own.num_threads()
+        self.samples.append(Sample(*held, maps.count("memfd:ringweave")))
 
     def _check_growth(self) -> None:
         left = set(Path("/dev/shm").glob("*ringweave*")) - self._in_shm
@@ -304,6 +302,13 @@ class Soak:
         self._count_schedules(self._groups[0])
         samples = [asdict(sample) for sample in (*self.samples[:_WARM_UP_LAPS], self.samples[-1])]
         return {**vars(self.tally), "seed": self._settings.seed, "laps": len(self.samples), "held": samples}
+
+
+def _shared_bytes(maps: str) -> int:
+    """Of the mappings of shared memory in /proc/self/maps: `START-END PERMISSIONS OFFSET DEVICE INODE PATH`."""
+    lines = [line.split(maxsplit=5) for line in maps.splitlines() if "/memfd:" in line or "/dev/shm/" in line]
+    spans = [[int(end, 16) for end in line[0].split("-")] for line in lines if line[1].endswith("s")]
+    return sum(end - start for start, end in spans)
 
 
 @contextmanager

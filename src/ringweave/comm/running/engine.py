@@ -2,13 +2,11 @@
 
 import itertools
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
@@ -21,7 +19,9 @@ from ringweave.comm.running.agreement import Intent, agree
 from ringweave.comm.running.completing import Completer
 from ringweave.comm.running.device import finished_work, run_rounds
 from ringweave.comm.running.executor import run_program
+from ringweave.comm.running.keeping import Promises
 from ringweave.comm.running.lanes import Job, Lane
+from ringweave.comm.running.memory import flatten, write_back
 from ringweave.comm.running.reductions import Reduction
 from ringweave.comm.transport.seam import MismatchError, TransferFailedError, Transport
 from ringweave.comm.works import PendingWork
@@ -34,8 +34,6 @@ NUM_LANES = 2
 """Collectives of one group that may be on the wire at once."""
 
 _SIGNATURE_BITS = 32
-_MAX_PLANS = 512
-"""Kinds of messages whose programs are kept; the same kinds on all ranks, as they see the same calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,7 @@ class Engine:
         self._lanes: list[Lane] = []
         self._completer = Completer(f"ringweave-{counters.group}-done")
         self._parts: dict[str, tuple[schedules.Schedule, tuple[schedules.Transfer, ...]]] = {}
-        self._plans: OrderedDict[tuple[Choice, int, torch.dtype, str], Future[_Plan]] = OrderedDict()
+        self._plans: Promises[_Plan] = Promises()
         self._numbers = itertools.count(1)
         self._broken: CommunicationError | None = None
 
@@ -90,16 +88,12 @@ class Engine:
         """
         number = next(self._numbers)
         doing = f"allreduce #{number} ({reduction.name}, {tensor.numel()} x {tensor.dtype}, {choice.schedule})"
-        key = (choice, tensor.numel(), tensor.dtype, reduction.name)
-        first_use = key not in self._plans
-        promised = self._plans.setdefault(key, Future())
-        self._plans.move_to_end(key)
-        if len(self._plans) > _MAX_PLANS:
-            self._plans.popitem(last=False)
+        kind = (choice, tensor.numel(), tensor.dtype, reduction.name)
+        promised, is_first_use = self._plans.look_up(kind, choice.num_segments * self._members.group_size)
 
         def run(lane: Lane) -> None:
-            message = _flattened(tensor)
-            if first_use:
+            message = flatten(tensor)
+            if is_first_use:
                 self._keep_promise(promised, lane, message, reduction, choice, number, timeout_s)
             plan = promised.result()
             transport = lane.transport()
@@ -109,7 +103,7 @@ class Engine:
             run_program(plan.program, message, reduction.combine, transport, lane.scratch, tag=tag, timeout_s=timeout_s)
             reduction.finish(message, self._members.group_size)
             self.counters.count(choice.schedule, message.nbytes, plan.program.num_sends)
-            _write_back(message, tensor)
+            write_back(message, tensor)
 
         job = Job(run, doing, PendingWork([tensor]), promised.cancel)
         if self._broken is not None:
@@ -129,12 +123,12 @@ class Engine:
             library: Sends and receives there.
         """
         schedule, transfers = self._part_of(name)
-        message = _flattened(tensor)
+        message = flatten(tensor)
         reduction.prepare(message)
         run_rounds(schedule, transfers, message, reduction.combine, library)
         reduction.finish(message, self._members.group_size)
         self.counters.count(name, message.nbytes, sum(transfer.sends for transfer in transfers))
-        _write_back(message, tensor)
+        write_back(message, tensor)
         return finished_work(tensor)
 
     def fail(self, failure: TransferFailedError, doing: str) -> CommunicationError:
@@ -274,17 +268,6 @@ class Engine:
             rank = self._members.own.global_rank
             fields = {"schedule": schedule.name, "digest": schedule.digest, "bytes": num_bytes}
             self._log.write("schedule_agreed", rank=rank, group=self.counters.group, **fields)
-
-
-def _flattened(tensor: Tensor) -> Tensor:
-    """The elements in one dimension: the tensor's own memory, or a copy where that is not contiguous."""
-    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
-
-
-def _write_back(message: Tensor, tensor: Tensor) -> None:
-    """Bring what `_flattened` may have copied home."""
-    if message.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(message.view(tensor.shape))
 
 
 def _tag(number: int, signature: int) -> int:

@@ -4,30 +4,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ringweave.comm.running.memory import Scratch
 from ringweave.comm.running.reductions import Combine
 from ringweave.comm.transport.seam import Transport
 from ringweave.schedules.programs import IN_PLACE, Do, Program
-
-_ALIGNMENT_BYTES = 64
-
-
-class Scratch:
-    """Memory that is kept from run to run: fresh pages cost as much as the additions."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, num_buffers: int, num_elements: int, dtype: torch.dtype) -> list[Tensor]:
-        """So many buffers of so many elements; they last until the next call."""
-        stride_bytes = -(-num_elements * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        if self._memory.numel() < num_buffers * stride_bytes:
-            self._memory = torch.empty(num_buffers * stride_bytes, dtype=torch.uint8)
-        num_bytes = num_elements * dtype.itemsize
-        starts = range(0, num_buffers * stride_bytes, max(1, stride_bytes))
-        return [self._memory[start : start + num_bytes].view(dtype) for start in starts]
 
 
 def run_program(  # noqa: PLR0913 - everything that a run depends on is passed in

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ringweave.comm.running.completing import Completer
-from ringweave.comm.running.executor import Scratch
+from ringweave.comm.running.memory import Scratch
 from ringweave.comm.transport.seam import Transport
 from ringweave.comm.works import PendingWork
 

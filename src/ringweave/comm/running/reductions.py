@@ -36,6 +36,9 @@ _FLOAT8 = frozenset(
     if isinstance(dtype, torch.dtype)
 )
 
+_SLICE_ELEMENTS = 2**15
+"""What needs memory beside the message is done to so many at a time: it stays in the caches, and small."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
@@ -61,7 +64,8 @@ class Reduction:
         if message.dtype in _SIGNED_TWIN:
             np.floor_divide(message.numpy(), num_ranks, out=message.numpy())
         elif message.dtype in _FLOAT8:
-            message.copy_(message.float().div_(num_ranks))
+            for part in message.split(_SLICE_ELEMENTS):
+                part.copy_(part.float().div_(num_ranks))
         else:
             is_real = message.is_floating_point() or message.is_complex()
             message.div_(num_ranks, rounding_mode=None if is_real else "trunc")
@@ -79,9 +83,10 @@ def reduction_for(op: Any, dtype: torch.dtype) -> Reduction:
     if combine is None:
         raise CommunicationError(_refusal(name, dtype))
     if dtype in _FLOAT8:
-        combine = _through_float32(combine)
+        combine = _in_slices(_through_float32(combine))
     if dtype in _SIGNED_TWIN:
-        combine = _through_signed(combine, _SIGNED_TWIN[dtype], ordered=kind in (ReduceOp.MIN, ReduceOp.MAX))
+        ordered = kind in (ReduceOp.MIN, ReduceOp.MAX)
+        combine = _in_slices(_through_signed(combine, _SIGNED_TWIN[dtype], ordered=ordered))
     reduction = Reduction(name, combine, _factor(op, kind), kind == ReduceOp.AVG)
     try:
         sample = torch.ones(1, dtype=dtype)
@@ -96,6 +101,14 @@ def reduction_for(op: Any, dtype: torch.dtype) -> Reduction:
 def host_supports(reduction: Reduction, dtype: torch.dtype) -> bool:
     """Whether Gloo computes this reduction on CPU tensors without our help."""
     return dtype in _GLOO_DTYPES and reduction.factor is None and not reduction.averages
+
+
+def _in_slices(combine: Combine) -> Combine:
+    def combine_slices(mine: Tensor, arriving: Tensor) -> None:
+        for region, piece in zip(mine.split(_SLICE_ELEMENTS), arriving.split(_SLICE_ELEMENTS), strict=True):
+            combine(region, piece)
+
+    return combine_slices
 
 
 def _through_float32(combine: Combine) -> Combine:
