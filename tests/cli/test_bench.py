@@ -17,7 +17,13 @@ from ringweave.cli import main
 from ringweave.errors import LaunchError
 
 GOLDEN = Path(__file__).parent / "golden"
-_CLI = "from ringweave.cli.main import main; main()"
+_CLI = """
+import ctypes, signal
+from ringweave.launch.local.bootstrap import PR_SET_PDEATHSIG
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # if pytest is killed nobody else would end it
+from ringweave.cli.main import main
+main()
+"""
 CLUSTER = """
 name: {name}
 nodes:
@@ -140,7 +146,7 @@ def test_interrupted_it_leaves_nothing(bench, tmp_path: Path) -> None:
     ranks = own.children(recursive=True)
     assert len(ranks) == 2
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 1
+    assert process.wait(100) == 1
     assert "ringweave: error: interrupted" in (tmp_path / "stderr").read_text()
     assert not [rank for rank in ranks if rank.is_running()]
 

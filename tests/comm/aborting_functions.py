@@ -57,6 +57,22 @@ def explain_to_one_that_aborts() -> float:
     return float("inf")
 
 
+def close_while_both_lanes_wait(timeout_s: float) -> float:
+    """Rank 0 closes its engine while each of its lanes waits for rank 1; the seconds that this takes."""
+    group: Any = dist.group.WORLD
+    dist.all_reduce(torch.ones(_OTHER))
+    if dist.get_rank() == 1:
+        group._store.wait(["closed"], timedelta(seconds=30))
+        return 0.0
+    works: list[Any] = [dist.all_reduce(torch.ones(_OTHER), async_op=True) for _ in range(2)]
+    started = time.monotonic()
+    group._engine.close(timeout_s)
+    taken_s = time.monotonic() - started
+    group._store.set("closed", "1")
+    assert all(work.exception() is not None for work in works)
+    return taken_s
+
+
 def _stall() -> list[str]:
     """Everything but the collective of one size."""
     from ringweave.comm.running import engine

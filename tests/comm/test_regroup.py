@@ -48,6 +48,12 @@ def test_an_abort_ends_the_search_for_who_is_to_blame() -> None:
         assert outcome.value < 10  # of 30 s
 
 
+def test_closing_gives_all_lanes_one_limit_together() -> None:
+    with Ranks(aborting_functions.close_while_both_lanes_wait, 2, 3.0, timeout_s=60, nodes=NODES) as ranks:
+        taken_s = ranks.values(timeout_s=60)[0]
+    assert 3.0 <= taken_s < 5.5  # one after the other: 6
+
+
 def test_a_script_that_fails_with_a_collective_under_way_ends_with_its_own_error(tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
     command = [str(Path(sys.executable).with_name("ringweave")), "run", "--workers", "2", "failing.py"]

@@ -1,6 +1,7 @@
 """Runs the collectives of one group by schedules, several at a time."""
 
 import itertools
+import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -145,10 +146,12 @@ class Engine:
         return self._break(error)
 
     def close(self, timeout_s: float) -> None:
-        """Finish what was submitted if that takes no longer, then let go of the connections; safe to call twice."""
+        """Finish what was submitted if that takes no longer, then cut what is left; safe to call twice."""
         destroyed = CommunicationError("process group: it was destroyed. Make a new one.")
-        are_through = [lane.finish(timeout_s) for lane in self._lanes]
-        if not all(are_through):
+        for lane in self._lanes:
+            lane.end()
+        deadline = time.monotonic() + timeout_s
+        if not all(lane.wait_ended(max(0.0, deadline - time.monotonic())) for lane in self._lanes):
             self._broken = self._broken or destroyed  # so that nobody looks for who is to blame
             self._board.give_up()
         for lane in self._lanes:

@@ -72,14 +72,17 @@ class Lane:
         if self._transport is not None:
             self._transport.close()
 
-    def finish(self, timeout_s: float) -> bool:
-        """Take no more jobs; True if all that were submitted are through within `timeout_s`."""
+    def end(self) -> None:
+        """Take no more jobs."""
         self._jobs.put(None)
+
+    def wait_ended(self, timeout_s: float) -> bool:
+        """After `end`: True if all that were submitted are through within `timeout_s`."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def close(self, timeout_s: float) -> None:
-        """Let go of the connections, after `finish`; what is not through fails."""
+        """Let go of the connections, after `end`; what is not through fails."""
         if self._thread.is_alive():
             self.abort()
             self._thread.join(timeout_s)
