@@ -38,3 +38,16 @@ def test_the_soak_sees_one_wrong_element(monkeypatch: pytest.MonkeyPatch) -> Non
         last_byte = 35_000 * case.dtype.itemsize + case.dtype.itemsize - 1
         result.view(torch.uint8)[last_byte] ^= 1 if dtype_name == "bool" else 0x30
         assert soak_values.find_wrong(case, result).startswith("element 35000 is ")
+
+
+def test_the_soak_counts_shared_memory_as_it_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    import soak
+
+    maps = """\
+7f0000000000-7f0000200000 rw-s 00000000 00:01 7  /memfd:ringweave (deleted)
+7f0001000000-7f0001001000 rw-s 00000000 00:02 8  /dev/shm/torch 1
+7f0002000000-7f0002400000 rw-p 00000000 00:00 0
+7f0003000000-7f0003001000 r--s 00000000 08:01 9  /usr/lib/gconv/gconv-modules.cache
+"""
+    assert soak._shared_bytes(maps) == 0x200000 + 0x1000
