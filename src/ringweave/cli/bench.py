@@ -105,19 +105,16 @@ def _keep(document: dict[str, Any], out_path: str | None, picture_path: str | No
 
 
 def _draw(found: list[dict[str, Any]], path: str) -> None:
-    from ringweave.benchmarks import charts
+    from ringweave.pictures import charts
 
     charts.draw(found, Path(path))
 
 
 def _check_picture(path: str | None) -> None:
-    if path is None:
-        return
-    if Path(path).suffix not in (".png", ".svg"):
-        raise UsageError(explain("picture", got=path, expected="a file name ending in .png or .svg", do="Name it so"))
-    from ringweave.benchmarks import charts
+    if path is not None:
+        from ringweave.pictures import plotting
 
-    charts.check_library()
+        plotting.check_path(path)
 
 
 def _check_writable(option: str, path: str | None) -> None:

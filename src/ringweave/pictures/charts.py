@@ -1,13 +1,12 @@
 """Results of one or several clusters as grouped bars. matplotlib is loaded only when something is drawn."""
 
-import importlib.util
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ringweave.errors import UsageError, explain
+from ringweave.pictures import plotting
 from ringweave.units import format_bytes
 
 _COLOURS = {"ringweave": "#d1495b", "gloo": "#30638e", "openmpi": "#5f9e6e", "mpich": "#c8a13a"}
@@ -33,17 +32,6 @@ class Group:
     bars: tuple[Bar, ...]
 
 
-def check_library() -> None:
-    """Refuse before anything is measured what could not be drawn afterwards.
-
-    Raises:
-        UsageError: matplotlib is not installed.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        do = "Install it: pip install matplotlib"
-        raise UsageError(explain("picture", got="no matplotlib", expected="matplotlib to draw it", do=do))
-
-
 def groups(documents: Sequence[dict[str, Any]]) -> tuple[list[Group], list[Group]]:
     """Groups with a bound, as fractions of it; and those without, as speeds relative to Gloo (or the first system)."""
     bounded, relative = [], []
@@ -63,18 +51,13 @@ def groups(documents: Sequence[dict[str, Any]]) -> tuple[list[Group], list[Group
 
 def draw(documents: Sequence[dict[str, Any]], path: Path) -> None:
     """Write the picture; its format is that of the file's name."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
     bounded, relative = groups(documents)
     panels = [
         (found, draw_panel) for found, draw_panel in ((bounded, _draw_bounded), (relative, _draw_relative)) if found
     ]
     widest = max(sum(len(group.bars) + 1 for group in found) for found, _ in panels)
-    figure, axes = pyplot.subplots(
-        len(panels), 1, figsize=(max(6.0, 0.42 * widest + 1.5), 3.8 * len(panels)), squeeze=False, layout="constrained"
+    figure, axes = plotting.new_figure(
+        max(6.0, 0.42 * widest + 1.5), 3.8 * len(panels), nrows=len(panels), squeeze=False
     )
     for axis, (found, draw_panel) in zip(axes[:, 0], panels, strict=True):
         draw_panel(axis, found)
@@ -83,8 +66,7 @@ def draw(documents: Sequence[dict[str, Any]], path: Path) -> None:
         label: handle for axis in axes[:, 0] for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
     }
     figure.legend(handles.values(), handles.keys(), ncols=4, frameon=False, fontsize=9, loc="outside upper left")
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    plotting.save(figure, path)
 
 
 def _bars(found: Sequence[dict[str, Any]], best_s: float) -> tuple[Bar, ...]:

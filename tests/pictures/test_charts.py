@@ -1,11 +1,9 @@
 import copy
-import json
 from pathlib import Path
 
 import pytest
 
-from ringweave.benchmarks import charts, documents
-from ringweave.errors import UsageError
+from ringweave.pictures import charts
 
 
 def entry(system: str, median_s: float, **changes) -> dict:
@@ -50,40 +48,3 @@ def test_pictures(tmp_path: Path, suffix: str, begin: bytes) -> None:
     content = path.read_bytes()
     assert content.startswith(begin)
     assert len(content) > 5000
-
-
-def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    charts.check_library()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    expected = r"picture: 'no matplotlib', expected matplotlib to draw it\. Install it: pip install matplotlib\."
-    with pytest.raises(UsageError, match=expected):
-        charts.check_library()
-
-
-def test_documents_are_read_back(tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    path.write_text(json.dumps(RACKS))
-    assert documents.load(str(path)) == RACKS
-
-
-@pytest.mark.parametrize(
-    ("content", "got"),
-    [
-        (None, "'No such file or directory'"),
-        ("{", "'JSONDecodeError'"),
-        ("[]", "'another document'"),
-        ('{"cluster": "c"}', "'another document'"),
-        ('{"cluster": "c", "results": []}', "'a document without results'"),
-        ('{"cluster": "c", "results": [{"system": "gloo"}]}', "'a document without results'"),
-    ],
-)
-def test_other_files_are_refused(tmp_path: Path, content: str | None, got: str) -> None:
-    path = tmp_path / "r.json"
-    if content is not None:
-        path.write_text(content)
-    expected = (
-        rf"result of a benchmark: {got}, expected a JSON document that `ringweave bench allreduce --out` wrote\. "
-        rf"Give such files\. \[{path}\]"
-    )
-    with pytest.raises(UsageError, match=expected):
-        documents.load(str(path))
