@@ -29,6 +29,7 @@ VERBS: Mapping[str, Verb] = {
     "plan": Verb(
         module="plan", help="Say what a cluster allows at best, and which schedule is chosen for it.", answers=True
     ),
+    "cost": Verb(module="cost", help="Predict a training round by the formulas of four architectures.", answers=True),
     "bench": Verb(
         module="bench",
         help="Measure ringweave beside Gloo, Open MPI and MPICH.",
