@@ -2,7 +2,7 @@
 
 Rates are bits per second and always carry a unit (`200Mbit/s`); sizes are bytes (`25MB` = 25e6, `25MiB`); inside the
 program every rate is in bytes per second and every time in seconds. Every `format_x` is exact: parsing its text gives
-the same number again.
+the same number again; a `show_x` is rounded.
 """
 
 import math
@@ -86,6 +86,11 @@ def parse_seconds(text: str | float) -> float:
 def format_rate(bytes_per_s: float) -> str:
     """`200Mbit/s`: the largest unit in which the number is at least 1, exact when parsed again."""
     return _largest_unit(bytes_per_s * 8, _BIT_UNITS, lambda bits_per_s: float(bits_per_s / 8) == bytes_per_s)
+
+
+def show_rate(bytes_per_s: float) -> str:
+    """A rate for people, rounded: four digits are enough."""
+    return format_rate(float(f"{bytes_per_s * 8:.4g}") / 8)
 
 
 def format_bytes(num_bytes: int) -> str:

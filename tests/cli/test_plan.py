@@ -67,7 +67,21 @@ def test_a_tiny_message_is_decided_by_waiting(capsys: pytest.CaptureFixture[str]
     [
         (["plan", "nosuch.yaml"], "nosuch.yaml"),
         (["plan", RACKS, "--bytes", "25Mbit"], "size: '25Mbit', expected a number with one of B, kB, MB"),
-        (["plan"], "Missing argument 'CLUSTER'."),
+        (["plan"], "what to plan: 'neither', expected either CLUSTER or --run RUN_DIR. Give one of the two."),
+        (["plan", RACKS, "--run", "x"], "what to plan: 'both', expected either CLUSTER or --run RUN_DIR. Give one of"),
+        (
+            ["plan", "--run", "nosuch"],
+            "--run: 'nosuch', expected a directory with events.jsonl. Name the directory of a run, as",
+        ),
+        (
+            ["plan", "--run", "x", "--picture", "p.png"],
+            "--picture: 'p.png', expected a CLUSTER to draw. Draw the plan of its cluster file: ringweave plan RUN_DIR",
+        ),
+        (["plan", RACKS, "--picture", "p.gif"], "picture: 'p.gif', expected a file name ending in .png or .svg."),
+        (
+            ["plan", RACKS, "--picture", "no/p.png"],
+            "picture: 'no/p.png', expected a file in a folder that exists. Make",
+        ),
     ],
 )
 def test_wrong_input(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,3 +90,11 @@ def test_wrong_input(argv: list[str], text: str, capsys: pytest.CaptureFixture[s
     assert captured.err.startswith("ringweave: error: ")
     assert text in captured.err
     assert text in json.loads(captured.out)["error"]
+
+
+@pytest.mark.slow
+def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.svg"
+    assert main.call(["plan", RACKS, "--picture", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["chosen"] == "multi-level"
+    assert path.read_bytes().startswith(b"<?xml")

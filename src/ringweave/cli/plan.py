@@ -1,10 +1,12 @@
 """`ringweave plan`: what a cluster allows at best, and what is chosen for it."""
 
 import json
+from pathlib import Path
 
 import click
 
 from ringweave import planning, topology, units
+from ringweave.errors import UsageError, explain
 from ringweave.planning import Choice, Plan
 from ringweave.topology import Cluster
 
@@ -13,24 +15,54 @@ _MAX_ROWS = 8
 
 
 @click.command
-@click.argument("cluster_path", metavar="CLUSTER")
+@click.argument("cluster_path", metavar="[CLUSTER]", required=False)
 @click.option("--bytes", "size", metavar="SIZE", default="25MB", show_default=True, help="Size of the allreduce.")
+@click.option("--picture", metavar="FILE", help="Draw machines, links, leaders and their matrix here, as PNG or SVG.")
+@click.option("--run", "run_dir", metavar="RUN_DIR", help="Instead of planning: predicted beside measured of a run.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def command(cluster_path: str, size: str, as_json: bool) -> int:
+def command(cluster_path: str | None, size: str, picture: str | None, run_dir: str | None, as_json: bool) -> int:
     """Say what an allreduce on all devices of CLUSTER takes at least, and which schedule is predicted to take least.
 
     The bound follows from the rates in the cluster file and holds for every schedule. Times are predicted by formula,
-    not simulated or measured.
+    not simulated or measured. With --run it says what the collectives of a run were predicted to take, and took.
     """
+    _check_asked(cluster_path, run_dir, picture)
+    if run_dir is not None:
+        from ringweave.cli import plan_run
+
+        return plan_run.show(run_dir, as_json=as_json)
     num_bytes = units.parse_bytes(size)
-    cluster = topology.load(cluster_path)
+    picture_path = _picture_path(picture)
+    cluster = topology.load(str(cluster_path))
     plan = planning.plan_group(cluster, [node.name for node in cluster.nodes for _ in node.devices])
     choices, chosen = plan.choices(num_bytes), plan.choose(num_bytes)
+    if picture_path is not None:
+        from ringweave.pictures import plans
+
+        plans.draw_plan(cluster, plan, num_bytes, picture_path)
     if as_json:
         click.echo(json.dumps(_document(plan, num_bytes, choices, chosen)))
     else:
         click.echo("\n".join([cluster.describe(), "", *_lines(cluster, plan, num_bytes), "", *_table(plan, num_bytes)]))
     return 0
+
+
+def _check_asked(cluster_path: str | None, run_dir: str | None, picture: str | None) -> None:
+    if (cluster_path is None) == (run_dir is None):
+        got = "neither" if run_dir is None else "both"
+        expected = "either CLUSTER or --run RUN_DIR"
+        raise UsageError(explain("what to plan", got=got, expected=expected, do="Give one of the two"))
+    if picture is not None and run_dir is not None:
+        do = "Draw the plan of its cluster file: ringweave plan RUN_DIR/cluster.yaml --picture FILE"
+        raise UsageError(explain("--picture", got=picture, expected="a CLUSTER to draw", do=do))
+
+
+def _picture_path(picture: str | None) -> Path | None:
+    if picture is None:
+        return None
+    from ringweave.pictures import plotting
+
+    return plotting.check_path(picture)
 
 
 def _document(plan: Plan, num_bytes: int, choices: list[Choice], chosen: Choice) -> dict[str, object]:

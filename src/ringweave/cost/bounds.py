@@ -88,7 +88,7 @@ def _cut(net: Network) -> _Found:
     link = net.up_name(vertex) if up <= down else net.down_name(vertex)
     way = "leaves" if up <= down else "enters"
     rate = min(up, down)
-    text = f"cut: all that {way} {_named(net.nodes_below(vertex))} passes {link} ({_rate_text(rate)})"
+    text = f"cut: all that {way} {_named(net.nodes_below(vertex))} passes {link} ({units.show_rate(rate)})"
     return _Found(1 / rate, text, (link,))
 
 
@@ -112,7 +112,7 @@ def _described(net: Network, region: Region, way: str) -> _Found:
     more = f"; and {count - _MAX_NAMED} more" if count > _MAX_NAMED else ""
     text = (
         f"partition into {count} parts ({shown}{more}): the message {2 * (count - 1)} times has to {way} them, at "
-        f"{_rate_text(region.into_bytes_per_s)} together"
+        f"{units.show_rate(region.into_bytes_per_s)} together"
     )
     return _Found(region.ratio, text, tuple(links))
 
@@ -121,8 +121,3 @@ def _named(names: tuple[str, ...]) -> str:
     if len(names) <= _MAX_NAMED:
         return ", ".join(names)
     return f"{names[0]} .. {names[-1]} ({len(names)} nodes)"
-
-
-def _rate_text(bytes_per_s: float) -> str:
-    """A rate for people: four digits are enough."""
-    return units.format_rate(float(f"{bytes_per_s * 8:.4g}") / 8)

@@ -97,6 +97,22 @@ KINDS: Mapping[str, Kind] = {
             "`messages` (how many messages this rank sent)",
         },
     ),
+    "schedule_measured": Kind(
+        meaning="What collectives took so far. The last event of each group, schedule, size and pipelining counts.",
+        written_by="worker",
+        fields={
+            "rank": _RANK,
+            "group": _GROUP,
+            "schedule": "name of the schedule",
+            "bytes": "size of the message",
+            "num_segments": "segments that it was cut into",
+            "lag": "rounds by which a segment trailed the one before",
+            "window": "receives that were posted ahead",
+            "predicted_s": "predicted seconds, null where nothing is predicted",
+            "measured_s": "measured seconds on the first rank, waiting for late ranks included: median of the newest",
+            "rounds": "how many were measured",
+        },
+    ),
     "communication_failed": Kind(
         meaning="A collective could not be run; the worker gets the same text as an exception.",
         written_by="worker",
