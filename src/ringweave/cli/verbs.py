@@ -26,6 +26,11 @@ VERBS: Mapping[str, Verb] = {
         answers=False,
         answering=("up", "set", "status", "down"),
     ),
+    "discover": Verb(
+        module="discover",
+        help="Say what is in this machine, which device leads, and write a cluster file.",
+        answers=True,
+    ),
     "plan": Verb(
         module="plan", help="Say what a cluster allows at best, and which schedule is chosen for it.", answers=True
     ),

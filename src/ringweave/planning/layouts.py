@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ringweave.cost import Network
-from ringweave.topology import Cluster, Node
+from ringweave.topology import Cluster, Node, leaders
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,20 +74,19 @@ def tierings(layout: Layout) -> list[tuple[tuple[int, ...], ...]]:
 def _groups(node: Node, ranks: Sequence[int], leader_per_nic: bool) -> list[tuple[int, ...]]:
     """The ranks of a node, leader first, in one group or one per NIC.
 
-    Ranks are on devices in their order where all devices of the node take part; then a device on the NIC's NUMA node is
-    preferred as leader and belongs to that NIC.
+    Ranks are on devices in their order where all devices of the node take part; then a device belongs to the NIC that
+    it is nearest to, and leads there if it is the nearest of all (`topology.leaders`).
     """
-    nics = sorted(node.nics, key=lambda nic: (not nic.rdma, -nic.rate_bytes_per_s))
-    numas = [device.numa for device in node.devices] if len(ranks) == node.num_devices else [None] * len(ranks)
-    count = min(len(nics), len(ranks)) if leader_per_nic else 1
-    members: list[list[int]] = [[] for _ in range(count)]
-    for place, numa in enumerate(numas):
-        near = [i for i in range(count) if numa is not None and nics[i].numa == numa]
-        members[min(near or range(count), key=lambda i: (len(members[i]), i))].append(place)
+    nics = leaders.preferred(node.nics)[: len(ranks) if leader_per_nic else 1]
+    is_whole = len(ranks) == node.num_devices
+    far = [[leaders.remoteness(node, nic, i) if is_whole else 0 for i in range(len(ranks))] for nic in nics]
+    members: list[list[int]] = [[] for _ in nics]
+    for place in range(len(ranks)):
+        members[min(range(len(nics)), key=lambda i: (far[i][place], len(members[i]), i))].append(place)
     groups = []
-    for nic, places in zip(nics, members, strict=False):
+    for index, places in enumerate(members):
         if places:
-            leader = min(places, key=lambda place: (nic.numa is None or numas[place] != nic.numa, place))
+            leader = min(places, key=lambda place: (far[index][place], place))
             groups.append(tuple(ranks[place] for place in sorted(places, key=lambda place: (place != leader, place))))
     return groups
 

@@ -93,7 +93,8 @@ class _Builder:
 
     def _nic(self, path: Path, entry: NicEntry) -> Nic | None:
         rate = self._rate((*path, "rate"), "rate of a NIC", entry.rate)
-        return self._made(path, lambda: Nic(name=entry.name, rate_bytes_per_s=rate, numa=entry.numa, rdma=entry.rdma))
+        given = entry.model_dump(exclude={"rate", "nearest"})
+        return self._made(path, lambda: Nic(rate_bytes_per_s=rate, nearest=tuple(entry.nearest), **given))
 
     def _rate(self, path: Path, what: str, text: str) -> float:
         try:

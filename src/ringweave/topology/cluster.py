@@ -17,6 +17,8 @@ from ringweave.topology.rules import CORE
 
 DEFAULT_LATENCY_S = 50e-6
 """A message between two hosts of an ordinary Ethernet, through the kernel."""
+ASSUMED_RATE_BYTES_PER_S = 1.25e9
+"""10Gbit/s, where nobody knows a NIC's rate; whoever uses it says that it is assumed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +33,8 @@ class Nic:
     """NUMA node that it hangs on; None means that it is not known."""
     rdma: bool = False
     """Can do RDMA."""
+    nearest: tuple[int, ...] = ()
+    """Indices of the node's devices, the one that should lead on this NIC first; empty leaves it to NUMA nodes."""
 
     def __post_init__(self) -> None:
         refuse_any(rules.nic_problems(self))
@@ -254,7 +258,7 @@ def one_machine(num_workers_per_node: Sequence[int]) -> Cluster:
                     do="Give each node at least one worker, such as 3,2 for two nodes",
                 )
             )
-    nics = (Nic(name="lo", rate_bytes_per_s=1.25e9),)
+    nics = (Nic(name="lo", rate_bytes_per_s=ASSUMED_RATE_BYTES_PER_S),)
     nodes = [
         Node(name=f"node{index}", devices=(Device(),) * num_workers, nics=nics)
         for index, num_workers in enumerate(num_workers_per_node)

@@ -39,6 +39,7 @@ class NicEntry(_Entry):
     rate: str = Field(description=rules.RATE, examples=["400Mbit/s"])
     numa: Annotated[int | None, _Given] = Field(default=None, description=rules.NUMA, examples=["0"])
     rdma: bool = Field(default=False, description="true or false", examples=["false"])
+    nearest: list[int] = Field(default=[], description=rules.NEAREST, examples=["[1, 0]"])
 
 
 class DeviceEntry(_Entry):

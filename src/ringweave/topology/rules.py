@@ -36,6 +36,7 @@ NIC_NAME = "the name of a network interface, such as eth0 (no spaces, no slashes
 KIND = f"one of {', '.join(DEVICE_KINDS)}"
 SPEED = "a positive number, such as 0.5 (1.0 is a usual device; at most 1000000)"
 NUMA = "the index of a NUMA node, a whole number of at least 0"
+NEAREST = "a list of indices of the node's devices, each at most once, such as [1, 0]"
 ADDRESS = "the IP address of one host, such as 10.0.0.1"
 DEVICES = f"1 to {MAX_DEVICES} devices"
 NICS = f"1 to {MAX_NICS} NICs"
@@ -53,6 +54,9 @@ def nic_problems(nic: "Nic") -> Iterator[Problem]:
     yield from _numa_problems(nic.numa)
     if not isinstance(nic.rdma, bool):
         yield _wrong(("rdma",), "rdma of a NIC", nic.rdma, "true or false", "Write true if the NIC can do RDMA")
+    if not isinstance(nic.nearest, tuple) or not all(map(_is_place, nic.nearest)) or any(repeated(nic.nearest)):
+        do = "Leave the key out where NUMA nodes say it all"
+        yield _wrong(("nearest",), "nearest of a NIC", nic.nearest, NEAREST, do)
 
 
 def device_problems(device: "Device") -> Iterator[Problem]:
@@ -92,6 +96,11 @@ def node_problems(node: "Node") -> Iterator[Problem]:
         for index in repeated(names):
             do = "Give each NIC of a node its own name"
             yield _wrong(("nics", index, "name"), f"NIC {what}", names[index], "a name used once on the node", do)
+        for index, nic in enumerate(node.nics):
+            if isinstance(node.devices, tuple) and any(place >= len(node.devices) for place in nic.nearest):
+                expected = f"indices of its devices, 0 to {len(node.devices) - 1}"
+                do = "Count the node's devices from 0"
+                yield _wrong(("nics", index, "nearest"), f"nearest of NIC {nic.name} {what}", nic.nearest, expected, do)
 
 
 def link_problems(link: "Link") -> Iterator[Problem]:
@@ -160,6 +169,10 @@ def _numa_problems(got: Any) -> Iterator[Problem]:
     is_index = isinstance(got, int) and not isinstance(got, bool) and 0 <= got < 2**16
     if got is not None and not is_index:
         yield _wrong(("numa",), "numa", got, NUMA, "Leave the key out if it is not known")
+
+
+def _is_place(got: Any) -> bool:
+    return isinstance(got, int) and not isinstance(got, bool) and 0 <= got < MAX_DEVICES
 
 
 def _is_number(got: Any) -> bool:

@@ -68,7 +68,7 @@ def _node(node: Node, count: int) -> dict[str, Any]:
 
 def _nic(nic: Nic) -> dict[str, Any]:
     return {"name": nic.name, "rate": units.format_rate(nic.rate_bytes_per_s)} | _given(
-        numa=nic.numa, rdma=nic.rdma or None
+        numa=nic.numa, rdma=nic.rdma or None, nearest=list(nic.nearest) or None
     )
 
 

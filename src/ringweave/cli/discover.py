@@ -1,0 +1,127 @@
+"""`ringweave discover`: what this machine, or a file, or all machines of a job are; who leads; a cluster file of it."""
+
+import importlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ringweave import errors, topology
+from ringweave.environment import WorkerEnvironment
+from ringweave.errors import RingweaveError, UsageError
+from ringweave.topology import Cluster, Node, discovery
+from ringweave.topology.discovery import Leadership, Machine
+
+
+@click.command
+@click.option("--from", "path", metavar="FILE", help="A topology file of hwloc or NCCL instead of this machine.")
+@click.option("--nic", "nic_name", metavar="NAME", help="The NIC between nodes: name, RDMA device or PCI address.")
+@click.option("--write", "target", metavar="CLUSTER", help="Write a cluster file of what was found.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def command(path: str | None, nic_name: str | None, target: str | None, as_json: bool) -> int:
+    """Say what is in this machine, how far its devices are from its NICs, and which device leads.
+
+    Devices are GPUs or, where there is none, the processors of each NUMA node. The leader talks to other nodes: it is
+    the one with the fewest hops to the NIC that is used between them, one whose memory the NIC reaches directly
+    (GPUDirect RDMA) being preferred.
+
+    Started on all workers of a job, by a launcher that sets RANK and WORLD_SIZE, the machines are merged: rank 0
+    prints its own and writes the cluster file of all.
+    """
+    machine = discovery.read_file(Path(path)) if path else discovery.observe()
+    leadership = discovery.choose(machine, nic_name)
+    together = _is_job(os.environ) and path is None
+    if not together:
+        cluster = _alone(machine, leadership, bool(nic_name)) if target else None
+    else:
+        found = _gathered(_told(machine, leadership, bool(nic_name)), os.environ)
+        if found is None:
+            return 0
+        cluster = _merged(found)
+    if target and cluster:
+        _write(target, cluster)
+    _print(machine, leadership, cluster, as_json)
+    return 0
+
+
+def _print(machine: Machine, leadership: Leadership, cluster: Cluster | None, as_json: bool) -> None:
+    if as_json:
+        text = cluster and topology.dumps(cluster)
+        click.echo(json.dumps(discovery.document(machine, leadership) | {"cluster": text}))
+        return
+    click.echo(discovery.describe(machine, leadership))
+    if cluster and cluster.num_nodes > 1:
+        click.echo(f"\n{cluster.describe()}")
+
+
+def _alone(machine: Machine, leadership: Leadership, is_given: bool) -> Cluster:
+    """The cluster of this machine alone."""
+    node = discovery.to_node(machine, leadership, is_given=is_given)
+    _say(discovery.assumptions(machine, node))
+    return discovery.merge([node], name=node.name[:63])
+
+
+def _told(machine: Machine, leadership: Leadership, is_given: bool) -> dict[str, object]:
+    """What a rank says of its host: a cluster file of one node, which is read with all the checks of one."""
+    name = WorkerEnvironment.from_environ(os.environ).node
+    node = discovery.to_node(machine, leadership, name=name, is_given=is_given)
+    return {
+        "cluster": topology.dumps(discovery.merge([node], name="told")),
+        "assumed": discovery.assumptions(machine, node),
+    }
+
+
+def _gathered(told: Mapping[str, object], environ: Mapping[str, str]) -> list[dict[str, Any]] | None:
+    """What all ranks told, on rank 0."""
+    try:
+        # By name, as the command line imports without torch and a contract says so.
+        meetings = importlib.import_module("ringweave.comm.meetings")
+    except ImportError as cause:
+        raise RingweaveError(
+            errors.explain(
+                "discovery by all workers",
+                got=f"{cause}",
+                expected="torch, by which the workers meet",
+                do="Install ringweave[train], or run discover on each machine alone",
+            )
+        ) from cause
+    texts = meetings.gather(json.dumps(told), environ)
+    return texts and [json.loads(text) for text in texts]
+
+
+def _merged(found: Sequence[Mapping[str, Any]]) -> Cluster:
+    """The cluster of all ranks: those of one host are one node with as many devices."""
+    hosts: dict[str, Node] = {}
+    counts: dict[str, int] = {}
+    for each in found:
+        node = topology.loads(each["cluster"], "told by a rank").nodes[0]
+        if hosts.setdefault(node.name, node) is node:
+            _say(each["assumed"])
+        counts[node.name] = counts.get(node.name, 0) + 1
+    return discovery.merge([discovery.with_workers(node, counts[name]) for name, node in hosts.items()])
+
+
+def _is_job(environ: Mapping[str, str]) -> bool:
+    """A launcher started several workers, of which this is one."""
+    has_all = all(environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    return has_all and environ["WORLD_SIZE"].isdecimal() and int(environ["WORLD_SIZE"]) > 1
+
+
+def _write(target: str, cluster: Cluster) -> None:
+    try:
+        Path(target).write_text(topology.dumps(cluster), encoding="utf-8")
+    except OSError as cause:
+        raise UsageError(
+            errors.explain(
+                "--write", got=target, expected="a file that can be written", do=cause.strerror or str(cause)
+            )
+        ) from cause
+    click.echo(f"{target}: {cluster.num_nodes} nodes, {cluster.num_devices} devices", err=True)
+
+
+def _say(sentences: Sequence[str]) -> None:
+    for sentence in sentences:
+        click.echo(f"ringweave: {sentence}", err=True)

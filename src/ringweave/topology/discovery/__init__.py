@@ -1,0 +1,32 @@
+"""What is in a machine, how far its devices are from its NICs, and which device leads.
+
+`observe` looks at this machine, `read_file` reads a topology file of hwloc or NCCL; `choose` decides the NIC and the
+leader and says why; `to_node` and `merge` make a cluster of it.
+"""
+
+from ringweave.topology.discovery.choosing import Candidate, Leadership, choose
+from ringweave.topology.discovery.describing import describe, document
+from ringweave.topology.discovery.distances import Way, way
+from ringweave.topology.discovery.machine import Interface, Machine, Part, Worker
+from ringweave.topology.discovery.nodes import assumptions, merge, to_node, with_workers
+from ringweave.topology.discovery.readers import observe, read_file
+
+__all__ = [
+    "Candidate",
+    "Interface",
+    "Leadership",
+    "Machine",
+    "Part",
+    "Way",
+    "Worker",
+    "assumptions",
+    "choose",
+    "describe",
+    "document",
+    "merge",
+    "observe",
+    "read_file",
+    "to_node",
+    "way",
+    "with_workers",
+]

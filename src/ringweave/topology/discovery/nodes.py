@@ -1,0 +1,153 @@
+"""From what was discovered to the cluster file: a machine as a node, and the nodes of many machines as a cluster."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ringweave import errors, units
+from ringweave.errors import UsageError
+from ringweave.topology import leaders
+from ringweave.topology.cluster import ASSUMED_RATE_BYTES_PER_S, DEFAULT_LATENCY_S, Cluster, Device, Nic, Node, Switch
+from ringweave.topology.discovery import choosing
+from ringweave.topology.discovery.choosing import Leadership
+from ringweave.topology.discovery.machine import Interface, Machine
+
+_NOT_IN_HOST_NAMES = re.compile(r"[^A-Za-z0-9.-]+")
+
+
+def to_node(machine: Machine, leadership: Leadership, *, name: str | None = None, is_given: bool = False) -> Node:
+    """The node of a cluster file that a machine is, with the interface that was chosen and its equals.
+
+    Rates that are not known are assumed (`assumptions` says which).
+
+    Args:
+        machine: The machine.
+        leadership: What was chosen on it.
+        name: Name of the node; None is the machine's own.
+        is_given: The interface was named by somebody, so that its equals are left out.
+
+    Raises:
+        UsageError: The machine has no interface that could be used.
+        ClusterError: Its name cannot be a node's, or it has too many devices.
+    """
+    if leadership.interface is None:
+        raise UsageError(
+            errors.explain(
+                f"network interface of {machine.name}",
+                got="none",
+                expected="one that connects it to other nodes, as a cluster file needs",
+                do="Run discover on the machine itself, or name a PCI function by --nic",
+                where=machine.source,
+            )
+        )
+    devices = tuple(Device(kind=each.kind, numa=machine.numa_of(each.part)) for each in machine.workers)
+    used = machine.interfaces[leadership.interface]
+    chosen = [used] if is_given else [used, *(nic for nic in machine.interfaces if _is_equal(nic, used))]
+    node = Node(
+        name=name or _NOT_IN_HOST_NAMES.sub("-", machine.name).strip("-."),
+        devices=devices,
+        nics=tuple(_nic(machine, nic) for nic in chosen),
+        address=next(iter(used.addresses), None),
+    )
+    return replace(
+        node, nics=tuple(_with_order(machine, node, nic, each) for nic, each in zip(chosen, node.nics, strict=True))
+    )
+
+
+def assumptions(machine: Machine, node: Node) -> list[str]:
+    """What the node says that nobody told, in sentences."""
+    by_name = {nic.name: nic for nic in machine.interfaces}
+    return [
+        f"the rate of {nic.name} on {node.name} is not known: {units.format_rate(nic.rate_bytes_per_s)} is assumed"
+        for nic in node.nics
+        if by_name[nic.name].rate_bytes_per_s is None
+    ]
+
+
+def with_workers(node: Node, num_workers: int) -> Node:
+    """The node with as many devices as workers run on it.
+
+    LOCAL_RANK i has GPU i, in the order of PCI addresses; more workers than GPUs share them in turn. Workers without
+    GPUs are wherever the system puts them, so their NUMA node is known only where there is a single one.
+
+    Raises:
+        ClusterError: There are too many workers, or none.
+    """
+    first = node.devices[0] if node.devices else Device()
+    if first.kind == "cpu":
+        numa = first.numa if node.num_devices == 1 else None
+        nics = tuple(replace(nic, nearest=()) for nic in node.nics)
+        bare = replace(node, nics=nics)
+        return replace(bare, devices=(replace(first, numa=numa),) * num_workers)
+    devices = tuple(node.devices[index % node.num_devices] for index in range(num_workers))
+    shared = [nic.nearest and _shared(nic.nearest, node.num_devices, num_workers) for nic in node.nics]
+    bare = replace(node, nics=tuple(replace(nic, nearest=()) for nic in node.nics), devices=devices)
+    return replace(bare, nics=tuple(replace(nic, nearest=order) for nic, order in zip(bare.nics, shared, strict=True)))
+
+
+def merge(
+    nodes: Sequence[Node],
+    *,
+    name: str = "discovered",
+    switches: Sequence[Switch] = (),
+    hangs_on: Mapping[str, str] | None = None,
+    rates: Mapping[str, float] | None = None,
+    latency_s: float = DEFAULT_LATENCY_S,
+) -> Cluster:
+    """The cluster of nodes that were discovered one by one.
+
+    Args:
+        nodes: In the order in which ranks are counted.
+        name: Name of the cluster.
+        switches: Those between the nodes, where somebody found them out; none means that all hang on the root.
+        hangs_on: Name of the switch of each node by the node's name; those not in it hang on the root.
+        rates: Bytes per second of each node's connection by its name, as measured: its NICs are scaled to that sum.
+        latency_s: Alpha, as measured or the usual one.
+
+    Raises:
+        ClusterError: Two nodes have the same name or address, or a switch is not there.
+    """
+    above, measured = hangs_on or {}, rates or {}
+    placed = [replace(node, switch=above.get(node.name, node.switch)) for node in nodes]
+    return Cluster(
+        name=name,
+        nodes=tuple(_scaled(node, measured.get(node.name)) for node in placed),
+        switches=tuple(switches),
+        latency_s=latency_s,
+    )
+
+
+def _nic(machine: Machine, nic: Interface) -> Nic:
+    """Of an assumed rate where none is known, though never above that of its PCIe link."""
+    assumed = min(ASSUMED_RATE_BYTES_PER_S, nic.bus_bytes_per_s or ASSUMED_RATE_BYTES_PER_S)
+    rate = nic.rate_bytes_per_s or assumed
+    return Nic(name=nic.name, rate_bytes_per_s=rate, numa=machine.numa_of(nic.part), rdma=nic.has_rdma)
+
+
+def _is_equal(nic: Interface, used: Interface) -> bool:
+    """Another interface that is as good for traffic between nodes: known to be so, not just not known to be worse."""
+    is_ready = nic.is_up is not False and (nic.has_rdma or bool(nic.is_up and nic.addresses))
+    likeness = [
+        (each.has_rdma, each.is_infiniband, each.is_virtual, bool(each.verbs), each.rate_bytes_per_s)
+        for each in (nic, used)
+    ]
+    return nic is not used and choosing.is_usable(nic) and is_ready and likeness[0] == likeness[1]
+
+
+def _with_order(machine: Machine, node: Node, nic: Interface, written: Nic) -> Nic:
+    """The NIC with the order of devices by hops, unless NUMA nodes give the same."""
+    order = [candidate.index for candidate in choosing.nearest(machine, nic)]
+    return written if leaders.nearest(node, written) == order else replace(written, nearest=tuple(order))
+
+
+def _shared(order: Sequence[int], num_devices: int, num_workers: int) -> tuple[int, ...]:
+    """The order of workers by the order of the devices that they share."""
+    return tuple(worker for device in order for worker in range(device, num_workers, num_devices))
+
+
+def _scaled(node: Node, rate: float | None) -> Node:
+    if rate is None:
+        return node
+    factor = rate / node.rate_bytes_per_s
+    nics = tuple(replace(nic, rate_bytes_per_s=nic.rate_bytes_per_s * factor) for nic in node.nics)
+    return replace(node, nics=nics)
