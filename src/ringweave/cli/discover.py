@@ -97,7 +97,7 @@ def _merged(found: Sequence[Mapping[str, Any]]) -> Cluster:
     hosts: dict[str, Node] = {}
     counts: dict[str, int] = {}
     for each in found:
-        node = topology.loads(each["cluster"], "told by a rank").nodes[0]
+        node = topology.loads(each["cluster"], source="told by a rank").nodes[0]
         if hosts.setdefault(node.name, node) is node:
             _say(each["assumed"])
         counts[node.name] = counts.get(node.name, 0) + 1

@@ -1,5 +1,6 @@
 """From what a reader sees, part by part, to a machine: what PCI functions are, which parts of the tree matter."""
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -45,7 +46,7 @@ class MachineBuilder:
         self._source = source
         self._parts = [Part(kind="machine", name=name)]
         self._interfaces: list[Interface] = []
-        self._gpus: list[tuple[object, Worker]] = []
+        self._gpus: list[tuple[tuple[tuple[int, ...], int], Worker]] = []
         self._idle: list[str] = []
         self._remarks: dict[str, None] = {}
 
@@ -95,7 +96,7 @@ class MachineBuilder:
 
     def build(self) -> Machine:
         """The machine: GPUs as workers, or NUMA nodes, or packages, or the machine itself."""
-        gpus = [worker for _, worker in sorted(self._gpus, key=lambda pair: pair[0])]
+        gpus = [worker for _, worker in sorted(self._gpus, key=operator.itemgetter(0))]
         workers = _named(gpus) if gpus else self._processors()
         needed = {
             part for user in (*workers, *self._interfaces) if user.part is not None for part in self._up(user.part)
@@ -120,9 +121,7 @@ class MachineBuilder:
         unknown = [nic.name for nic in self._interfaces if nic.is_unclassified]
         if unknown:
             told = f"{len(unknown)} PCI functions ({listed(unknown, len(unknown))})"
-            self.remark(
-                f"the input does not tell what {told} are: GPUs or NICs; --nic ADDRESS says which one is the NIC"
-            )
+            self.remark(f"the input does not tell what {told} are: GPUs or NICs; --nic ADDRESS says which is the NIC")
         if self._idle:
             names = listed(self._idle, len(self._idle))
             self.remark(f"network adapters that have no interface are left out: {names}")
@@ -141,7 +140,7 @@ class MachineBuilder:
         self._gpus.append(((pci.parse_address(function.bus) or (), part), worker))
 
     def _nics(self, part: int, function: Function) -> None:
-        """One interface each; an OpenFabrics device alone where it has none, the function alone where it has neither."""
+        """One interface each; where it has none its OpenFabrics device, or else the function itself."""
         verbs = function.verbs[0] if function.verbs else ""
         is_infiniband = pci.is_infiniband(function.pci_class)
         does_rdma = pci.does_rdma(verbs) or pci.is_rdma_adapter(function.pci_class, function.vendor, function.device)

@@ -155,7 +155,8 @@ def _leader_words(machine: Machine, nic: Interface, candidates: Sequence[Candida
         words = f"{name} leads: {hops}, as few as {tied}; the first of them leads"
     else:
         then = others[0]
-        words = f"{name} leads: {hops}; next is {machine.workers[then.index].name} with {then.way.num_hops if then.way else '?'}"
+        then_hops = then.way.num_hops if then.way else 0
+        words = f"{name} leads: {hops}; next is {machine.workers[then.index].name} with {then_hops}"
     return f"{words}. {_direct_words(machine, nic, best)}" if best.is_direct is not None else words
 
 

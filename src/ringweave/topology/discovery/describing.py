@@ -57,7 +57,9 @@ def rdma_words(used: Interface | None) -> str:
     if used is None:
         return "not known, as there is no NIC to use"
     if used.has_rdma:
-        return f"present on {used.name}: NCCL takes it for CUDA tensors by itself; CPU tensors go by TCP over its IP address"
+        return (
+            f"present on {used.name}: NCCL takes it for CUDA tensors by itself; CPU tensors go by TCP over its address"
+        )
     return f"absent on {used.name}: all traffic between nodes goes by TCP through the kernel"
 
 

@@ -22,7 +22,10 @@ _VERBS = re.compile(
 def parse_address(text: str) -> tuple[int, int, int, int] | None:
     """Domain, bus, device and function, which sort as the bus does; None if it is no PCI address."""
     match = _ADDRESS.fullmatch(text)
-    return None if match is None else tuple(int(part or "0", 16) for part in match.groups())  # ty: ignore
+    if match is None:
+        return None
+    domain, bus, device, function = (int(part or "0", 16) for part in match.groups())
+    return domain, bus, device, function
 
 
 def is_infiniband(pci_class: int) -> bool:

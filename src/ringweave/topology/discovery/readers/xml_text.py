@@ -76,14 +76,14 @@ def parse(content: bytes, where: str) -> Element:
     tree.parser = parser.parser
     try:
         parser.feed(content)
-        root: Element = parser.close()
+        parser.close()
     except DefusedXmlException as cause:
         raise refusal(
             "topology file", f"{type(cause).__name__}", "XML without entities of its own", "Remove the entities", where
         ) from cause
     except (ParseError, ValueError, LookupError) as cause:
         raise _malformed(cause, content, tree, where) from cause
-    return root
+    return tree.root()
 
 
 def refusal(what: str, got: object, expected: str, do: str, where: str) -> UsageError:
@@ -125,7 +125,12 @@ class _Tree:
         if self.open and self.open[-1].tag in ("indexes", "u64values"):
             self.open[-1].text += text
 
-    def close(self) -> Element | None:
+    def close(self) -> None:
+        """The parser is done."""
+
+    def root(self) -> Element:
+        """The root element; a document that was parsed has one."""
+        assert self._root is not None
         return self._root
 
 
