@@ -59,10 +59,11 @@ def _kind(machine: Machine, near: list[int], far: list[int], common: int) -> str
         return "PHB"
     if not top.is_place:
         return "LOC" if not near and not far else _switch_kind(machine, near[1:], far[1:])
+    is_one_numa = any(machine.parts[part].numas for part in machine.way_up(common))
     from_places = [machine.parts[part] for part in near if machine.parts[part].is_place]
     to_places = [part for part in far if machine.parts[part].is_place]
     is_on_processors = not near or machine.parts[near[0]].is_place
-    if to_places or (from_places and not is_on_processors):
+    if not is_one_numa and (to_places or (from_places and not is_on_processors)):
         return "SYS"
     if is_on_processors:
         return "PHB"

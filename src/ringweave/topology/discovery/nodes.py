@@ -49,9 +49,7 @@ def to_node(machine: Machine, leadership: Leadership, *, name: str | None = None
         nics=tuple(_nic(machine, nic) for nic in chosen),
         address=next(iter(used.addresses), None),
     )
-    return replace(
-        node, nics=tuple(_with_order(machine, node, nic, each) for nic, each in zip(chosen, node.nics, strict=True))
-    )
+    return replace(node, nics=_with_orders(machine, node, chosen))
 
 
 def assumptions(machine: Machine, node: Node) -> list[str]:
@@ -134,10 +132,12 @@ def _is_equal(nic: Interface, used: Interface) -> bool:
     return nic is not used and choosing.is_usable(nic) and is_ready and likeness[0] == likeness[1]
 
 
-def _with_order(machine: Machine, node: Node, nic: Interface, written: Nic) -> Nic:
-    """The NIC with the order of devices by hops, unless NUMA nodes give the same."""
-    order = [candidate.index for candidate in choosing.nearest(machine, nic)]
-    return written if leaders.nearest(node, written) == order else replace(written, nearest=tuple(order))
+def _with_orders(machine: Machine, node: Node, chosen: Sequence[Interface]) -> tuple[Nic, ...]:
+    """The NICs with the order of devices by hops; as they are where NUMA nodes give the same for all of them."""
+    orders = [[candidate.index for candidate in choosing.nearest(machine, nic)] for nic in chosen]
+    if all(leaders.nearest(node, nic) == order for nic, order in zip(node.nics, orders, strict=True)):
+        return node.nics
+    return tuple(replace(nic, nearest=tuple(order)) for nic, order in zip(node.nics, orders, strict=True))
 
 
 def _shared(order: Sequence[int], num_devices: int, num_workers: int) -> tuple[int, ...]:

@@ -1,0 +1,58 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ringweave import topology
+from ringweave.cli import main
+
+FILE = "tests/topology/discovery/files/hwloc-format-1.xml"
+
+
+def test_a_file_as_a_document(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.call(["discover", "--from", FILE, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["name"], found["nic"], found["leader"], found["rdma"]) == ("devel09", "ib0", "NUMA 0", True)
+    assert {"device": "NUMA 1", "nic": "ib0", "hops": 5, "class": "SYS"} in found["hops"]
+
+
+def test_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.call(["discover", "--from", FILE]) == 0
+    out = capsys.readouterr().out
+    assert "NUMA 0 leads: 3 hops to ib0 (PHB" in out
+    assert "rdma     present on ib0" in out
+
+
+def test_a_cluster_file_is_written_and_assumptions_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "cluster.yaml"
+    assert main.call(["discover", "--from", FILE, "--nic", "eth0", "--write", str(target)]) == 0
+    node = topology.load(target).nodes[0]
+    assert [(nic.name, nic.rdma, nic.numa) for nic in node.nics] == [("eth0", False, 0)]
+    assert [device.numa for device in node.devices] == [0, 1]
+    assert "the rate of eth0 on devel09 is not known: 1.6Gbit/s is assumed" in capsys.readouterr().err
+
+
+def test_nowhere_to_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.call(["discover", "--from", FILE, "--write", str(tmp_path)]) == 2
+    assert "expected a file that can be written" in capsys.readouterr().err
+
+
+def test_nothing_to_write_without_a_nic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bare = tmp_path / "bare.xml"
+    bare.write_text('<topology version="2.0"><object type="Machine" os_index="0"/></topology>')
+    assert main.call(["discover", "--from", str(bare), "--write", str(tmp_path / "c.yaml")]) == 2
+    assert "network interface of bare: 'none', expected one" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_all_workers_of_a_job_make_one_file(tmp_path: Path) -> None:
+    target = tmp_path / "cluster.yaml"
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "3", "--master-port", "0", "--standalone"]
+    subprocess.run(
+        [sys.executable, *command, "-m", "ringweave", "discover", "--write", str(target)], check=True, timeout=100
+    )
+    cluster = topology.load(target)
+    assert (cluster.num_nodes, cluster.num_devices) == (1, 3)
