@@ -175,3 +175,11 @@ def test_gpudirect_goes_before_hops(tmp_path: Path) -> None:
     assert machine.interfaces[0].rate_bytes_per_s == 25e9
     assert machine.workers[1].nvlinks is not None
     assert machine.workers[1].nvlinks.num_links == 4
+
+
+def test_an_address_that_several_nodes_share_is_left_out() -> None:
+    nic = (Nic(name="eth0", rate_bytes_per_s=1e9),)
+    nodes = [
+        Node(name=n, devices=(Device(),), nics=nic, address=f"10.0.0.{i}") for n, i in (("a", 1), ("b", 1), ("c", 2))
+    ]
+    assert [node.address for node in discovery.merge(nodes).nodes] == [None, None, "10.0.0.2"]

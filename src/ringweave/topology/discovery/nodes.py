@@ -1,6 +1,7 @@
 """From what was discovered to the cluster file: a machine as a node, and the nodes of many machines as a cluster."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -103,10 +104,19 @@ def merge(
         latency_s: Alpha, as measured or the usual one.
 
     Raises:
-        ClusterError: Two nodes have the same name or address, or a switch is not there.
+        ClusterError: Two nodes have the same name, or a switch is not there.
     """
     above, measured = hangs_on or {}, rates or {}
-    placed = [replace(node, switch=above.get(node.name, node.switch)) for node in nodes]
+    told = Counter(node.address for node in nodes)
+    # Nodes that share an address are one machine that plays several; the address leads to none of them in particular.
+    placed = [
+        replace(
+            node,
+            switch=above.get(node.name, node.switch),
+            address=node.address if told[node.address] == 1 else None,
+        )
+        for node in nodes
+    ]
     return Cluster(
         name=name,
         nodes=tuple(_scaled(node, measured.get(node.name)) for node in placed),
