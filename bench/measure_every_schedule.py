@@ -1,0 +1,120 @@
+"""Seconds of an allreduce by every schedule on lab clusters, beside the measured rate of every link.
+
+    python bench/measure_every_schedule.py --clusters eight-nodes two-racks --out runs/measured    # needs root
+
+One job a cluster, one process group a schedule, no CPU quotas. The schedules take turns, forwards and backwards, with a
+barrier before each allreduce; its time is the slowest rank's. The first of each kind is not counted. Sums are checked.
+What it writes is what simulated_against_measured.py reads: CLUSTER.json in the folder, for each cluster.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringweave import environment, lab, schedules, topology, units
+from ringweave.benchmarks import machine
+from ringweave.benchmarks.places import link_rates
+from ringweave.benchmarks.places.place import InLab
+
+CLUSTERS = Path(__file__).parents[1] / "examples" / "clusters"
+NAMES = tuple(name for name in schedules.NAMES if name != schedules.HOST)
+ROUNDS = {1_000_000: 7, 5_000_000: 5, 25_000_000: 3}
+RUN_TIMEOUT_S = 900
+
+
+def main() -> None:
+    """Under a launcher a worker; else one lab and one job for each cluster."""
+    options = parse_options()
+    if "RANK" in os.environ:
+        work(options.out)
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in options.clusters:
+        document = measure(name, options.out.absolute() / f"run-{name}")
+        (options.out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+
+
+def parse_options() -> argparse.Namespace:
+    """Returns the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clusters", nargs="+", default=["eight-nodes"], help="names in examples/clusters")
+    parser.add_argument("--out", type=Path, default=Path("runs/measured"), help="folder for the results")
+    return parser.parse_args()
+
+
+def measure(name: str, run_dir: Path) -> dict[str, Any]:
+    """Rates of the links, then every schedule.
+
+    Raises:
+        SystemExit: The run failed; its output is shown.
+    """
+    cluster = topology.load(CLUSTERS / f"{name}.yaml")
+    place = lab.up(cluster, f"measure-{name}", quotas="never")
+    try:
+        rates = link_rates.measure(InLab(place))
+        verb = [sys.executable, "-c", "from ringweave.cli.main import main; main()", "lab", "run", "--lab", place.name]
+        argv = [*verb, "--run-dir", str(run_dir), __file__, "--out", str(run_dir)]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=RUN_TIMEOUT_S)
+    finally:
+        lab.down(place.name)
+    if done.returncode != 0:
+        raise SystemExit(f"workers: exit code {done.returncode}, expected 0.\n{done.stdout}{done.stderr}")
+    about = {"cluster": name, **machine.describe(), "rates_bytes_per_s": rates.believed, "notes": list(rates.notes)}
+    return about | {"measured": json.loads((run_dir / "measured.json").read_text())}
+
+
+def work(run_dir: Path) -> None:
+    """What every rank does."""
+    torch.set_num_threads(1)
+    dist.init_process_group("ringweave")
+    control = dist.new_group(backend="gloo")
+    groups = {name: _forced(name) for name in NAMES}
+    found: list[dict[str, Any]] = []
+    for num_bytes, num_rounds in ROUNDS.items():
+        message = torch.empty(num_bytes // 4)
+        seconds: dict[str, list[float]] = {name: [] for name in NAMES}
+        for number in range(num_rounds + 2):  # the first in each of a group's two lanes
+            for name in NAMES if number % 2 else reversed(NAMES):
+                if number > 1 or num_bytes == min(ROUNDS) or number == 1:
+                    took_s = _timed(message, groups[name], control)
+                    seconds[name] += [took_s] if number > 1 else []
+        found += [{"schedule": name, "bytes": num_bytes, "seconds": seconds[name]} for name in NAMES]
+        if dist.get_rank() == 0:
+            print(f"{units.format_bytes(num_bytes)}: {num_rounds} rounds", flush=True)
+    if dist.get_rank() == 0:
+        (run_dir / "measured.json").write_text(json.dumps(found) + "\n")
+    dist.destroy_process_group()
+
+
+def _forced(name: str) -> dist.ProcessGroup:
+    """A group of all ranks that runs everything by one schedule."""
+    os.environ[environment.SCHEDULE] = name
+    group = dist.new_group(backend="ringweave")
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _timed(message: torch.Tensor, group: dist.ProcessGroup, control: dist.ProcessGroup) -> float:
+    """Seconds of the slowest rank."""
+    message.fill_(dist.get_rank() + 1)
+    dist.barrier(control)
+    begun_s = time.perf_counter()
+    dist.all_reduce(message, group=group)
+    took = torch.tensor([time.perf_counter() - begun_s], dtype=torch.float64)
+    dist.all_reduce(took, op=dist.ReduceOp.MAX, group=control)
+    count = dist.get_world_size()
+    if not bool((message == count * (count + 1) / 2).all()):
+        raise SystemExit("allreduce: a wrong sum. Do not trust the times.")
+    return float(took)
+
+
+if __name__ == "__main__":
+    main()
