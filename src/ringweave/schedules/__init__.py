@@ -16,7 +16,7 @@ from ringweave.schedules.generators.multi_level import (
 from ringweave.schedules.generators.parameter_server import parameter_server
 from ringweave.schedules.generators.ring import ring, ring_allgather, ring_reduce_scatter
 from ringweave.schedules.joining import then
-from ringweave.schedules.projection import Transfer, project
+from ringweave.schedules.projection import Transfer, project, project_all
 from ringweave.schedules.proof.verification import verify
 from ringweave.schedules.schedule import Collective, How, Phase, Round, Rounds, Schedule
 from ringweave.schedules.text import parse, render
@@ -51,6 +51,7 @@ __all__ = [
     "parameter_server",
     "parse",
     "project",
+    "project_all",
     "reduce",
     "render",
     "ring",

@@ -1,0 +1,187 @@
+"""One rank as it follows its program: the very instructions that the executor runs, on virtual time."""
+
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from ringweave.schedules.programs import IN_PLACE, Do, Instruction, Program
+from ringweave.sim.arenas import Arena
+from ringweave.sim.clock import Clock
+from ringweave.sim.machine import Machine
+from ringweave.sim.results import Span
+from ringweave.sim.streams import Stream, Told, Wires
+
+_Walk = Generator[float | None, None, None]
+"""Yields when to go on; None: somebody will say."""
+
+
+class Processors(Protocol):
+    """Where a rank's work is done."""
+
+    def work(self, now_s: float, seconds: float) -> float:
+        """When work that is ready now is done."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What all ranks of a simulation share."""
+
+    clock: Clock
+    wires: Wires
+    machine: Machine
+    processors: Processors
+    element_bytes: int
+    note: Callable[[Span], None] | None
+    give_up: Callable[["Rank"], None]
+    """Called when a rank notices that a peer is gone."""
+
+
+class Rank:
+    """One interpreter of a program."""
+
+    def __init__(self, number: int, program: Program, around: Surroundings) -> None:
+        """`number` is its rank."""
+        self.number = number
+        self.finish_s: float | None = None
+        self.failed_s: float | None = None
+        self.is_dead = False
+        self._program = program
+        self._around = around
+        self.times = 1.0
+        """How many times as long its work takes."""
+        self._walk = self._run()
+        self._out: Mapping[int, Stream] = {}
+        self._in: Mapping[int, Stream] = {}
+        self._arenas: Mapping[int, Arena] = {}
+        self._num_arrived: Counter[int] = Counter()
+        self._left_at: dict[int, float | int] = {}
+        self._open: Counter[int] = Counter()
+        self._refused: dict[int, float] = {}
+        self.arena = Arena(program.layout.stages, self._show)
+
+    def connect(self, out: Mapping[int, Stream], into: Mapping[int, Stream], arenas: Mapping[int, Arena]) -> None:
+        """Streams by peer, both ways; arenas of the peers on its own node."""
+        self._out, self._in, self._arenas = out, into, arenas
+
+    @property
+    def is_through(self) -> bool:
+        """Nothing more will happen here."""
+        return self.is_dead or self.finish_s is not None or self.failed_s is not None
+
+    def resume(self) -> None:
+        """Go on until there is something to wait for."""
+        if self.is_through:
+            return
+        try:
+            time_s = next(self._walk)
+        except StopIteration:
+            self.finish_s = self._around.clock.now_s
+            return
+        if time_s is not None:
+            self._around.clock.at(time_s, self.resume)
+
+    def lose(self, peer: int) -> None:
+        """The connection to a peer is gone: notice it as soon as anything is expected from it or due to it."""
+        self._refused[peer] = self._around.clock.now_s
+        if self._open[peer]:
+            self._fail()
+
+    @property
+    def peers(self) -> frozenset[int]:
+        """Ranks that it has connections to."""
+        return self._program.peers
+
+    def _run(self) -> _Walk:
+        for step in self._program.instructions:
+            if step.peer in self._refused and step.do in (Do.SEND, Do.POST):
+                self._fail()
+            if self.is_through:
+                yield None
+            if step.do == Do.SEND:
+                yield from self._send(step)
+            elif step.do == Do.POST:
+                self._open[step.peer] += 1
+                if step.peer in self._in:
+                    self._around.wires.post(self._in[step.peer], self._bytes(step))
+            elif step.do == Do.ARRIVE:
+                yield from self._take(step)
+            else:
+                yield from self._wait_left(step)
+
+    def _send(self, step: Instruction) -> _Walk:
+        yield from self._work("send", step, self._around.machine.message_s)
+        self._open[step.peer] += 1
+        if step.peer in self._out:
+            self._left_at[step.piece] = self._around.wires.send(self._out[step.peer], self._bytes(step))
+        else:
+            self._left_at[step.piece] = self.arena.send(step.peer, step.buffer, self._bytes(step))
+
+    def _take(self, step: Instruction) -> _Walk:
+        index, peer, machine = self._num_arrived[step.peer], step.peer, self._around.machine
+        self._num_arrived[peer] += 1
+        if peer in self._in:
+            s_per_byte = 0.0 if step.buffer == IN_PLACE else machine.combine_s_per_byte
+            yield from self._wait("wait for", step, lambda tell: self._around.wires.when_there(self._in[peer], index, tell))
+        else:
+            s_per_byte = machine.inside_s_per_byte / 2
+            line = self._arenas[peer].line(self.number)
+            yield from self._wait("wait for", step, lambda tell: line.when_there(index, tell))
+        what = "copy" if step.buffer == IN_PLACE else "add"
+        yield from self._work(what, step, machine.message_s + s_per_byte * self._bytes(step))
+        self._open[peer] -= 1
+        if peer not in self._in:
+            self._arenas[peer].read(self._arenas[peer].line(self.number).stages[index])
+
+    def _wait_left(self, step: Instruction) -> _Walk:
+        peer, end = step.peer, self._left_at.pop(step.piece)
+        if peer in self._out:
+            yield from self._wait("let go", step, lambda tell: self._around.wires.when_left(self._out[peer], end, tell))
+        else:
+            line = self.arena.line(peer)
+            yield from self._wait("let go", step, lambda tell: line.when_there(int(end), tell))
+        self._open[peer] -= 1
+
+    def _wait(self, what: str, step: Instruction, ask: Callable[[Told], None]) -> _Walk:
+        """Until the time that `ask` tells, now or later."""
+        clock, told, begin_s = self._around.clock, list[float](), self._around.clock.now_s
+        is_asking = True
+
+        def tell(time_s: float) -> None:
+            told.append(time_s)
+            if not is_asking:
+                clock.at(time_s, self.resume)
+
+        ask(tell)
+        is_asking = False
+        if not told:
+            yield None
+        elif told[0] > clock.now_s:
+            yield told[0]
+        self._note(what, step, begin_s)
+
+    def _work(self, what: str, step: Instruction, seconds: float) -> _Walk:
+        clock = self._around.clock
+        if seconds:
+            begin_s = clock.now_s
+            yield self._around.processors.work(clock.now_s, seconds * self.times)
+            self._note(what, step, begin_s)
+
+    def _show(self, num_bytes: float) -> float:
+        """Copy a piece to where the node's other ranks read it."""
+        now_s, seconds = self._around.clock.now_s, num_bytes * self._around.machine.inside_s_per_byte / 2
+        return self._around.processors.work(now_s, seconds * self.times) if seconds else now_s
+
+    def _bytes(self, step: Instruction) -> int:
+        return (step.stop - step.start) * self._around.element_bytes
+
+    def _note(self, what: str, step: Instruction, begin_s: float) -> None:
+        now_s = self._around.clock.now_s
+        if self._around.note is not None and now_s > begin_s:
+            self._around.note(Span(self.number, what, step.peer, begin_s, now_s))
+
+    def _fail(self) -> None:
+        if not self.is_through:
+            self.failed_s = self._around.clock.now_s
+            self._around.give_up(self)

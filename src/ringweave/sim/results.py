@@ -1,0 +1,46 @@
+"""What comes out of a simulation."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a rank did from when to when."""
+
+    rank: int
+    what: str
+    peer: int
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLoad:
+    """What a link carries from some time on."""
+
+    link: str
+    at_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulation:
+    """What came out; all of it simulated."""
+
+    finish_s: tuple[float, ...]
+    """When each rank is through; infinite for one that never is."""
+    bytes_on_link: Mapping[str, float]
+    """Link -> bytes that it carried, without headers."""
+    died: tuple[int, ...] = ()
+    """Ranks that were killed before they were through."""
+    noticed_s: Mapping[int, float] = field(default_factory=dict)
+    """Rank that gives up -> when it notices that a peer is gone, or that its time is up."""
+    spans: tuple[Span, ...] = ()
+    """What ranks did, if that was to be kept."""
+    loads: tuple[LinkLoad, ...] = ()
+    """What links carried, if that was to be kept."""
+
+    @property
+    def seconds(self) -> float:
+        """Of the slowest rank; infinite if one never finishes."""
+        return max(self.finish_s)
