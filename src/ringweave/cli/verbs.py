@@ -35,6 +35,9 @@ VERBS: Mapping[str, Verb] = {
         module="plan", help="Say what a cluster allows at best, and which schedule is chosen for it.", answers=True
     ),
     "cost": Verb(module="cost", help="Predict a training round by the formulas of four architectures.", answers=True),
+    "simulate": Verb(
+        module="simulate", help="Simulate an allreduce on a cluster, with stragglers and failures.", answers=True
+    ),
     "bench": Verb(
         module="bench",
         help="Measure ringweave beside Gloo, Open MPI and MPICH.",

@@ -4,6 +4,7 @@ from ringweave.sim.faults import Death, Delay, Fault, RateChange, Slowdown
 from ringweave.sim.machine import Machine
 from ringweave.sim.results import LinkLoad, Simulation, Span
 from ringweave.sim.simulation import simulate
+from ringweave.sim.tracing import trace
 
 __all__ = [
     "Death",
@@ -16,4 +17,5 @@ __all__ = [
     "Slowdown",
     "Span",
     "simulate",
+    "trace",
 ]

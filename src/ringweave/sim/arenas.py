@@ -1,7 +1,7 @@
 """Pieces that go from rank to rank inside a node: shown once in the sender's memory, read from there by each reader.
 
-The places are those of the program's layout: what is shown where something was before waits until all of its readers are
-through, and what is sent to the same rank after it waits as well.
+The places are those of the program's layout: what is shown where something was before waits until all of its readers
+are through, and what is sent to the same rank after it waits as well.
 """
 
 from collections import deque

@@ -123,7 +123,9 @@ class Rank:
         self._num_arrived[peer] += 1
         if peer in self._in:
             s_per_byte = 0.0 if step.buffer == IN_PLACE else machine.combine_s_per_byte
-            yield from self._wait("wait for", step, lambda tell: self._around.wires.when_there(self._in[peer], index, tell))
+            yield from self._wait(
+                "wait for", step, lambda tell: self._around.wires.when_there(self._in[peer], index, tell)
+            )
         else:
             s_per_byte = machine.inside_s_per_byte / 2
             line = self._arenas[peer].line(self.number)

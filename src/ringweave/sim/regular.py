@@ -1,10 +1,10 @@
 """Large regular schedules on virtual time: whole rounds in numpy columns, no object for any message.
 
-A ring of 10,000 ranks has 2e8 messages, too many to follow one by one. In schedules like it every rank sends and receives
-at most one message a round, and sends on what it received last. Then each rank's times follow from those of the round
-before, and rates are constant while a message is under way, as long as the messages that meet at a link begin and end
-together, or do not meet at all. Both is looked at round by round: what is not regular in this sense is refused, and what
-is comes out as it does event by event, on unequal clusters too.
+A ring of 10,000 ranks has 2e8 messages, too many to follow one by one. In schedules like it every rank sends and
+receives at most one message a round, and sends on what it received last. Then each rank's times follow from those of
+the round before, and rates are constant while a message is under way, as long as the messages that meet at a link begin
+and end together, or do not meet at all. Both is looked at round by round: what is not regular in this sense is refused,
+and what is comes out as it does event by event, on unequal clusters too.
 
 Bytes are those of the shares, not of whole elements.
 """
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ringweave.cost.network import Floats, Ints
 from ringweave.schedules import How, Round, Schedule
@@ -22,6 +23,7 @@ from ringweave.sim.routes import Routes
 
 _SAME = 1e-9
 _NOTHING = -1
+Ranks = NDArray[np.int32]
 
 
 class IrregularError(Exception):
@@ -102,7 +104,7 @@ class _Rounds:
         self._free_s[dst] = there_s + (message_s + added) * self._times[dst]
         self._carried += path.carried(sizes)
 
-    def _checked(self, index: int, round_: Round) -> tuple[Ints, Ints, Floats]:
+    def _checked(self, index: int, round_: Round) -> tuple[Ranks, Ranks, Floats]:
         """Sender, receiver and bytes of each message, if the round is regular."""
         src, dst = round_.src, round_.dst
         first, end = round_.first_chunk.astype(np.int64), round_.first_chunk + round_.num_chunks.astype(np.int64)
@@ -159,7 +161,8 @@ class _Path:
     def carried(self, sizes: Floats) -> Floats:
         """Bytes by link."""
         if self._last is None or not np.array_equal(self._last[0], sizes):
-            self._last = sizes, np.bincount(self.link, sizes[self.flow], len(self._capacities))
+            carried = np.bincount(self.link, sizes[self.flow], len(self._capacities)).astype(np.float64)
+            self._last = sizes, carried
         return self._last[1]
 
     def _check_together(self, begin_s: Floats, took_s: Floats) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """What a rank did from when to when."""

@@ -28,9 +28,7 @@ class Routes:
             float(rate) for pair in zip(net.up_bytes_per_s, net.down_bytes_per_s, strict=True) for rate in pair
         ]
         """Bytes per second by number; the first two are the root's, which nothing passes."""
-        self.names = [
-            name for vertex in range(1, len(net)) for name in (net.up_name(vertex), net.down_name(vertex))
-        ]
+        self.names = [name for vertex in range(1, len(net)) for name in (net.up_name(vertex), net.down_name(vertex))]
         """From number 2 on."""
         self._vertices = vertices(net, node_of_rank)
         self._parents = net.parents

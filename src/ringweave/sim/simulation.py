@@ -90,7 +90,7 @@ def has_few_messages(schedule: Schedule, pipelining: Pipelining, most: int) -> b
     return True
 
 
-def _follow(  # noqa: PLR0913, PLR0917 - what `simulate` was given
+def _follow(
     schedule: Schedule,
     routes: Routes,
     num_bytes: int,

@@ -149,6 +149,7 @@ class Wires:
         if stream.rate and now_s > stream.since_s:
             self._move_to(stream, min(stream.sent + stream.rate * (now_s - stream.since_s), self._target(stream)))
         stream.since_s = now_s
+        self._tell(stream)
 
     def _move_to(self, stream: Stream, position: float) -> None:
         moved, stream.sent = position - stream.sent, position
@@ -177,13 +178,16 @@ class Wires:
             return
         self._move_to(stream, target)
         stream.since_s = self._clock.now_s
-        while stream.ends and stream.ends[0] <= target:
+        self._look(stream)
+
+    def _tell(self, stream: Stream) -> None:
+        """Tell of all that was reached."""
+        while stream.ends and stream.ends[0] <= stream.sent:
             stream.ends.popleft()
             self._arrive(stream, self._clock.now_s + self._latency_s)
-        if stream.leaving and target >= stream.leaving[0]:
+        if stream.leaving and stream.sent >= stream.leaving[0]:
             tell, stream.leaving = stream.leaving[1], None
             tell(self._clock.now_s)
-        self._look(stream)
 
     def _arrive(self, stream: Stream, time_s: float) -> None:
         index = len(stream.arrivals)

@@ -1,0 +1,152 @@
+"""`ringweave simulate`: an allreduce on a cluster, on virtual time."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ringweave import planning, sim, topology, units
+from ringweave.cli.simulated_faults import FAIL, STRAGGLE, parse_fail, parse_straggle
+from ringweave.errors import UsageError, explain
+from ringweave.planning import Choice, Plan
+from ringweave.schedules.programs import Pipelining
+from ringweave.sim import Machine, Simulation
+from ringweave.topology import Cluster
+
+_MAX_SHOWN = 8
+
+
+@click.command
+@click.argument("cluster_path", metavar="CLUSTER")
+@click.option("--schedule", metavar="NAME", help="Simulate this schedule; by default the one that is planned.")
+@click.option("--bytes", "size", metavar="SIZE", default="25MB", show_default=True, help="Size of the allreduce.")
+@click.option(
+    "--segments", type=click.IntRange(1, 4096), metavar="N", help="Cut the message so; by default as planned."
+)
+@click.option(
+    "--processors",
+    type=click.Choice(["none", "assumed"]),
+    default="none",
+    show_default=True,
+    help="What messages and additions cost the ranks: nothing, or what planning assumes.",
+)
+@click.option("--straggle", "straggles", multiple=True, metavar="WHAT", help=f"{STRAGGLE}.")
+@click.option("--fail", "failures", multiple=True, metavar="WHAT", help=f"{FAIL}.")
+@click.option("--trace", "trace_path", metavar="FILE", help="Write a trace for ui.perfetto.dev here.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def command(  # noqa: PLR0913, PLR0917 - one parameter per option
+    cluster_path: str,
+    schedule: str | None,
+    size: str,
+    segments: int | None,
+    processors: str,
+    straggles: tuple[str, ...],
+    failures: tuple[str, ...],
+    trace_path: str | None,
+    as_json: bool,
+) -> int:
+    """Simulate an allreduce on all devices of CLUSTER, event by event: streams that share the links of the file.
+
+    Prints the time of the slowest rank, what each link carries and, where something fails, who never finishes and when
+    the others notice. By default the network alone takes time: rates and latency of the cluster file.
+    """
+    _check_writable(trace_path)
+    num_bytes = units.parse_bytes(size)
+    faults = [*map(parse_straggle, straggles), *map(parse_fail, failures)]
+    cluster = topology.load(cluster_path)
+    plan = planning.plan_group(cluster, [node.name for node in cluster.nodes for _ in node.devices])
+    choice = _choice(plan, num_bytes, schedule, segments)
+    found = sim.simulate(
+        plan.generate(choice.schedule),
+        cluster,
+        plan.nodes,
+        num_bytes,
+        pipelining=Pipelining(num_segments=choice.num_segments, lag=choice.lag, window=choice.window),
+        machine=Machine() if processors == "none" else Machine.assumed(),
+        faults=faults,
+        keeps_trace=trace_path is not None,
+    )
+    if trace_path is not None:
+        title = f"allreduce of {units.format_bytes(num_bytes)} on {cluster.name} by {choice.schedule}"
+        document = sim.trace(found, cluster, plan.nodes, title)
+        Path(trace_path).write_text(json.dumps(document) + "\n", encoding="utf-8")
+    if as_json:
+        click.echo(json.dumps(_document(found, plan, choice, num_bytes) | {"processors": processors}))
+    else:
+        work = "the network alone" if processors == "none" else "with assumed costs of processors and memory"
+        click.echo("\n".join(_lines(found, cluster, plan, choice, num_bytes, work)))
+    return 0
+
+
+def _choice(plan: Plan, num_bytes: int, schedule: str | None, segments: int | None) -> Choice:
+    choice = plan.choose(num_bytes, schedule)
+    if segments is None:
+        return choice
+    return Choice(
+        schedule=choice.schedule,
+        num_segments=segments,
+        lag=max(1, choice.lag),
+        window=choice.window,
+        predicted_s=math.inf,
+    )
+
+
+def _document(found: Simulation, plan: Plan, choice: Choice, num_bytes: int) -> dict[str, Any]:
+    return {
+        "bytes": num_bytes,
+        "schedule": choice.schedule,
+        "num_segments": choice.num_segments,
+        "lag": choice.lag,
+        "window": choice.window,
+        "simulated_s": _number(found.seconds),
+        "bound_s": plan.bound_s(num_bytes),
+        "binding": plan.binding,
+        "bytes_on_link": dict(found.bytes_on_link),
+        "finish_s": [_number(time_s) for time_s in found.finish_s],
+        "died": list(found.died),
+        "noticed_s": {str(rank): time_s for rank, time_s in found.noticed_s.items()},
+    }
+
+
+def _number(seconds: float) -> float | None:
+    """For JSON, which has no infinity."""
+    return seconds if seconds < math.inf else None
+
+
+def _lines(found: Simulation, cluster: Cluster, plan: Plan, choice: Choice, num_bytes: int, work: str) -> list[str]:
+    bound_s = plan.bound_s(num_bytes)
+    cut = f"{choice.num_segments} segment{'s' if choice.num_segments > 1 else ''}"
+    what = f"{units.format_bytes(num_bytes)} among {len(plan.nodes)} ranks by {choice.schedule} ({cut})"
+    if found.seconds < math.inf:
+        share = f", {bound_s / found.seconds:.2f} of that" if found.seconds else ""
+        lines = [f"simulated  {_time(found.seconds)} for {what}; {work}"]
+    else:
+        share, lines = "", [f"simulated  never through: {what}; {work}", *_failures(found, plan)]
+    lines += [f"bound      {_time(bound_s)}{share}", f"           {plan.binding}"]
+    rates = {link.name: link.bandwidth_bytes_per_s for link in cluster.links()}
+    loaded = sorted(found.bytes_on_link.items(), key=lambda pair: -pair[1] / rates[pair[0]])
+    lines += [
+        f"  {link} carries {carried / 1e6:.6g} MB, {_time(carried / rates[link])} at its rate"
+        for link, carried in loaded[:_MAX_SHOWN]
+    ]
+    return [*lines, *([f"  ... and {len(loaded) - _MAX_SHOWN} more links"] if len(loaded) > _MAX_SHOWN else [])]
+
+
+def _failures(found: Simulation, plan: Plan) -> list[str]:
+    dead = [f"  rank {rank} on {plan.nodes[rank]} was killed" for rank in found.died[:_MAX_SHOWN]]
+    first = sorted(found.noticed_s.items(), key=lambda pair: pair[1])
+    noticed = [f"  rank {rank} on {plan.nodes[rank]} gives up after {_time(at_s)}" for rank, at_s in first[:_MAX_SHOWN]]
+    return [*dead, *noticed, *([f"  ... and {len(first) - _MAX_SHOWN} more"] if len(first) > _MAX_SHOWN else [])]
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms"
+
+
+def _check_writable(path: str | None) -> None:
+    """Refuse before anything is simulated what would fail afterwards."""
+    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+        expected = "a file name in a folder that is there"
+        raise UsageError(explain("--trace", got=path, expected=expected, do="Make the folder, or give another name"))
