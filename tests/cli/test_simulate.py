@@ -1,0 +1,127 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from ringweave.cli import main
+from ringweave.cli.simulated_faults import parse_fail, parse_straggle
+from ringweave.errors import UsageError
+from ringweave.sim import Death, Delay, RateChange, Slowdown
+
+GOLDEN = Path(__file__).parent / "golden" / "simulate"
+RACKS = "examples/clusters/two-racks.yaml"
+
+
+def document(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+    assert main.call(["simulate", RACKS, "--bytes", "1MB", "--json", *arguments]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return json.loads(captured.out)
+
+
+def test_the_screen(check_golden, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.call(["simulate", RACKS, "--bytes", "1MB", "--schedule", "ring"]) == 0
+    check_golden(GOLDEN / "ring.txt", capsys.readouterr().out)
+
+
+def test_the_screen_of_a_failure(check_golden, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.call(["simulate", RACKS, "--bytes", "1MB", "--schedule", "ring", "--fail", "rank:3@20ms"]) == 0
+    check_golden(GOLDEN / "killed.txt", capsys.readouterr().out)
+
+
+def test_the_document(capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, "--schedule", "ring")
+    assert (found["schedule"], found["bytes"], found["bound_s"]) == ("ring", 1_000_000, 0.04)
+    assert found["simulated_s"] == pytest.approx(0.07, rel=0.02)
+    assert found["bytes_on_link"]["r0->core"] == pytest.approx(1.75e6)
+    assert found["finish_s"] == pytest.approx([found["simulated_s"]] * 8, rel=0.12)
+    assert (found["died"], found["noticed_s"]) == ([], {})
+
+
+def test_without_a_name_it_is_the_planned_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.call(["plan", RACKS, "--bytes", "1MB", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["chosen"]
+    assert document(capsys)["schedule"] == planned
+
+
+def test_segments_and_processors(capsys: pytest.CaptureFixture[str]) -> None:
+    alone = document(capsys, "--schedule", "multi-level", "--segments", "4")
+    with_costs = document(capsys, "--schedule", "multi-level", "--segments", "4", "--processors", "assumed")
+    assert alone["num_segments"] == 4
+    assert (alone["processors"], with_costs["processors"]) == ("none", "assumed")
+    assert with_costs["simulated_s"] > alone["simulated_s"]
+
+
+def test_a_failure_in_the_document(capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, "--schedule", "ring", "--fail", "rank:3@20ms", "--straggle", "rank:0=1ms")
+    assert (found["simulated_s"], found["died"]) == (None, [3])
+    assert found["noticed_s"]["4"] == pytest.approx(0.02005), "a latency later"
+    assert set(found["noticed_s"]) == {"0", "1", "2", "4", "5", "6", "7"}
+
+
+def test_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.json"
+    document(capsys, "--schedule", "ring", "--trace", str(path))
+    found = json.loads(path.read_text())
+    assert found["otherData"] == {"title": "allreduce of 1MB on two-racks by ring", "times": "simulated"}
+    assert {event["ph"] for event in found["traceEvents"]} == {"M", "X", "C"}
+
+
+def test_ten_thousand_nodes_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "large.yaml"
+    path.write_text("name: large\nnodes:\n  - {name: n, nic: 100Gbit/s, devices: 1, count: 400}\nlatency: 10us\n")
+    assert main.call(["simulate", str(path), "--schedule", "ring", "--bytes", "4MB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["simulated_s"] == pytest.approx(2 * 399 * (10e-6 + 4e6 / 400 / 12.5e9), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("a-0=2", Slowdown(node="a-0", times=2.0)),
+        ("r0->core=50Mbit/s", RateChange(link="r0->core", bytes_per_s=6.25e6)),
+        ("r0->core=50Mbit/s@500ms", RateChange(link="r0->core", bytes_per_s=6.25e6, at_s=0.5)),
+        ("rank:3=20ms", Delay(rank=3, seconds=0.02)),
+    ],
+)
+def test_stragglers(text: str, fault) -> None:
+    assert parse_straggle(text) == fault
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("rank:3", Death(rank=3)),
+        ("rank:3@0.1s", Death(rank=3, at_s=0.1)),
+        ("r0->core@1", RateChange(link="r0->core", bytes_per_s=0.0, at_s=1.0)),
+    ],
+)
+def test_failures(text: str, fault) -> None:
+    assert parse_fail(text) == fault
+
+
+@pytest.mark.parametrize("text", ["", "a-0", "a-0=", "=2", "a-0=fast", "a-0=0", "a-0=inf", "a-0=nan", "rank:x=1s"])
+def test_stragglers_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(UsageError, match=r"--straggle: '.*', expected NODE=2 \(twice as slow\), LINK=50Mbit/s or"):
+        parse_straggle(text)
+
+
+@pytest.mark.parametrize("text", ["", "a-0", "rank:", "rank:-1", "rank:²", "@1s"])
+def test_failures_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(UsageError, match=r"--fail: '.*', expected rank:3@0\.1s, LINK@0\.1s, or either without @"):
+        parse_fail(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--schedule", "rign"], "schedule: 'rign', expected one of"),
+        (["--schedule", "host"], "'host' names the library underneath"),
+        (["--straggle", "z-9=2"], "node of a fault: 'z-9', expected a node with ranks of this group."),
+        (["--fail", "rank:8"], "rank of a fault: 8, expected 0 to 7."),
+        (["--trace", "/no/such/folder/x.json"], "--trace: '/no/such/folder/x.json', expected a file name in a folder"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.call(["simulate", RACKS, *arguments]) == 2
+    assert text in capsys.readouterr().err
