@@ -2,9 +2,10 @@
 
     python bench/measure_every_schedule.py --clusters eight-nodes two-racks --out runs/measured    # needs root
 
-One job a cluster, one process group a schedule, no CPU quotas. The schedules take turns, forwards and backwards, with a
-barrier before each allreduce; its time is the slowest rank's. The first of each kind is not counted. Sums are checked.
-What it writes is what simulated_against_measured.py reads: CLUSTER.json in the folder, for each cluster.
+One job a cluster, one process group a schedule, no CPU quotas. The schedules take turns, forwards and backwards; in its
+turn a schedule runs several times, as in training: the first two are not counted, one in each of the group's lanes,
+whose connections have been idle. There is a barrier before each allreduce; its time is the slowest rank's. Sums are
+checked. What it writes is what simulated_against_measured.py reads: CLUSTER.json in the folder, for each cluster.
 """
 
 import argparse
@@ -26,7 +27,9 @@ from ringweave.benchmarks.places.place import InLab
 
 CLUSTERS = Path(__file__).parents[1] / "examples" / "clusters"
 NAMES = tuple(name for name in schedules.NAMES if name != schedules.HOST)
-ROUNDS = {1_000_000: 7, 5_000_000: 5, 25_000_000: 3}
+TURNS = {1_000_000: (2, 4), 5_000_000: (2, 2), 25_000_000: (1, 3)}
+"""Bytes -> turns of each schedule, and what is counted in one."""
+NUM_UNCOUNTED = 2
 RUN_TIMEOUT_S = 900
 
 
@@ -65,6 +68,7 @@ def measure(name: str, run_dir: Path) -> dict[str, Any]:
         done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=RUN_TIMEOUT_S)
     finally:
         lab.down(place.name)
+    (run_dir / "output.log").write_text(done.stdout + done.stderr)
     if done.returncode != 0:
         raise SystemExit(f"workers: exit code {done.returncode}, expected 0.\n{done.stdout}{done.stderr}")
     about = {"cluster": name, **machine.describe(), "rates_bytes_per_s": rates.believed, "notes": list(rates.notes)}
@@ -78,17 +82,16 @@ def work(run_dir: Path) -> None:
     control = dist.new_group(backend="gloo")
     groups = {name: _forced(name) for name in NAMES}
     found: list[dict[str, Any]] = []
-    for num_bytes, num_rounds in ROUNDS.items():
+    for num_bytes, (num_turns, num_counted) in TURNS.items():
         message = torch.empty(num_bytes // 4)
         seconds: dict[str, list[float]] = {name: [] for name in NAMES}
-        for number in range(num_rounds + 2):  # the first in each of a group's two lanes
-            for name in NAMES if number % 2 else reversed(NAMES):
-                if number > 1 or num_bytes == min(ROUNDS) or number == 1:
-                    took_s = _timed(message, groups[name], control)
-                    seconds[name] += [took_s] if number > 1 else []
+        for turn in range(num_turns):
+            for name in NAMES if turn % 2 else reversed(NAMES):
+                took_s = [_timed(message, groups[name], control) for _ in range(NUM_UNCOUNTED + num_counted)]
+                seconds[name] += took_s[NUM_UNCOUNTED:]
+                if dist.get_rank() == 0:
+                    print(f"{time.time():.3f} {name} {units.format_bytes(num_bytes)}", *took_s, flush=True)
         found += [{"schedule": name, "bytes": num_bytes, "seconds": seconds[name]} for name in NAMES]
-        if dist.get_rank() == 0:
-            print(f"{units.format_bytes(num_bytes)}: {num_rounds} rounds", flush=True)
     if dist.get_rank() == 0:
         (run_dir / "measured.json").write_text(json.dumps(found) + "\n")
     dist.destroy_process_group()

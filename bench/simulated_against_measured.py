@@ -1,0 +1,128 @@
+"""Simulated against measured seconds of every schedule on lab clusters: a table of errors.
+
+    python bench/measure_every_schedule.py --clusters eight-nodes two-racks ... --out runs/measured     # needs root
+    python bench/simulated_against_measured.py runs/measured/*.json --out bench/results/DATE-simulated.json
+
+Each schedule is simulated with the plan's own pipelining, at the measured rates of the links, on a machine as planning
+assumes it whose processors all ranks share, as in the lab. Nothing is fitted to a cluster. The error is simulated over
+the median of the measured seconds, less one. Exit code 1 if the median of the errors' sizes is above 5 %, or their 95th
+percentile above 12 %.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ringweave import cost, planning, sim, topology, units
+from ringweave.schedules.programs import Pipelining
+
+CLUSTERS = Path(__file__).parents[1] / "examples" / "clusters"
+MEDIAN_BAR, HIGH_BAR, HIGH_PERCENTILE = 0.05, 0.12, 95
+
+
+def main() -> None:
+    """Simulate what was measured, print the table, exit 1 if a bar is missed."""
+    options = parse_options()
+    documents = [json.loads(path.read_text()) for path in options.measured]
+    rows = [row for document in documents for row in compared(document)]
+    found = {
+        **summary(rows),
+        "by_schedule": by("schedule", rows),
+        "by_bytes": by("bytes", rows),
+        "by_cluster": by("cluster", rows),
+    }
+    print(table(rows))
+    print(json.dumps(found, indent=1))
+    if options.out:
+        about = {key: documents[0][key] for key in ("date", "machine", "versions", "git_commit")}
+        measured = [{key: each[key] for key in ("cluster", "date", "rates_bytes_per_s")} for each in documents]
+        document = about | found | {"clusters": measured, "rows": rows}
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
+    sys.exit(0 if found["median_error"] <= MEDIAN_BAR and found["high_error"] <= HIGH_BAR else 1)
+
+
+def parse_options() -> argparse.Namespace:
+    """Returns the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("measured", nargs="+", type=Path, help="what measure_every_schedule.py wrote")
+    parser.add_argument("--out", type=Path, help="write everything here, as JSON")
+    return parser.parse_args()
+
+
+def compared(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each schedule and size of one cluster."""
+    cluster = topology.load(CLUSTERS / f"{document['cluster']}.yaml")
+    plan = planning.plan_group(cluster, [node.name for node in cluster.nodes for _ in node.devices])
+    machine = dataclasses.replace(sim.Machine.assumed(), num_processors=document["machine"]["num_cpus"])
+    rates, rows = document["rates_bytes_per_s"], []
+    for measured in document["measured"]:
+        choice = plan.choose(measured["bytes"], forced=measured["schedule"])
+        simulated_s = sim.simulate(
+            plan.generate(choice.schedule),
+            cluster,
+            plan.nodes,
+            measured["bytes"],
+            pipelining=Pipelining(num_segments=choice.num_segments, lag=choice.lag, window=choice.window),
+            rates=rates,
+            machine=machine,
+        ).seconds
+        measured_s = statistics.median(measured["seconds"])
+        rows.append(
+            {
+                "cluster": document["cluster"],
+                "schedule": choice.schedule,
+                "bytes": measured["bytes"],
+                "num_segments": choice.num_segments,
+                "bound_s": cost.bound(cluster, measured["bytes"], rates=rates).seconds,
+                "predicted_s": choice.predicted_s,
+                "simulated_s": simulated_s,
+                "measured_s": measured_s,
+                "rounds_s": measured["seconds"],
+                "error": simulated_s / measured_s - 1,
+            }
+        )
+    return rows
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """How large the errors are."""
+    errors = [abs(row["error"]) for row in rows]
+    return {
+        "num_rows": len(rows),
+        "median_error": float(np.median(errors)),
+        "high_error": float(np.percentile(errors, HIGH_PERCENTILE)),
+        "largest_error": max(errors),
+    }
+
+
+def by(key: str, rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """The summary of each part of the rows."""
+    values = dict.fromkeys(row[key] for row in rows)
+    return {str(value): summary([row for row in rows if row[key] == value]) for value in values}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """For people, as Markdown."""
+    lines = [
+        "| cluster | schedule | size | segments | measured (min .. max) | simulated | error |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        low, high = min(row["rounds_s"]), max(row["rounds_s"])
+        lines.append(
+            f"| {row['cluster']} | {row['schedule']} | {units.format_bytes(row['bytes'])} | {row['num_segments']} "
+            f"| {row['measured_s'] * 1e3:.1f} ({low * 1e3:.1f} .. {high * 1e3:.1f}) "
+            f"| {row['simulated_s'] * 1e3:.1f} | {row['error']:+.1%} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
