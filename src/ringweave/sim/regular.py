@@ -55,7 +55,7 @@ def follow(
         IrregularError: It has to be simulated event by event.
 
     Cost:
-        About 0.3 ms a round of 10,000 ranks.
+        About 0.5 ms for each round of 10,000 ranks.
     """
     return _Rounds(schedule, routes, num_bytes, machine, faults).run()
 

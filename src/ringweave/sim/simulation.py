@@ -61,7 +61,7 @@ def simulate(  # noqa: PLR0913 - what is run, where, how, on what, and what goes
         UsageError: A fault names no rank, node or link of this group; or there are too many messages to follow.
 
     Cost:
-        About 30 us for each message of each segment; of a regular schedule 0.5 ms for each round of 10,000 ranks.
+        About 75 us for each message of each segment; of a regular schedule 0.5 ms for each round of 10,000 ranks.
     """
     pipelining, machine, faults = pipelining or Pipelining(), machine or Machine(), tuple(faults)
     routes = Routes(cost.network(cluster, node_of_rank, rates), node_of_rank, schedule.num_ranks)
