@@ -3,7 +3,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringweave.schedules import How, Transfer, project
+from ringweave.schedules import How, Transfer, project, project_all
 from ringweave.schedules.generators.ring import ring
 from tests.schedules import generated
 
@@ -24,6 +24,7 @@ def test_every_operation_is_a_send_here_and_a_receive_there_in_the_same_order(
 ) -> None:
     schedule = generated.EVERYTHING[name](num_ranks, random)
     parts = [project(schedule, rank) for rank in range(num_ranks)]
+    assert project_all(schedule) == parts
     for part in parts:
         assert [t.round_index for t in part] == sorted(t.round_index for t in part)
         by_turn = [(t.round_index, not t.sends) for t in part]

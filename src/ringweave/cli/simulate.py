@@ -69,15 +69,21 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
         keeps_trace=trace_path is not None,
     )
     if trace_path is not None:
-        title = f"allreduce of {units.format_bytes(num_bytes)} on {cluster.name} by {choice.schedule}"
-        document = sim.trace(found, cluster, plan.nodes, title)
-        Path(trace_path).write_text(json.dumps(document) + "\n", encoding="utf-8")
+        _write_trace(trace_path, sim.trace(found, cluster, plan.nodes, _title(cluster, choice, num_bytes)))
     if as_json:
         click.echo(json.dumps(_document(found, plan, choice, num_bytes) | {"processors": processors}))
     else:
         work = "the network alone" if processors == "none" else "with assumed costs of processors and memory"
         click.echo("\n".join(_lines(found, cluster, plan, choice, num_bytes, work)))
     return 0
+
+
+def _title(cluster: Cluster, choice: Choice, num_bytes: int) -> str:
+    return f"allreduce of {units.format_bytes(num_bytes)} on {cluster.name} by {choice.schedule}"
+
+
+def _write_trace(path: str, document: dict[str, Any]) -> None:
+    Path(path).write_text(json.dumps(document) + "\n", encoding="utf-8")
 
 
 def _choice(plan: Plan, num_bytes: int, schedule: str | None, segments: int | None) -> Choice:

@@ -1,4 +1,9 @@
-"""The simulation of one collective: the executor's own programs, on virtual time, over links that streams share."""
+"""The simulation of one collective: the executor's own programs, on virtual time, over links that streams share.
+
+Messages between nodes go over one stream for each pair of ranks; streams share links max-min fairly. Ranks of a node
+share memory. Ignored: headers (pass measured rates), how TCP finds its rate and what it loses, acknowledgements on the
+way back, traffic that is not the collective's.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -6,12 +11,12 @@ from ringweave import cost, schedules
 from ringweave.errors import UsageError, explain
 from ringweave.schedules import Schedule
 from ringweave.schedules.programs import Pipelining, Program, compile_program
+from ringweave.sim.events.world import ELEMENT_BYTES, World
 from ringweave.sim.faults import Fault
 from ringweave.sim.machine import Machine
 from ringweave.sim.regular import IrregularError, follow
 from ringweave.sim.results import Simulation
 from ringweave.sim.routes import Routes
-from ringweave.sim.world import ELEMENT_BYTES, World
 from ringweave.topology import Cluster
 
 DEFAULT_TIMEOUT_S = 1800.0
@@ -35,13 +40,8 @@ def simulate(  # noqa: PLR0913 - what is run, where, how, on what, and what goes
 ) -> Simulation:
     """Run a schedule on virtual time, event by event.
 
-    Every rank follows the program that the executor would follow, instruction by instruction. Messages between nodes
-    go over one stream for each pair of ranks; streams share links max-min fairly. Ranks of a node share memory. Large
-    schedules are followed round by round instead, where they are regular (`regular.py`): the result is the same, but
-    for the rounding of chunks to elements.
-
-    It ignores headers (pass measured rates), how TCP finds its rate, acknowledgements on the way back, and traffic that
-    is not the collective's.
+    Every rank follows the executor's own program. Large schedules are followed round by round instead, where they are
+    regular (`regular.py`): the result is the same, but for the rounding of chunks to elements.
 
     Args:
         schedule: Any schedule.
@@ -57,8 +57,7 @@ def simulate(  # noqa: PLR0913 - what is run, where, how, on what, and what goes
 
     Raises:
         PlacementError: Not one node per rank.
-        ClusterError: A node or link is not in the cluster, or a rate is wrong.
-        UsageError: A fault names no rank, node or link of this group; or there are too many messages to follow.
+        UsageError: A node, link, rank or rate is none of this cluster's; or there are too many messages to follow.
 
     Cost:
         About 75 us for each message of each segment; of a regular schedule 0.5 ms for each round of 10,000 ranks.

@@ -8,9 +8,9 @@ set of streams that move, all rates are constant.
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ringweave.sim.clock import Clock
+from ringweave.sim.events.clock import Clock
+from ringweave.sim.events.sharing import fair_rates
 from ringweave.sim.machine import Machine
-from ringweave.sim.sharing import fair_rates
 
 Told = Callable[[float], None]
 """Called with the time at which a message is there."""

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from ringweave.schedules.programs.staging import NO_STAGE, Stage
-from ringweave.sim.streams import Told
+from ringweave.sim.events.streams import Told
 
 _NOT_YET = -1.0
 

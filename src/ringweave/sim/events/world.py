@@ -4,14 +4,14 @@ import math
 from collections.abc import Sequence
 
 from ringweave.schedules.programs import Program
-from ringweave.sim.clock import Action, Clock
+from ringweave.sim.events.clock import Action, Clock
+from ringweave.sim.events.processors import OwnProcessors, SharedProcessors
+from ringweave.sim.events.ranks import Rank, Surroundings
+from ringweave.sim.events.streams import Stream, Wires
 from ringweave.sim.faults import Death, Delay, Fault, RateChange, Slowdown
 from ringweave.sim.machine import Machine
-from ringweave.sim.processors import OwnProcessors, SharedProcessors
-from ringweave.sim.ranks import Rank, Surroundings
 from ringweave.sim.results import LinkLoad, Simulation, Span
 from ringweave.sim.routes import Routes
-from ringweave.sim.streams import Stream, Wires
 
 ELEMENT_BYTES = 4
 

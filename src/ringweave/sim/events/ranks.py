@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ringweave.schedules.programs import IN_PLACE, Do, Instruction, Program
-from ringweave.sim.arenas import Arena
-from ringweave.sim.clock import Clock
+from ringweave.sim.events.arenas import Arena
+from ringweave.sim.events.clock import Clock
+from ringweave.sim.events.streams import Stream, Told, Wires
 from ringweave.sim.machine import Machine
 from ringweave.sim.results import Span
-from ringweave.sim.streams import Stream, Told, Wires
 
 _Walk = Generator[float | None, None, None]
 """Yields when to go on; None: somebody will say."""

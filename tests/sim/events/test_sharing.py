@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringweave.sim.sharing import fair_rates
+from ringweave.sim.events.sharing import fair_rates
 
 LINKS = st.integers(0, 5)
 ROUTES = st.lists(st.lists(LINKS, min_size=1, max_size=4, unique=True).map(tuple), min_size=1, max_size=8)
