@@ -84,14 +84,17 @@ def work(run_dir: Path) -> None:
     found: list[dict[str, Any]] = []
     for num_bytes, (num_turns, num_counted) in TURNS.items():
         message = torch.empty(num_bytes // 4)
-        seconds: dict[str, list[float]] = {name: [] for name in NAMES}
+        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in NAMES}
         for turn in range(num_turns):
             for name in NAMES if turn % 2 else reversed(NAMES):
-                took_s = [_timed(message, groups[name], control) for _ in range(NUM_UNCOUNTED + num_counted)]
-                seconds[name] += took_s[NUM_UNCOUNTED:]
+                calls = [_timed(message, groups[name], control) for _ in range(NUM_UNCOUNTED + num_counted)]
+                taken[name] += calls[NUM_UNCOUNTED:]
                 if dist.get_rank() == 0:
-                    print(f"{time.time():.3f} {name} {units.format_bytes(num_bytes)}", *took_s, flush=True)
-        found += [{"schedule": name, "bytes": num_bytes, "seconds": seconds[name]} for name in NAMES]
+                    print(f"{time.time():.3f} {name} {units.format_bytes(num_bytes)}", *calls, flush=True)
+        for name, calls in taken.items():
+            seconds, processor_s = map(list, zip(*calls, strict=True))
+            row = {"schedule": name, "bytes": num_bytes, "seconds": seconds, "processor_s": processor_s}
+            found.append(row)
     if dist.get_rank() == 0:
         (run_dir / "measured.json").write_text(json.dumps(found) + "\n")
     dist.destroy_process_group()
@@ -105,18 +108,20 @@ def _forced(name: str) -> dist.ProcessGroup:
     return group
 
 
-def _timed(message: torch.Tensor, group: dist.ProcessGroup, control: dist.ProcessGroup) -> float:
-    """Seconds of the slowest rank."""
+def _timed(message: torch.Tensor, group: dist.ProcessGroup, control: dist.ProcessGroup) -> tuple[float, float]:
+    """Seconds of the slowest rank, and processor time of all ranks together."""
     message.fill_(dist.get_rank() + 1)
     dist.barrier(control)
-    begun_s = time.perf_counter()
+    begun_s, begun_processor_s = time.perf_counter(), time.process_time()
     dist.all_reduce(message, group=group)
     took = torch.tensor([time.perf_counter() - begun_s], dtype=torch.float64)
+    worked = torch.tensor([time.process_time() - begun_processor_s], dtype=torch.float64)
     dist.all_reduce(took, op=dist.ReduceOp.MAX, group=control)
+    dist.all_reduce(worked, group=control)
     count = dist.get_world_size()
     if not bool((message == count * (count + 1) / 2).all()):
         raise SystemExit("allreduce: a wrong sum. Do not trust the times.")
-    return float(took)
+    return float(took), float(worked)
 
 
 if __name__ == "__main__":
