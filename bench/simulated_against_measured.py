@@ -39,7 +39,10 @@ def main() -> None:
         "by_cluster": by("cluster", rows),
     }
     print(table(rows))
-    print(json.dumps(found, indent=1))
+    for name in ("by_schedule", "by_bytes", "by_cluster"):
+        for value, errors in found[name].items():
+            print(f"{name} {value}: median {errors['median_error']:.1%}, 95 % below {errors['high_error']:.1%}")
+    print(f"all {len(rows)}: median {found['median_error']:.1%}, {HIGH_PERCENTILE} % below {found['high_error']:.1%}")
     if options.out:
         about = {key: documents[0][key] for key in ("date", "machine", "versions", "git_commit")}
         measured = [{key: each[key] for key in ("cluster", "date", "rates_bytes_per_s")} for each in documents]
@@ -109,19 +112,22 @@ def by(key: str, rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """For people, as Markdown."""
+    """For people, as Markdown: segments, milliseconds measured -> simulated, and the error."""
+    sizes = sorted({row["bytes"] for row in rows})
     lines = [
-        "| cluster | schedule | size | segments | measured (min .. max) | simulated | error |",
-        "|---|---|---|---|---|---|---|",
+        "| cluster | schedule | " + " | ".join(map(units.format_bytes, sizes)) + " |",
+        "|---|---|" + "---|" * len(sizes),
     ]
-    for row in rows:
-        low, high = min(row["rounds_s"]), max(row["rounds_s"])
-        lines.append(
-            f"| {row['cluster']} | {row['schedule']} | {units.format_bytes(row['bytes'])} | {row['num_segments']} "
-            f"| {row['measured_s'] * 1e3:.1f} ({low * 1e3:.1f} .. {high * 1e3:.1f}) "
-            f"| {row['simulated_s'] * 1e3:.1f} | {row['error']:+.1%} |"
-        )
+    cells = {(row["cluster"], row["schedule"], row["bytes"]): _cell(row) for row in rows}
+    for cluster, schedule in dict.fromkeys((row["cluster"], row["schedule"]) for row in rows):
+        found = " | ".join(cells.get((cluster, schedule, size), "") for size in sizes)
+        lines.append(f"| {cluster} | {schedule} | {found} |")
     return "\n".join(lines)
+
+
+def _cell(row: dict[str, Any]) -> str:
+    measured_ms, simulated_ms = row["measured_s"] * 1e3, row["simulated_s"] * 1e3
+    return f"{row['num_segments']}: {measured_ms:.0f} -> {simulated_ms:.0f} ({row['error']:+.0%})"
 
 
 if __name__ == "__main__":
