@@ -8,11 +8,11 @@ from typing import Any
 import click
 
 from ringweave import planning, sim, topology, units
-from ringweave.cli.simulated_faults import FAIL, STRAGGLE, parse_fail, parse_straggle
 from ringweave.errors import UsageError, explain
 from ringweave.planning import Choice, Plan
 from ringweave.schedules.programs import Pipelining
 from ringweave.sim import Machine, Simulation
+from ringweave.sim.fault_text import FAIL, STRAGGLE, parse_fail, parse_straggle
 from ringweave.topology import Cluster
 
 _MAX_SHOWN = 8

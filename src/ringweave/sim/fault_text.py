@@ -1,8 +1,8 @@
-"""What `ringweave simulate` takes for --straggle and --fail, read into faults. Pure."""
+"""Faults as people write them, as in `ringweave simulate --straggle ... --fail ...`."""
 
 from ringweave import units
 from ringweave.errors import UsageError, explain
-from ringweave.sim import Death, Delay, Fault, RateChange, Slowdown
+from ringweave.sim.faults import Death, Delay, Fault, RateChange, Slowdown
 
 RANK = "rank:"
 STRAGGLE = "NODE=2 (twice as slow), LINK=50Mbit/s or LINK=50Mbit/s@0.5s (from then on), rank:3=20ms (begins late)"
@@ -10,16 +10,16 @@ FAIL = "rank:3@0.1s, LINK@0.1s, or either without @ for the beginning"
 
 
 def parse_straggle(text: str) -> Fault:
-    """The fault that an option `--straggle` names.
+    """The straggler of a text.
 
     Raises:
         UsageError: It cannot be read.
     """
     what, equals, value = text.partition("=")
     if not what or not equals or not value:
-        raise _refusal("--straggle", text, STRAGGLE)
+        raise _refusal("straggler", text, STRAGGLE)
     if what.startswith(RANK):
-        return Delay(rank=_rank(what, "--straggle", text, STRAGGLE), seconds=units.parse_seconds(value))
+        return Delay(rank=_rank(what, "straggler", text, STRAGGLE), seconds=units.parse_seconds(value))
     if "->" in what:
         rate, _, at = value.partition("@")
         return RateChange(link=what, bytes_per_s=units.parse_rate(rate), at_s=units.parse_seconds(at or "0"))
@@ -28,12 +28,12 @@ def parse_straggle(text: str) -> Fault:
     except ValueError:
         times = 0.0
     if not 0 < times < float("inf"):
-        raise _refusal("--straggle", text, STRAGGLE)
+        raise _refusal("straggler", text, STRAGGLE)
     return Slowdown(node=what, times=times)
 
 
 def parse_fail(text: str) -> Fault:
-    """The fault that an option `--fail` names.
+    """The failure of a text.
 
     Raises:
         UsageError: It cannot be read.
@@ -41,18 +41,18 @@ def parse_fail(text: str) -> Fault:
     what, _, at = text.partition("@")
     at_s = units.parse_seconds(at or "0")
     if what.startswith(RANK):
-        return Death(rank=_rank(what, "--fail", text, FAIL), at_s=at_s)
+        return Death(rank=_rank(what, "failure", text, FAIL), at_s=at_s)
     if "->" not in what:
-        raise _refusal("--fail", text, FAIL)
+        raise _refusal("failure", text, FAIL)
     return RateChange(link=what, bytes_per_s=0.0, at_s=at_s)
 
 
-def _rank(what: str, option: str, text: str, expected: str) -> int:
+def _rank(what: str, what_for: str, text: str, expected: str) -> int:
     number = what.removeprefix(RANK)
     if not number.isdecimal() or len(number) > 9:
-        raise _refusal(option, text, expected)
+        raise _refusal(what_for, text, expected)
     return int(number)
 
 
-def _refusal(option: str, text: str, expected: str) -> UsageError:
-    return UsageError(explain(option, got=text, expected=expected, do="Write it in one of these forms"))
+def _refusal(what_for: str, text: str, expected: str) -> UsageError:
+    return UsageError(explain(what_for, got=text, expected=expected, do="Write it in one of these forms"))
