@@ -115,3 +115,21 @@ def test_a_ring_of_ten_thousand_is_counted_in_seconds() -> None:
     nodes = [node.name for node in cluster.nodes]
     predicted_s = cost.predict(schedules.ring(10_000), cluster, nodes, 10**9, assumptions=FREE)
     assert math.isclose(predicted_s, 2 * 9999 * (50e-6 + 10**9 / 10_000 / 1.25e8), rel_tol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "meet"),
+    [
+        (schedules.ring(6), False),
+        (schedules.ring(6, (3, 1, 0, 2, 5, 4)), False),
+        (schedules.direct(2), False),
+        (schedules.direct(3), True),
+        (schedules.halving_doubling(8), True),
+        (schedules.leader_matrix([(rank,) for rank in range(6)], 3), True),
+        (schedules.parameter_server(3), True),
+    ],
+    ids=lambda value: value.name if isinstance(value, schedules.Schedule) else None,
+)
+def test_streams_meet_where_a_rank_receives_from_several(schedule: schedules.Schedule, meet: bool) -> None:
+    net, nodes = cost.network(flat([25.0 * MB] * schedule.num_ranks)), NAMES[: schedule.num_ranks]
+    assert cost.demand(schedule, net, cost.vertices(net, nodes)).streams_meet is meet

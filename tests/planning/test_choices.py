@@ -16,6 +16,7 @@ RING_OF_8 = Demand(
     busiest="n0->core",
     num_messages=28,
     num_receives=14,
+    streams_meet=False,
     largest_piece=1 / 8,
     message_s=30e-6,
     local_piece_bytes=1e6,
@@ -63,6 +64,15 @@ def test_messages_that_cost_much_are_not_cut_finely() -> None:
     waves = {"waves_s_per_byte": 14e-8}
     fine = pipelined("direct", changed(**waves), 25 * MB).num_segments
     assert pipelined("direct", changed(message_s=3e-3, **waves), 25 * MB).num_segments < fine
+
+
+def test_streams_that_meet_are_cut_as_finely_as_costs_nothing() -> None:
+    meeting = changed(streams_meet=True)
+    coarse, fine = pipelined("direct", RING_OF_8, 25 * MB), pipelined("direct", meeting, 25 * MB)
+    assert fine.num_segments == MAX_SEGMENTS > coarse.num_segments
+    assert coarse.predicted_s <= fine.predicted_s <= 1.02 * coarse.predicted_s
+    dear = changed(streams_meet=True, message_s=3e-3)
+    assert pipelined("direct", dear, 25 * MB).num_segments < MAX_SEGMENTS
 
 
 def test_a_tiny_message_is_not_cut() -> None:

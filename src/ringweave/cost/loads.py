@@ -95,8 +95,9 @@ class Loads:
         """Messages that each rank has sent so far."""
         self.num_receives = np.zeros(schedule.num_ranks, np.int64)
         """Messages that each rank has received so far."""
-        self.most_receives_in_a_round = 0
-        """Of one rank, so far."""
+        self.streams_meet = False
+        """Whether some rank has received from more than one other rank so far."""
+        self._source = np.full(schedule.num_ranks, -1, np.int64)
         self.largest_units = 0.0
         """The largest operation so far."""
 
@@ -134,10 +135,16 @@ class Loads:
             ranks, is_sent = self._schedule.num_ranks, moved.units > 0
             self._receives = np.bincount(round_.dst[is_sent], minlength=ranks)
             self._sends = np.bincount(round_.src[is_sent], minlength=ranks)
-            self.most_receives_in_a_round = max(self.most_receives_in_a_round, int(self._receives.max()))
+            self._note_sources(round_.src[is_sent], round_.dst[is_sent])
             self.largest_units = max(self.largest_units, float(moved.units.max(initial=0)))
         self.num_receives += self._receives
         self.num_sends += self._sends
+
+    def _note_sources(self, src: NDArray[np.integer], dst: NDArray[np.integer]) -> None:
+        known = self._source[dst]
+        self._source[dst] = src
+        others = ((known >= 0) & (known != src)).any() or (self._source[dst] != src).any()
+        self.streams_meet = self.streams_meet or bool(others)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

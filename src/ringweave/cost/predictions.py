@@ -42,6 +42,8 @@ class Demand:
     """Messages that the busiest rank sends and receives."""
     num_receives: int
     """Messages that a rank receives at most."""
+    streams_meet: bool
+    """Whether some rank receives from more than one other rank."""
     largest_piece: float
     """Largest operation as a fraction of the message."""
     message_s: float
@@ -115,6 +117,7 @@ def demand(schedule: Schedule, net: Network, vertex_of_rank: Ints, assumptions: 
         busiest=busiest,
         num_messages=int((loads.num_sends + loads.num_receives).max()),
         num_receives=int(loads.num_receives.max()),
+        streams_meet=loads.streams_meet,
         largest_piece=loads.largest_units / loads.num_units,
         message_s=assumed.message_s,
         local_piece_bytes=assumed.local_piece_bytes,

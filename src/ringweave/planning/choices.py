@@ -12,6 +12,9 @@ MAX_WINDOW = 64
 """Each receive that is posted ahead may need a buffer of a piece's size."""
 _IN_FLIGHT = 8
 _NUM_TRIED = 12
+_AS_GOOD = 1.02
+"""Where streams meet, the finest pieces are taken that are not predicted to cost more than that: coarse streams starve
+each other, which the prediction does not know (docs/log.md)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +50,8 @@ def pipelined(name: str, asked: Demand, num_bytes: int) -> Choice:
     else:
         counts = [_limited(round(largest / asked.local_piece_bytes))]
     times = {count: asked.predicted_s(num_bytes, num_segments=count, lag=lag) for count in counts}
-    best = min(counts, key=lambda count: times[count])
+    as_good_s = min(times.values()) * (_AS_GOOD if asked.streams_meet else 1)
+    best = max(count for count in counts if times[count] <= as_good_s)
     window = max(2, min(MAX_WINDOW, 2 * asked.num_receives))
     return Choice(schedule=name, num_segments=best, lag=lag, window=window, predicted_s=times[best])
 
