@@ -9,6 +9,9 @@ NODE = "RINGWEAVE_NODE"
 RUN_DIR = "RINGWEAVE_RUN_DIR"
 REPLACE_BACKEND = "RINGWEAVE_REPLACE_BACKEND"
 SCHEDULE = "RINGWEAVE_SCHEDULE"
+PROBE = "RINGWEAVE_PROBE"
+
+_NEVER = "never"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +28,8 @@ class WorkerEnvironment:
     """An explicit "gloo" or "nccl" in the script becomes ringweave too."""
     schedule: str | None = None
     """Name of the schedule that every large enough collective must use; None leaves the choice to the planner."""
+    probes: bool = True
+    """Measure the network at the first large message where nobody described it; RINGWEAVE_PROBE=never says no."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "WorkerEnvironment":
@@ -36,6 +41,7 @@ class WorkerEnvironment:
             run_dir=Path(run_dir) if run_dir else None,
             replace_backend=environ.get(REPLACE_BACKEND) == "1",
             schedule=environ.get(SCHEDULE) or None,
+            probes=environ.get(PROBE) != _NEVER,
         )
 
     def to_environ(self) -> dict[str, str]:
@@ -46,5 +52,6 @@ class WorkerEnvironment:
             RUN_DIR: str(self.run_dir or ""),
             REPLACE_BACKEND: "1" if self.replace_backend else "",
             SCHEDULE: self.schedule or "",
+            PROBE: "" if self.probes else _NEVER,
         }
         return {name: value for name, value in pairs.items() if value}

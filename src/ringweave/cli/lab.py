@@ -70,11 +70,13 @@ def execute(name: str | None, device: int | None, node: str, argv: tuple[str, ..
 
 @command.command("run", context_settings=RUN_SETTINGS)
 @_LAB_OPTION
+@click.option("--no-cluster-file", is_flag=True, help="Let workers find out by themselves what the network is like.")
 @run_options.shared
-def run(name: str | None, options: RunOptions) -> int:
+def run(name: str | None, no_cluster_file: bool, options: RunOptions) -> int:
     """Run SCRIPT on all devices of the lab, every worker in its node. Otherwise the same as ringweave run."""
     place = _find(name)
-    return options.run(place.cluster, topology.dumps(place.cluster), None, InLab(place))
+    tells = not no_cluster_file
+    return options.run(place.cluster, topology.dumps(place.cluster), None, InLab(place), tells_cluster=tells)
 
 
 @command.command("set")

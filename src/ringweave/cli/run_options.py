@@ -31,8 +31,10 @@ class RunOptions:
     replace_backend: bool
     order: Order
 
-    def run(self, cluster: Cluster, cluster_text: str, cluster_path: str | None, site: Site) -> int:
-        """Run the program on a cluster; the exit code."""
+    def run(
+        self, cluster: Cluster, cluster_text: str, cluster_path: str | None, site: Site, *, tells_cluster: bool = True
+    ) -> int:
+        """Run the program on a cluster, whose file its workers are told or not; the exit code."""
         request = runs.Request(
             program=self.program,
             cluster=cluster,
@@ -43,6 +45,7 @@ class RunOptions:
             replace_backend=self.replace_backend,
             order=self.order,
             site=site,
+            tells_cluster=tells_cluster,
         )
         return runs.run(request, environ=os.environ, stdout=sys.stdout, stderr=sys.stderr).exit_code
 

@@ -21,6 +21,7 @@ from ringweave.comm.choosing import GroupPlan, choose, make_plan
 from ringweave.comm.counters import Counters
 from ringweave.comm.faults import FaultBoard
 from ringweave.comm.host import HostedProcessGroup
+from ringweave.comm.probing import knowing
 from ringweave.comm.running import reductions
 from ringweave.comm.running.engine import NUM_LANES, Engine
 from ringweave.comm.transport.connecting import Door, open_doors
@@ -56,7 +57,8 @@ class RingweaveProcessGroup(HostedProcessGroup):
         self._reductions: dict[tuple[object, torch.dtype], reductions.Reduction] = {}
         log = EventLog(environment.run_dir / "events.jsonl") if environment.run_dir else None
         cut_host = weakref.WeakMethod(self.cut_host)  # no circle: the group must end when it is destroyed
-        self._plan = GroupPlan(lambda: make_plan(own, environment), store, own, timeout)
+        found = knowing.look(store, own, timeout, environment)
+        self._plan = GroupPlan(lambda: make_plan(own, environment, found), store, own, timeout)
         self._engine = Engine(
             own,
             self._plan,

@@ -10,6 +10,7 @@ from torch.distributed import Store
 
 from ringweave import planning, schedules, topology
 from ringweave.comm.members import Members
+from ringweave.comm.probing.findings import Findings
 from ringweave.cost import Assumptions
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import PeerError
@@ -84,10 +85,10 @@ class GroupPlan:
             ) from cause
 
 
-def make_plan(members: Members, environment: WorkerEnvironment) -> Plan:
-    """The plan for these members on the cluster of the environment.
+def make_plan(members: Members, environment: WorkerEnvironment, found: Findings | None = None) -> Plan:
+    """The plan for these members on the cluster of the environment, or else on the one that was found by probing.
 
-    Without a cluster file every node is assumed to have what `topology.one_machine` says.
+    Without both every node is assumed to have what `topology.one_machine` says.
 
     Raises:
         ClusterError: The cluster file is wrong, or lacks a member's node.
@@ -96,6 +97,8 @@ def make_plan(members: Members, environment: WorkerEnvironment) -> Plan:
     assumed = assumptions(nodes)
     if environment.cluster_path is not None:
         return planning.plan_group(topology.load(environment.cluster_path), nodes, assumptions=assumed)
+    if found is not None:
+        return planning.plan_group(found.cluster(), nodes, rates=found.rates, assumptions=assumed)
     names = {node: f"node{index}" for index, node in enumerate(dict.fromkeys(nodes))}
     cluster = topology.one_machine([1] * len(names))  # whose names these are, and what it assumes of a node's rate
     return planning.plan_group(cluster, [names[node] for node in nodes], assumptions=assumed)

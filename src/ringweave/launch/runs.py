@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from ringweave import telemetry
+from ringweave import environment, telemetry
 from ringweave.environment import WorkerEnvironment
 from ringweave.launch import orders, records, reports, run_dirs, supervision
 from ringweave.launch.causes import Death
@@ -45,6 +45,8 @@ class Request:
     """In which order the devices get ranks."""
     site: Site = field(default_factory=ThisMachine)
     """Where the workers' processes are put: on this machine as it is, or inside of a lab on it."""
+    tells_cluster: bool = True
+    """Workers are told the cluster file and the name of their node; if not, they have to find both out."""
 
 
 def run(request: Request, *, environ: Mapping[str, str], stdout: TextIO, stderr: TextIO) -> reports.Ending:
@@ -145,7 +147,10 @@ def _lay_out(request: Request) -> WorkerGroup:
         ),
         order=request.order,
     )
-    workers = [replace(each, environ={**each.environ, **request.site.environ(each.node)}) for each in group.workers]
+    untold = {} if request.tells_cluster else {environment.CLUSTER: "", environment.NODE: ""}
+    workers = [
+        replace(each, environ={**each.environ, **request.site.environ(each.node), **untold}) for each in group.workers
+    ]
     return replace(group, workers=tuple(workers))
 
 

@@ -1,0 +1,74 @@
+"""Findings kept between jobs: one file for each set of nodes, with its age."""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ringweave.comm.probing import findings
+from ringweave.comm.probing.findings import Findings
+from ringweave.topology.recovery import Host
+
+MAX_AGE_S = 24 * 3600.0
+"""Older findings are not used: who moved a cable yesterday should not have to know of this cache."""
+
+_VERSION = 1
+_LOG = logging.getLogger("ringweave")
+
+
+class Cache:
+    """A folder of findings."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def get(self, hosts: Sequence[Host], now: float, max_age_s: float = MAX_AGE_S) -> Findings | None:
+        """What is known of these nodes, by names and addresses; None if nothing is, or if it is too old.
+
+        Findings of more nodes do as well: a group of some of a job's ranks need not be measured again. A file that
+        cannot be read is told of, and ignored.
+        """
+        known = self._read(self.path(hosts), now, max_age_s)
+        if known is not None:
+            return known
+        wanted = {(host.name, host.address) for host in hosts}
+        for path in sorted(self._folder.glob("*.json")):
+            known = self._read(path, now, max_age_s)
+            if known and wanted <= {(node.name, node.address) for node in known.cluster().nodes}:
+                return known
+        return None
+
+    def _read(self, path: Path, now: float, max_age_s: float) -> Findings | None:
+        try:
+            found = findings.from_json(path.read_text())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as cause:
+            _LOG.warning("ringweave: what probing kept in %s cannot be read and is ignored: %s", path, cause)
+            return None
+        return found if 0 <= now - found.time <= max_age_s else None
+
+    def put(self, hosts: Sequence[Host], found: Findings) -> None:
+        """Keep it. A folder that cannot be written is told of, and nothing is kept."""
+        path = self.path(hosts)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self._folder, suffix=".new", delete=False) as file:
+                file.write(found.to_json())
+            Path(file.name).replace(path)
+        except OSError as cause:
+            _LOG.warning("ringweave: what probing found cannot be kept: %s", cause)
+
+    def path(self, hosts: Sequence[Host]) -> Path:
+        """The file of these nodes."""
+        key = json.dumps([_VERSION, *sorted([host.name, host.address, host.num_devices] for host in hosts)])
+        return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+
+def default_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where caches belong by the XDG base directory specification."""
+    home = environ.get("XDG_CACHE_HOME") or str(Path(environ.get("HOME") or "/tmp") / ".cache")
+    return Path(home) / "ringweave" / "probes"

@@ -1,0 +1,180 @@
+"""The first probing rank: carries out what the survey asks for, with the others."""
+
+import random
+import socket
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from ringweave.comm.members import Members
+from ringweave.comm.probing import calls, orders
+from ringweave.comm.probing.calls import Kind
+from ringweave.comm.probing.flowing import Part, Timing
+from ringweave.comm.probing.orders import Line
+from ringweave.errors import PeerError, explain
+from ringweave.topology import recovery
+from ringweave.topology.recovery import Batch, Effort, Evidence, Fit
+
+_LEAST_ROUND_TRIPS = 25
+"""A window of fewer round trips than that would measure how TCP starts, not what it gets."""
+
+
+class Ensemble(Protocol):
+    """Ranks that measure together what they are told to."""
+
+    def latencies(self, pairs: tuple[tuple[int, int], ...]) -> list[float]:
+        """Seconds of a small message between each of these disjoint pairs."""
+        ...
+
+    def rates(self, batch: Batch, timing: Timing) -> list[float]:
+        """Bytes per second of each flow of a batch."""
+        ...
+
+
+class Conductor:
+    """The other probing ranks, seen from the first."""
+
+    def __init__(self, probers: Members, door: socket.socket, timeout_s: float) -> None:
+        """Waits until all have called.
+
+        Raises:
+            PeerError: Some did not call in time.
+        """
+        self._probers = probers
+        self._door = door
+        self._number = 0
+        self._lines: dict[int, Line] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(self._lines) < probers.group_size - 1:
+            self._admit(deadline)
+
+    def latencies(self, pairs: tuple[tuple[int, int], ...]) -> list[float]:
+        """Seconds of a small message between each of these disjoint pairs.
+
+        Raises:
+            PeerError: A rank is gone, or cannot reach its partner.
+        """
+        self._number += 1
+        told = {}
+        for caller, callee in pairs:
+            told[callee] = {"do": "echo", "peer": caller, "number": self._number}
+            told[caller] = {"do": "ask", "peer": callee, "number": self._number}
+        reports = self._perform(told)
+        return [float(reports[caller]["latency_s"]) for caller, _ in pairs]
+
+    def rates(self, batch: Batch, timing: Timing) -> list[float]:
+        """Bytes per second of each flow of a batch.
+
+        Raises:
+            PeerError: A rank is gone, or cannot reach its partner.
+        """
+        self._number += 1
+        told = {}
+        for index in {end for flow in batch.flows for end in (flow.src, flow.dst)}:
+            part = Part(
+                number=self._number,
+                sends_to=[flow.dst for flow in batch.flows if flow.src == index],
+                receives_from=[flow.src for flow in batch.flows if flow.dst == index],
+                timing=timing,
+            )
+            told[index] = orders.flow_order(part)
+        reports = self._perform(told)
+        return [float(reports[flow.dst]["rates"][str(flow.src)]) for flow in batch.flows]
+
+    def close(self) -> None:
+        """Tell all that this was it; those who are gone need not be told."""
+        for line in self._lines.values():
+            try:
+                line.send({"do": "end"})
+            except PeerError:
+                continue
+            finally:
+                line.close()
+
+    def _perform(self, told: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        for index, order in told.items():
+            if index:
+                self._lines[index].send(order)
+        reports = {}
+        if 0 in told:
+            try:
+                reports[0] = orders.follow(told[0], self._probers, self._door)
+            except OSError as cause:
+                raise PeerError(
+                    explain(
+                        "probing the network",
+                        got=f"{type(cause).__name__}: {cause}",
+                        expected=f"{self._probers.name(0)} to reach the other nodes",
+                        do="See whether a firewall lets the nodes of the job reach each other on any TCP port",
+                    )
+                ) from cause
+        return reports | {index: self._lines[index].receive() for index in told if index}
+
+    def _admit(self, deadline: float) -> None:
+        absent = [index for index in range(1, self._probers.group_size) if index not in self._lines]
+        left_s = deadline - time.monotonic()
+        self._door.settimeout(max(left_s, 1e-3))
+        try:
+            answered = calls.answer(self._door, self._probers)
+        except OSError as cause:
+            raise PeerError(
+                explain(
+                    "probing the network",
+                    got=str(cause),
+                    expected=f"a call of {self._probers.names(absent)}",
+                    do="Look into its log, and see whether it reaches this node",
+                )
+            ) from cause
+        finally:
+            self._door.settimeout(None)
+        if answered is None:
+            return
+        caller, sock = answered
+        if caller.kind == Kind.ORDERS and caller.index in absent:
+            self._lines[caller.index] = Line(sock, self._probers.name(caller.index))
+        else:
+            sock.close()
+
+
+def conduct(
+    ensemble: Ensemble,
+    num_nodes: int,
+    generator: random.Random,
+    effort: Effort,
+    tell: Callable[[str], None],
+) -> tuple[dict[tuple[int, int], float], Evidence, Fit]:
+    """Measure all there is to measure.
+
+    Args:
+        ensemble: Does it.
+        num_nodes: How many nodes there are.
+        generator: For the survey.
+        effort: For the survey.
+        tell: Is told what is being measured.
+
+    Returns:
+        Latency of each pair in seconds, all rates, and the tree.
+
+    Raises:
+        PeerError: A rank is gone.
+    """
+    latencies: dict[tuple[int, int], float] = {}
+    for pairs in recovery.meetings(num_nodes):
+        tell("latency of pairs")
+        latencies.update(zip(pairs, ensemble.latencies(pairs), strict=True))
+    timing = timing_for(statistics.median(latencies.values()))
+    asking = recovery.survey(num_nodes, generator, effort)
+    try:
+        batch = next(asking)
+        while True:
+            tell(batch.purpose)
+            batch = asking.send(ensemble.rates(batch, timing))
+    except StopIteration as end:
+        return (latencies, *end.value)
+
+
+def timing_for(latency_s: float) -> Timing:
+    """How long flows last where a message takes so long: longer where the ends are far from each other."""
+    usual, round_trips_s = Timing(), 2 * latency_s * _LEAST_ROUND_TRIPS
+    return Timing(warm_up_s=max(usual.warm_up_s, round_trips_s), window_s=max(usual.window_s, round_trips_s))

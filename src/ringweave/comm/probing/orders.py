@@ -1,0 +1,124 @@
+"""The first probing rank tells the others what to do, and is told what came of it: JSON lines over TCP."""
+
+import contextlib
+import json
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from ringweave.comm.members import Members
+from ringweave.comm.probing import calls, echoing, flowing
+from ringweave.comm.probing.calls import Kind
+from ringweave.comm.probing.flowing import Part, Timing
+from ringweave.errors import PeerError, explain
+
+_MAX_LINE_BYTES = 1 << 22
+_IDLE_S = 300.0
+"""The first rank may think that long between two orders."""
+
+
+class Line:
+    """One end of a connection that carries a JSON document a line."""
+
+    def __init__(self, sock: socket.socket, peer: str) -> None:
+        """`peer` is the other end in words, for errors."""
+        sock.settimeout(_IDLE_S)
+        self._sock = sock
+        self._file = sock.makefile("rwb")
+        self._peer = peer
+
+    def send(self, document: Mapping[str, Any]) -> None:
+        """Write a document.
+
+        Raises:
+            PeerError: The peer is gone.
+        """
+        try:
+            self._file.write(json.dumps(document).encode() + b"\n")
+            self._file.flush()
+        except OSError as cause:
+            raise self._lost(str(cause)) from cause
+
+    def receive(self) -> dict[str, Any]:
+        """Read the next document.
+
+        Raises:
+            PeerError: The peer is gone or silent, or sends something else, or says that something failed there.
+        """
+        try:
+            text = self._file.readline(_MAX_LINE_BYTES)
+            document = json.loads(text) if text.endswith(b"\n") else None
+        except (OSError, ValueError) as cause:
+            raise self._lost(str(cause)) from cause
+        if not isinstance(document, dict):
+            raise self._lost("it hung up")
+        if "failed" in document:
+            raise self._lost(str(document["failed"]))
+        return document
+
+    def close(self) -> None:
+        """Hang up."""
+        with contextlib.suppress(OSError):  # what could not be sent to a peer that is gone
+            self._file.close()
+        self._sock.close()
+
+    def _lost(self, reason: str) -> PeerError:
+        do = "See whether it runs, and whether a firewall lets the nodes of the job reach each other on any TCP port"
+        return PeerError(
+            explain("probing the network", got=reason, expected=f"{self._peer} to measure its links", do=do)
+        )
+
+
+def obey(probers: Members, door: socket.socket) -> None:
+    """Do what the first probing rank says, until it says that this was all.
+
+    Raises:
+        PeerError: It is gone, or silent.
+    """
+    first = probers.name(0)
+    try:
+        line = Line(calls.call(probers, 0, Kind.ORDERS, 0, _IDLE_S), first)
+    except OSError as cause:
+        raise PeerError(
+            explain("probing the network", got=str(cause), expected=f"{first} to answer", do="Look into its log")
+        ) from cause
+    try:
+        while (order := line.receive())["do"] != "end":
+            try:
+                line.send(follow(order, probers, door))
+            except OSError as cause:
+                line.send({"failed": f"{type(cause).__name__}: {cause}"})
+    finally:
+        line.close()
+
+
+def follow(order: Mapping[str, Any], probers: Members, door: socket.socket) -> dict[str, Any]:
+    """Do one thing, and return what is reported of it.
+
+    Raises:
+        OSError: It failed.
+    """
+    if order["do"] == "ask":
+        return {"latency_s": echoing.ask(probers, order["peer"], order["number"])}
+    if order["do"] == "echo":
+        echoing.echo(probers, door, order["peer"], order["number"])
+        return {}
+    part = Part(
+        number=order["number"],
+        sends_to=order["sends_to"],
+        receives_from=order["receives_from"],
+        timing=Timing(**order["timing"]),
+    )
+    return {"rates": {str(peer): rate for peer, rate in flowing.run_part(part, probers, door).items()}}
+
+
+def flow_order(part: Part) -> dict[str, Any]:
+    """The order to do this part of a batch."""
+    return {
+        "do": "flow",
+        "number": part.number,
+        "sends_to": list(part.sends_to),
+        "receives_from": list(part.receives_from),
+        "timing": asdict(part.timing),
+    }

@@ -1,0 +1,69 @@
+"""Edges between switches that are worth considering: all of them among a few nodes, likely ones among many."""
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from ringweave.topology.recovery.evidence import Bools, Cut, Evidence, Floats
+
+_FEW_NODES = 12
+"""Up to here all edges are considered: 2^11 less those of the nodes themselves."""
+_MAX_CLIMBED = 12
+_MAX_MOVES = 40
+
+
+def candidates(evidence: Evidence, score: Callable[[Bools], Floats], unexplained: Floats) -> Iterable[Cut]:
+    """Sets of nodes, two at least inside and outside, without node 0.
+
+    Args:
+        evidence: What was measured.
+        score: How well each of some sets would do; shape [sets, nodes] -> [sets].
+        unexplained: Shape [flows]: what part of each flow nothing explains yet.
+    """
+    if evidence.num_nodes <= _FEW_NODES:
+        return [cut for cut in range(0, 1 << evidence.num_nodes, 2) if _is_between(cut, evidence.num_nodes)]
+    found = _clusters(evidence, unexplained)
+    best = np.argsort(-score(found), kind="stable")[:_MAX_CLIMBED]
+    climbed = {_cut(_climb(found[index], score)) for index in best}
+    return sorted(cut for cut in climbed if _is_between(cut, evidence.num_nodes))
+
+
+def _is_between(cut: Cut, num_nodes: int) -> bool:
+    return 2 <= cut.bit_count() <= num_nodes - 2
+
+
+def _clusters(evidence: Evidence, unexplained: Floats) -> Bools:
+    """Nodes between which little is unexplained, in sets of all sizes; shape [sets, nodes]."""
+    from scipy.cluster.hierarchy import linkage
+
+    num_nodes = evidence.num_nodes
+    missing, met = np.zeros((2, num_nodes, num_nodes))
+    np.add.at(missing, (evidence.src, evidence.dst), unexplained)
+    np.add.at(met, (evidence.src, evidence.dst), 1.0)
+    apart = (missing + missing.T) / np.maximum(met + met.T, 1.0)
+    distances = apart[np.triu_indices(num_nodes, 1)]
+    sets = []
+    for method in ("average", "complete", "single"):
+        inside = list(np.eye(num_nodes, dtype=bool))
+        for one, other, *_ in linkage(distances, method):
+            inside.append(inside[int(one)] | inside[int(other)])
+        sets += inside[num_nodes:]
+    return np.unique(np.array(sets), axis=0)
+
+
+def _climb(inside: Bools, score: Callable[[Bools], Floats]) -> Bools:
+    """The set with single nodes moved in or out for as long as that makes it better."""
+    best = float(score(inside[None])[0])
+    for _ in range(_MAX_MOVES):
+        moved = inside ^ np.eye(len(inside), dtype=bool)
+        scores = score(moved)
+        if scores.max() <= best:
+            break
+        best, inside = float(scores.max()), moved[int(scores.argmax())]
+    return inside
+
+
+def _cut(inside: Bools) -> Cut:
+    """The side without node 0."""
+    side = ~inside if inside[0] else inside
+    return sum(1 << int(node) for node in np.flatnonzero(side))

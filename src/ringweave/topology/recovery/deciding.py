@@ -1,0 +1,156 @@
+"""What to measure next, until the tree is known: a machine that is told rates and asks for batches.
+
+Pairs first: each pair in both directions, as a tournament. Then all nodes at once, so that shared links fill up. Then,
+for as long as there is something to learn: a fit (`fitting`), and a trial (`trials`) of a link that it rests on. An
+edge between switches that does not hold back what is sent through it on purpose was none, and is refuted; so nothing
+is invented for what happened by chance. Flows that stay unexplained are measured again, beside fewer others. In the end
+everybody sends to somebody at random, and what comes out has to be explained as well.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ringweave.topology.recovery import batches, trials
+from ringweave.topology.recovery import evidence as seen
+from ringweave.topology.recovery.batches import Batch
+from ringweave.topology.recovery.evidence import Cut, Evidence
+from ringweave.topology.recovery.fitting import CLEAR, Fit, fit, rivals
+from ringweave.topology.recovery.through import room
+
+_LEAST_PROOFS = 2
+_LEAST_PRESSURE = 1.12
+_SURE_PROOFS = 3
+_NUM_CHECKS = 2
+_NUM_REPEATS = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effort:
+    """How much may be measured."""
+
+    num_rounds: int | None = None
+    """Rounds of the tournament and of all at once; None: all, so that every pair is measured in both directions."""
+    num_trials: int | None = None
+    """Batches after these; None: six for each node."""
+
+    def rounds(self, most: int) -> int:
+        """How many of so many rounds."""
+        return most if self.num_rounds is None else min(self.num_rounds, most)
+
+
+def survey(
+    num_nodes: int, generator: random.Random, effort: Effort | None = None
+) -> Generator[Batch, Sequence[float], tuple[Evidence, Fit]]:
+    """Ask for batches, be sent the rate of each flow in bytes per second, and return what they say.
+
+    Args:
+        num_nodes: At least 2.
+        generator: Decides who sends to whom when everybody does.
+        effort: Bounds how much is asked for; None is all pairs.
+
+    Cost:
+        For N nodes 2(N-1) batches of pairs (two more where N is odd), N-1 of all nodes, about N for the NICs, and two
+        for each switch.
+    """
+    effort = effort or Effort()
+    evidence = Evidence(num_nodes)
+    for number, batch in enumerate(batches.tournament(num_nodes)):
+        if number < 2 * effort.rounds(num_nodes):
+            evidence.add(batch, (yield batch))
+    if num_nodes > 3:
+        for shift in range(1, 1 + effort.rounds(num_nodes - 1)):
+            batch = batches.crowd(_shuffled(num_nodes, generator), shift)
+            evidence.add(batch, (yield batch))
+    if num_nodes > 2:
+        num_trials = 6 * num_nodes if effort.num_trials is None else effort.num_trials
+        yield from _try_links(evidence, generator, num_trials)
+    return evidence, _fit_proved(evidence, lambda edge: True)
+
+
+def _try_links(
+    evidence: Evidence, generator: random.Random, num_trials: int
+) -> Generator[Batch, Sequence[float], None]:
+    """Trials until nothing is left to learn."""
+    num_nodes = evidence.num_nodes
+    tried: Counter[Cut] = Counter()
+    repeated: Counter[int] = Counter()
+    num_checks = num_rivals = 0
+    for _ in range(num_trials):
+        found = _fit_proved(evidence, lambda edge: tried[edge] and tried[seen.other_side(edge, num_nodes)])
+        edges = [cut for cut in found.edges if not tried[cut]]
+        doubtful = [cut for cut in found.nics if _is_doubtful(found, cut, tried[cut])]
+        slow = _slowest(evidence, found, repeated)
+        if edges:
+            chosen: tuple[Cut, ...] = (edges[0],)
+            batch = trials.edge_trial(found, edges[0], num_nodes)
+        elif doubtful:
+            chosen = trials.nic_trials(found, evidence, doubtful, tried)
+            batch = trials.nic_batch(found, evidence, chosen, tried)
+        elif num_rivals < num_nodes and (new := _untried(rivals(evidence, found), tried, num_nodes)):
+            num_rivals += 1
+            chosen, batch = new, trials.edge_trial(found, new[0], num_nodes)
+        elif slow is not None and num_nodes > 3 and repeated.total() < num_nodes:
+            number = int(evidence.batch[slow])
+            repeated[number] += 1
+            chosen, batch = (), trials.again(evidence.flows_of(number), evidence.flow(slow), generator)
+        elif num_nodes > 3 and num_checks < _NUM_CHECKS:
+            num_checks += 1
+            chosen, batch = (), batches.crowd(_shuffled(num_nodes, generator), 1)
+        else:
+            return
+        tried.update(chosen)
+        evidence.add(batch, (yield batch))
+
+
+def _untried(edges: Sequence[Cut], tried: Counter[Cut], num_nodes: int) -> tuple[Cut, ...]:
+    """The first direction of any of these edges that had no trial; empty if all had."""
+    both = [cut for edge in edges for cut in (edge, seen.other_side(edge, num_nodes))]
+    return tuple(cut for cut in both if not tried[cut])[:1]
+
+
+def _is_doubtful(found: Fit, cut: Cut, num_tried: int) -> bool:
+    """Whether a NIC deserves a trial: it was seldom what held flows back, or never in spite of one."""
+    return num_tried < len(trials.FACTORS) and found.num_proofs(cut) < (1 if num_tried else _SURE_PROOFS)
+
+
+def _slowest(evidence: Evidence, found: Fit, repeated: Counter[int]) -> int | None:
+    """The flow that is explained least, of a batch that was not repeated often enough; None if all is explained."""
+    fresh = np.array([repeated[int(number)] < _NUM_REPEATS for number in evidence.batch])
+    missing = np.where(fresh, found.unexplained, 0.0)
+    return int(missing.argmax()) if missing.max() > CLEAR else None
+
+
+def _fit_proved(evidence: Evidence, had_its_trial: Callable[[Cut], object]) -> Fit:
+    """The fit without edges that had their trial and have not proved themselves by what is known now."""
+    refuted: set[Cut] = set()
+    while True:
+        found = fit(evidence, refuted)
+        pairs = zip(found.edges[::2], found.edges[1::2], strict=True)
+        failed = {
+            out
+            for out, back in pairs
+            if (had_its_trial(out) and found.num_proofs(out) + found.num_proofs(back) < _LEAST_PROOFS)
+            or max(_pressure(found, out), _pressure(found, back)) < _LEAST_PRESSURE
+        }
+        if not failed:
+            return found
+        refuted |= failed
+
+
+def _pressure(found: Fit, cut: Cut) -> float:
+    """How many times what a cut carries the links on its sides would let through.
+
+    What carries about as much as they do is no link of its own, only their sum.
+    """
+    rates = dict(zip(found.cuts, found.capacities.tolist(), strict=True))
+    return min(sum(side.values()) for side in room(rates, cut, found.num_nodes)) / rates[cut]
+
+
+def _shuffled(num_nodes: int, generator: random.Random) -> list[int]:
+    order = list(range(num_nodes))
+    generator.shuffle(order)
+    return order

@@ -1,0 +1,93 @@
+"""Batches that put one link to the test: offer it more than it ever carried, with room everywhere else."""
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+
+from ringweave.topology.recovery import evidence as seen
+from ringweave.topology.recovery.batches import Batch, Flow
+from ringweave.topology.recovery.evidence import Cut, Evidence
+from ringweave.topology.recovery.fitting import Fit
+from ringweave.topology.recovery.through import room
+
+FACTORS = (2.0, 4.0, float("inf"))
+"""How many times what a NIC carried the other ends can take, in its first, second and last trial."""
+_TOGETHER = 1
+"""Trials of NICs up to this number run beside each other; later ones have the network for themselves."""
+_NEGLIGIBLE = 1e-6
+_HALF = 0.5
+
+
+def edge_trial(found: Fit, cut: Cut, num_nodes: int) -> Batch:
+    """All nodes inside send to all outside, each as much as it can: whatever the tree lets through, goes through."""
+    senders, receivers = room(dict(zip(found.cuts, found.capacities.tolist(), strict=True)), cut, num_nodes)
+    flows = spread(senders, receivers)
+    return Batch(flows, f"{len(senders)} nodes to {len(receivers)} others")
+
+
+def nic_trials(found: Fit, evidence: Evidence, cuts: Iterable[Cut], num_tried: Mapping[Cut, int]) -> tuple[Cut, ...]:
+    """As many of these trials as can run beside each other: they share no node."""
+    taken: set[int] = set()
+    chosen: list[Cut] = []
+    for cut in cuts:
+        ends = {end for flow in nic_flows(found, evidence, cut, num_tried[cut]) for end in (flow.src, flow.dst)}
+        if not chosen or (num_tried[cut] < _TOGETHER and taken.isdisjoint(ends)):
+            chosen.append(cut)
+            taken |= ends
+            if num_tried[cut] >= _TOGETHER:
+                break
+    return tuple(chosen)
+
+
+def nic_batch(found: Fit, evidence: Evidence, cuts: Iterable[Cut], num_tried: Mapping[Cut, int]) -> Batch:
+    """The trials of these NICs beside each other."""
+    flows = [nic_flows(found, evidence, cut, num_tried[cut]) for cut in cuts]
+    return Batch(tuple(flow for each in flows for flow in each), f"{len(flows)} NICs")
+
+
+def nic_flows(found: Fit, evidence: Evidence, cut: Cut, num_tried: int) -> tuple[Flow, ...]:
+    """One node to or from several others, those first that it was fastest with."""
+    num_nodes = evidence.num_nodes
+    is_outward = cut.bit_count() == 1
+    node = seen.members(cut if is_outward else seen.other_side(cut, num_nodes), num_nodes)[0]
+    best = evidence.best_rates()
+    rates = best[node] if is_outward else best[:, node]
+    others = sorted((other for other in range(num_nodes) if other != node), key=lambda other: -rates[other])
+    wanted = FACTORS[min(num_tried, len(FACTORS) - 1)] * found.capacities[found.cuts.index(cut)]
+    chosen, room = [], 0.0
+    for other in others:
+        if room >= wanted and len(chosen) > 1:
+            break
+        chosen.append(other)
+        room += float(found.capacities[other + (num_nodes if is_outward else 0)])
+    return tuple(Flow(node, other) if is_outward else Flow(other, node) for other in chosen)
+
+
+def again(flows: Sequence[Flow], doubtful: Flow, generator: random.Random) -> Batch:
+    """A flow that nothing explains, with about half of those that it ran beside: which of them does it meet?"""
+    others = [flow for flow in flows if flow != doubtful and generator.random() < _HALF]
+    return Batch((doubtful, *others), "a slow flow again, beside fewer")
+
+
+def spread(senders: Mapping[int, float], receivers: Mapping[int, float]) -> tuple[Flow, ...]:
+    """Flows by which everybody sends and receives in proportion to what it can, large with large.
+
+    Returns:
+        Less than len(senders) + len(receivers) of them (the north-west corner rule).
+    """
+    left = [_shares(senders), _shares(receivers)]
+    flows = []
+    while left[0] and left[1]:
+        (src, sends), (dst, takes) = left[0][-1], left[1][-1]
+        moved = min(sends, takes)
+        flows.append(Flow(src, dst))
+        for side, (node, share) in ((left[0], (src, sends)), (left[1], (dst, takes))):
+            side.pop()
+            if share - moved > _NEGLIGIBLE:
+                side.append((node, share - moved))
+    return tuple(flows)
+
+
+def _shares(rates: Mapping[int, float]) -> list[tuple[int, float]]:
+    """By rate, the largest last; they add up to 1."""
+    total = sum(rates.values())
+    return sorted(((node, rate / total) for node, rate in rates.items()), key=lambda pair: (pair[1], -pair[0]))

@@ -1,0 +1,216 @@
+"""Probing among ranks that are threads of this process, over the loopback interface."""
+
+import logging
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from ringweave.comm.members import Member, Members, Place
+from ringweave.comm.probing import caching, calls, conducting, echoing, flowing, knowing, measuring
+from ringweave.comm.probing.caching import Cache
+from ringweave.comm.probing.findings import Findings, from_json
+from ringweave.comm.probing.flowing import Part, Timing
+from ringweave.comm.transport.connecting import open_doors
+from ringweave.environment import WorkerEnvironment
+from ringweave.errors import PeerError, UsageError
+from ringweave.topology.recovery import Effort
+
+TOKEN = bytes(16)
+BRIEF = Timing(warm_up_s=0.02, window_s=0.05, tail_s=0.02, silence_s=1.0)
+SOON = timedelta(seconds=20)
+
+
+def at_once(*calls_: Callable[[], Any]) -> list[Any]:
+    """What each returns, or the exception that it raised; all run at the same time."""
+    got: list[Any] = [None] * len(calls_)
+
+    def run(index: int) -> None:
+        try:
+            got[index] = calls_[index]()
+        except Exception as error:
+            got[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls_))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return got
+
+
+def group(num_nodes: int, ranks_a_node: int = 1) -> list[Members]:
+    """The members of a group as each rank sees them; the node of each has a loopback address of its own."""
+    places = [Place(f"n{node}", f"127.0.0.{node + 1}") for node in range(num_nodes) for _ in range(ranks_a_node)]
+    ranks = tuple(Member(rank, place, ()) for rank, place in enumerate(places))
+    return [Members(ranks, rank, TOKEN) for rank in range(len(ranks))]
+
+
+@pytest.fixture
+def pair() -> Any:
+    """Two probing ranks and their doors."""
+    doors = [open_doors([f"127.0.0.{rank + 1}"], 1)[0] for rank in range(2)]
+    ranks = tuple(
+        Member(rank, Place(f"n{rank}", f"127.0.0.{rank + 1}"), (door.entrance,)) for rank, door in enumerate(doors)
+    )
+    yield [(Members(ranks, rank, TOKEN), doors[rank].outer[0]) for rank in range(2)]
+    for door in doors:
+        door.close()
+
+
+def part(sends_to: list[int], receives_from: list[int]) -> Part:
+    return Part(number=7, sends_to=sends_to, receives_from=receives_from, timing=BRIEF)
+
+
+def test_a_flow_in_both_directions(pair: Any) -> None:
+    got = at_once(*(lambda r=r: flowing.run_part(part([1 - r], [1 - r]), *pair[r]) for r in range(2)))
+    assert [list(rates) for rates in got] == [[1], [0]]
+    assert all(rate > 1e6 for rates in got for rate in rates.values())
+
+
+def test_a_flow_that_nobody_sends_is_an_error_in_time(pair: Any) -> None:
+    with pytest.raises(TimeoutError, match=r"nothing from rank 1 \(node n1\) for 1 s"):
+        flowing.run_part(part([], [1]), *pair[0])
+
+
+def test_calls_without_the_token_or_for_something_else_are_hung_up_on(pair: Any) -> None:
+    stranger = Members(pair[1][0].ranks, 1, b"x" * 16)
+    for members, number in ((stranger, 7), (pair[1][0], 8)):
+        sock = calls.call(members, 0, calls.Kind.FLOW, number, 1.0)
+        with sock, pytest.raises(TimeoutError):
+            flowing.run_part(part([], [1]), *pair[0])
+
+
+def test_latency(pair: Any) -> None:
+    got = at_once(lambda: echoing.ask(pair[0][0], 1, 3), lambda: echoing.echo(*pair[1], 0, 3))
+    assert 1e-6 < got[0] < 0.5
+    assert got[1] is None
+
+
+def test_where_the_ends_are_far_flows_last_longer() -> None:
+    assert conducting.timing_for(50e-6) == Timing()
+    assert conducting.timing_for(0.02).warm_up_s == pytest.approx(1.0)
+
+
+@pytest.mark.slow
+def test_the_first_rank_gets_findings_and_one_rank_of_each_node_measures() -> None:
+    ranks, store = group(2, ranks_a_node=2), HashStore()
+    told: list[str] = []
+    got = at_once(*(lambda m=m: measuring.probe(store, m, SOON, tell=told.append) for m in ranks))
+    found = got[0]
+    assert isinstance(found, Findings)
+    assert got[1:] == [None, None, None]
+    assert [(node.name, node.address, node.num_devices) for node in found.cluster().nodes] == [
+        ("n0", "127.0.0.1", 2),
+        ("n1", "127.0.0.2", 2),
+    ]
+    assert told == ["latency of pairs", "pairs, round 1", "pairs, round 1"]
+    assert from_json(found.to_json()) == found
+    text = found.to_text()
+    assert "measured in" in text
+    assert "rate of pairs, measured" in text
+    assert "latency of pairs, measured (us)" in text
+
+
+def test_one_node_has_no_network_to_probe() -> None:
+    with pytest.raises(UsageError, match=r"probing the network: '1 node\(s\)', expected two at least, each"):
+        measuring.probe(HashStore(), group(1, 2)[0], SOON)
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    with pytest.raises(PeerError, match=r"rank 1 did not come within 0\.2 s"):
+        measuring.probe(HashStore(), group(2)[0], timedelta(seconds=0.2))
+
+
+def test_a_rank_that_leaves_is_named(pair: Any) -> None:
+    def leave() -> None:
+        calls.call(pair[1][0], 0, calls.Kind.ORDERS, 0, 5.0).close()
+
+    def conduct() -> list[float]:
+        conductor = conducting.Conductor(*pair[0], timeout_s=5.0)
+        try:
+            return conductor.latencies(((0, 1),))
+        finally:
+            conductor.close()
+
+    pair[1][1].close()
+    error = at_once(conduct, leave)[0]
+    assert isinstance(error, PeerError)
+    assert "probing the network" in str(error)
+    assert "firewall" in str(error)
+
+
+FOUND = Findings(
+    time=1000.0,
+    wall_s=1.5,
+    num_batches=2,
+    cluster_text="name: x\nnodes:\n- {name: n0, address: 127.0.0.1, nic: 1Gbit/s, devices: 1}\n"
+    "- {name: n1, address: 127.0.0.2, nic: 1Gbit/s, devices: 1}\n",
+    links=(),
+    pairs=(),
+    slow=None,
+)
+
+
+def test_findings_are_kept_for_a_while(tmp_path: Path) -> None:
+    cache, hosts = Cache(tmp_path / "probes"), measuring.hosts(group(2)[0])
+    assert cache.get(hosts, 1000.0) is None
+    cache.put(hosts, FOUND)
+    assert cache.get(hosts, 1010.0, max_age_s=20.0) == FOUND
+    assert cache.get(hosts, 1030.0, max_age_s=20.0) is None, "too old"
+    assert cache.get(hosts, 990.0) is None, "from the future"
+    assert cache.get(measuring.hosts(group(3)[0]), 1010.0) is None, "of other nodes"
+    assert cache.get(hosts[1:], 1010.0) == FOUND, "of more nodes"
+    assert [path.suffix for path in (tmp_path / "probes").iterdir()] == [".json"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", FOUND.to_json().replace("1Gbit/s", "fast")])
+def test_a_broken_file_is_told_of_and_ignored(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    cache, hosts = Cache(tmp_path), measuring.hosts(group(2)[0])
+    cache.path(hosts).write_text(text)
+    assert cache.get(hosts, 1000.0) is None
+    assert "cannot be read and is ignored" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    Cache(tmp_path / "file").put(measuring.hosts(group(2)[0]), FOUND)
+    assert "cannot be kept" in caplog.text
+
+
+def test_caches_are_where_they_belong() -> None:
+    assert caching.default_folder({"XDG_CACHE_HOME": "/c", "HOME": "/h"}) == Path("/c/ringweave/probes")
+    assert caching.default_folder({"HOME": "/h"}) == Path("/h/.cache/ringweave/probes")
+
+
+def test_nothing_is_measured_where_there_is_a_file_or_no_network_or_nobody_wants_it() -> None:
+    store, members = HashStore(), group(2)[0]
+    for environment in (WorkerEnvironment(cluster_path=Path("x")), WorkerEnvironment(probes=False)):
+        assert knowing.look(store, members, SOON, environment) is None
+    assert knowing.look(store, group(1, 2)[0], SOON, WorkerEnvironment()) is None
+    assert WorkerEnvironment.from_environ({"RINGWEAVE_PROBE": "never"}).probes is False
+    assert WorkerEnvironment(probes=False).to_environ() == {"RINGWEAVE_PROBE": "never"}
+
+
+def test_what_is_cached_is_not_measured_again(tmp_path: Path) -> None:
+    cache, store = Cache(tmp_path), HashStore()
+    ranks = group(2)
+    cache.put(measuring.hosts(ranks[0]), FOUND)
+    got = at_once(*(lambda m=m: knowing.find_out(store, m, SOON, cache=cache, clock=lambda: 1001.0) for m in ranks))
+    assert got == [FOUND, None]
+
+
+def test_a_job_goes_on_if_its_network_cannot_be_measured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = knowing.find_out(HashStore(), group(2)[0], timedelta(seconds=0.2), cache=Cache(tmp_path))
+    assert found is None
+    assert "the network was not measured, equal links are assumed" in caplog.text
+
+
+def test_effort_bounds_rounds() -> None:
+    assert Effort(num_rounds=2).rounds(7) == 2
+    assert Effort().rounds(7) == 7
