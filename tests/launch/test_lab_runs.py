@@ -165,3 +165,44 @@ def test_without_a_port_the_run_does_not_start(trio: Lab, monkeypatch: pytest.Mo
 def test_outside_of_a_lab_nothing_is_entered() -> None:
     here = sites.ThisMachine()
     assert (here.lab_name, here.environ("a"), here.meeting("a").host) == (None, {}, "127.0.0.1")
+
+
+def test_without_the_cluster_file_workers_are_told_nothing(start_in, script) -> None:
+    told = script("""
+        import json, socket
+        from ringweave.environment import WorkerEnvironment
+        environment = WorkerEnvironment.from_environ(os.environ)
+        print(json.dumps([str(environment.cluster_path), str(environment.node), socket.gethostname()]))
+    """)
+    run = start_in("--no-cluster-file", told, RINGWEAVE_CLUSTER="/tmp/other.yaml")
+    assert run.wait_ended() == 0, run.stderr
+    assert [json.loads(run.log(rank)) for rank in range(3)] == [["None", "None", node] for node in "aab"]
+
+
+def test_a_network_that_nobody_described_is_measured_and_kept(start, lab_name: str, tmp_path: Path) -> None:
+    racks = """
+name: racks
+nodes:
+  - {name: a, switch: r0, nic: 100Mbit/s, devices: 1, count: 2}
+  - {name: b, switch: r1, nic: 100Mbit/s, devices: 1, count: 2}
+switches: [{name: r0, uplink: 50Mbit/s}, {name: r1, uplink: 50Mbit/s}]
+"""
+    lab.up(topology.loads(racks), lab_name)
+    verb, cache = ("lab", "run", "--lab", lab_name), str(tmp_path / "cache")
+    written = tmp_path / "found.yaml"
+    run = start(
+        "--no-cluster-file", "-m", "ringweave.comm.probing", "--json", "--write", str(written),
+        verb=verb, XDG_CACHE_HOME=cache,
+    )  # fmt: skip
+    assert run.wait_ended() == 0, run.stderr
+    found = topology.load(written)
+    assert [(node.name, node.switch) for node in found.nodes] == [
+        ("a-0", "s0"),
+        ("a-1", "s0"),
+        ("b-0", "s1"),
+        ("b-1", "s1"),
+    ]
+    document = json.loads(run.log(0))
+    assert document["slow"].startswith("slow: link ")
+    assert len(document["pairs"]) == 12
+    assert [path.suffix for path in (tmp_path / "cache" / "ringweave" / "probes").iterdir()] == [".json"]
