@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -55,6 +56,8 @@ class Findings:
     """Both directions of every pair."""
     slow: str | None
     """The slowest part in one line; None where nothing is slow."""
+    kind: Literal["measured"] = "measured"
+    """What all its numbers are."""
 
     def cluster(self) -> Cluster:
         """The cluster.

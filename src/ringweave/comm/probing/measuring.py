@@ -76,31 +76,37 @@ def probe(
         8 nodes take some 40 batches of 0.4 s; N nodes about 5 N of them.
     """
     if not can_probe(group):
-        raise UsageError(
-            explain(
-                "probing the network",
-                got=f"{group.num_nodes} node(s)",
-                expected="two at least, each with an address of its own",
-                do="Start the job on several hosts, or in a lab: ringweave lab run --no-cluster-file",
-            )
-        )
-    own = probing_ranks(group)
-    if group.group_rank not in own:
+        raise UsageError(_no_network(group))
+    if group.group_rank not in probing_ranks(group):
         return None
-    index = own.index(group.group_rank)
-    place = group.own.place
-    (door,) = open_doors([place.address], 1)
+    (door,) = open_doors([group.own.place.address], 1)
     try:
-        number = store.add(f"probing/{index}", 1)
-        ranks = [group.ranks[rank].global_rank for rank in own]
-        space = PrefixStore(f"probing/{number}/", store)
-        probers = members.meet(space, index, ranks, place, [door.entrance], timeout)
-        if index:
-            orders.obey(probers, door.outer[0])
-            return None
-        return _conduct(probers, door, group, timeout, effort or Effort(), tell)
+        probers = _meet(store, group, door, timeout)
+        if probers.group_rank == 0:
+            return _conduct(probers, door, group, timeout, effort or Effort(), tell)
+        orders.obey(probers, door.outer[0])
+        return None
     finally:
         door.close()
+
+
+def _no_network(group: Members) -> str:
+    return explain(
+        "probing the network",
+        got=f"{group.num_nodes} node(s)",
+        expected="two at least, each with an address of its own",
+        do="Start the job on several hosts, or in a lab: ringweave lab run --no-cluster-file",
+    )
+
+
+def _meet(store: Store, group: Members, door: Door, timeout: timedelta) -> Members:
+    """The probing ranks of a group, as members of a group of their own."""
+    own = probing_ranks(group)
+    index = own.index(group.group_rank)
+    number = store.add(f"probing/{index}", 1)  # whoever probes again does so in a space of its own
+    ranks = [group.ranks[rank].global_rank for rank in own]
+    space = PrefixStore(f"probing/{number}/", store)
+    return members.meet(space, index, ranks, group.own.place, [door.entrance], timeout)
 
 
 def _conduct(
