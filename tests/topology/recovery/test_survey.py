@@ -89,6 +89,13 @@ def test_an_uplink_that_only_several_nodes_fill(seed: int) -> None:
     assert uplinks == pytest.approx([400, 100], rel=0.06)
 
 
+def test_equal_hardware_looks_equal_in_spite_of_noise() -> None:
+    truth = loads(TWO_RACKS)
+    _, fit = measure(Network(truth, 5, 0.05), 8)
+    _, links = cluster("found", hosts(truth), fit, 1e-5)
+    assert len({link.rate_bytes_per_s for link in links}) == 2, "NICs and uplinks"
+
+
 def test_switches_below_switches() -> None:
     truth = loads(PODS)
     _, fit = measure(Network(truth, 1, 0.04), 8, seed=1)

@@ -1,7 +1,8 @@
 """From edges between switches to a tree with a root, and from there to a cluster."""
 
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ringweave.topology.building import SHORT_FORM_NIC
 from ringweave.topology.cluster import Cluster, Device, Nic, Node, Switch, link_name
@@ -9,6 +10,10 @@ from ringweave.topology.recovery import evidence as seen
 from ringweave.topology.recovery.evidence import Cut
 from ringweave.topology.recovery.fitting import Fit
 from ringweave.topology.rules import CORE
+
+
+_ALIKE = 1.06
+"""Rates up to this factor from each other are taken for the same."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +92,7 @@ def cluster(
     """
     shape = tree(found.edges[::2], len(hosts))
     names = [CORE, *_switch_names(len(shape.parents) - 1, {host.name for host in hosts})]
-    links = tuple(_links(shape, names, hosts, found, rounded))
+    links = tuple(_levelled(list(_links(shape, names, hosts, found)), rounded))
     rates = _rates(links)
     switches = tuple(
         Switch(name=names[index], uplink_bytes_per_s=rates[names[index]], parent=names[parent] if parent else None)
@@ -107,9 +112,7 @@ def cluster(
     return Cluster(name=name, nodes=nodes, switches=switches, latency_s=latency_s), links
 
 
-def _links(
-    shape: Tree, names: Sequence[str], hosts: Sequence[Host], found: Fit, rounded: Callable[[float], float]
-) -> Iterator[MeasuredLink]:
+def _links(shape: Tree, names: Sequence[str], hosts: Sequence[Host], found: Fit) -> Iterator[MeasuredLink]:
     """Nodes first, then switches, upwards before downwards: the order of `Cluster.links`."""
     ends = [
         (host.name, names[home], 1 << index) for index, (host, home) in enumerate(zip(hosts, shape.homes, strict=True))
@@ -117,9 +120,23 @@ def _links(
     ends += [(names[i], names[parent], shape.sides[i]) for i, parent in enumerate(shape.parents) if i]
     for lower, upper, cut in ends:
         for src, dst, way in ((lower, upper, cut), (upper, lower, seen.other_side(cut, len(hosts)))):
-            yield MeasuredLink(
-                src=src, dst=dst, rate_bytes_per_s=rounded(found.rate(way)), is_proved=found.is_proved(way)
-            )
+            yield MeasuredLink(src=src, dst=dst, rate_bytes_per_s=found.rate(way), is_proved=found.is_proved(way))
+
+
+def _levelled(links: Sequence[MeasuredLink], rounded: Callable[[float], float]) -> Iterator[MeasuredLink]:
+    """Links with the median of all whose rates are about theirs: equal hardware shall look equal.
+
+    Plans for equal links are simpler, and faster, than those that follow the noise of measurements.
+    """
+    levels: list[list[float]] = []
+    for rate in sorted(link.rate_bytes_per_s for link in links):
+        if levels and rate <= levels[-1][0] * _ALIKE:
+            levels[-1].append(rate)
+        else:
+            levels.append([rate])
+    level = {rate: rounded(statistics.median(alike)) for alike in levels for rate in alike}
+    for link in links:
+        yield replace(link, rate_bytes_per_s=level[link.rate_bytes_per_s])
 
 
 def _rates(links: Sequence[MeasuredLink]) -> dict[str, float]:
