@@ -11,7 +11,6 @@ from ringweave.topology.recovery.evidence import Cut
 from ringweave.topology.recovery.fitting import Fit
 from ringweave.topology.rules import CORE
 
-
 _ALIKE = 1.06
 """Rates up to this factor from each other are taken for the same."""
 
