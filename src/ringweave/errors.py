@@ -8,9 +8,15 @@ RingweaveError                something ringweave refuses or cannot do       exi
 ├── ScheduleError             a schedule is malformed or does not compute its collective
 ├── LaunchError               workers could not be started or stopped
 ├── LabError                  a cluster could not be brought up on this machine, or taken down
-└── CommunicationError        a collective could not be run
-    ├── PeerError             another rank died, vanished or hangs
-    └── DisagreementError     ranks do not run the same thing
+├── CommunicationError        a collective could not be run
+│   ├── PeerError             another rank died, vanished or hangs
+│   └── DisagreementError     ranks do not run the same thing
+└── WireError                 a connection that is not a collective's (server, coordinator, state) failed
+    ├── RefusedError          a peer was not let in, or did not let us in
+    ├── MessageError          a message breaks the format, a limit, its checksum or its schema
+    ├── ConnectionLostError   the connection broke or was closed
+    ├── DeadlineError         not done in time
+    └── RemoteError           the other side took the message and failed
 ```
 
 A text reads `<what failed>: <value we got>, expected <what is allowed>. <What to do>. [<where>]`.
@@ -62,6 +68,35 @@ class PeerError(CommunicationError):
 
 class DisagreementError(CommunicationError):
     """Ranks of one group do not run the same schedule or the same collective."""
+
+
+class WireError(RingweaveError):
+    """A connection of ringweave's own that is not a collective's could not do what was asked."""
+
+
+class RefusedError(WireError):
+    """A peer was not let in, or did not let us in: certificate, token, job, role, or no room."""
+
+
+class MessageError(WireError):
+    """A message breaks the format, a limit, its checksum or its schema."""
+
+
+class ConnectionLostError(WireError):
+    """The connection broke, or was closed; what was under way may or may not have arrived."""
+
+
+class DeadlineError(WireError):
+    """What was asked was not done in the time that it was given."""
+
+
+class RemoteError(WireError):
+    """The other side took the message, and its handler failed; the text is the handler's."""
+
+    def __init__(self, text: str, error: str = "") -> None:
+        super().__init__(text)
+        self.error = error
+        """Name of the error's class on the other side, for callers that tell failures apart."""
 
 
 def explain(what: str, *, got: object, expected: str, do: str, where: str = "") -> str:

@@ -14,7 +14,7 @@ class Kind:
     meaning: str
     """What has happened when such an event is in the log."""
     written_by: str
-    """Who writes it: the launcher, or a worker's backend."""
+    """Who writes it: the launcher, a worker's backend, or a server of the job."""
     fields: Mapping[str, str]
     """Name -> meaning of every field beside `time` and `kind`; all of them are present in every event of the kind."""
 
@@ -117,6 +117,19 @@ KINDS: Mapping[str, Kind] = {
         meaning="A collective could not be run; the worker gets the same text as an exception.",
         written_by="worker",
         fields={"rank": _RANK, "node": _NODE, "group": _GROUP, "text": "the error's text, naming the peer if known"},
+    ),
+    "wire_refused": Kind(
+        meaning="A server of the job turned somebody away, or cut off a peer that broke the rules. Every reason and host at "
+        "once, after that at most every ten seconds.",
+        written_by="server",
+        fields={
+            "service": "who refused: `ringweave://JOB/ROLE/NAME`",
+            "peer": "address and port of the one refused",
+            "reason": "`certificate`, `handshake`, `token`, `identity`, `job`, `role`, `message`, `deadline`, `connection` "
+            "or `full`",
+            "text": "the error's text",
+            "refusals": "how many this event stands for: itself and those since the last event of its reason and host",
+        },
     ),
 }
 

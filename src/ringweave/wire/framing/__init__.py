@@ -1,0 +1,1 @@
+"""What goes over a connection: frames, the messages in them, and the bounds of both."""

@@ -1,0 +1,1 @@
+"""Who may talk: names, the authority of a job, what each of its processes is given, and how a stranger is refused."""

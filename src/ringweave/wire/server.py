@@ -1,0 +1,229 @@
+"""The side that is called: a listener, a thread for each peer, handlers for the kinds of messages.
+
+A peer that is stopped, slow or hostile has a thread and bounded memory to itself, and its deadlines; the others do not notice.
+"""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from ringweave.errors import ConnectionLostError, UsageError, WireError, explain
+from ringweave.wire.calls import Budget, Handler
+from ringweave.wire.framing.limits import Limits
+from ringweave.wire.security import admission
+from ringweave.wire.security.admission import TurnedAwayError
+from ringweave.wire.security.identities import Identity
+from ringweave.wire.security.refusals import Record, Refusals
+from ringweave.wire.security.trust import Trust
+from ringweave.wire.sessions import Session
+from ringweave.wire.sockets import keep_alive
+
+_BACKLOG = 128
+
+
+@dataclass(frozen=True, slots=True)
+class PeerStatus:
+    """A peer that is connected now."""
+
+    identity: Identity
+    address: str
+    traffic: dict[str, float]
+    """The counters of `metrics.Traffic`."""
+
+
+class Server:
+    """Listens, lets in who belongs to the job, and has their calls handled."""
+
+    def __init__(
+        self,
+        trust: Trust,
+        handlers: Iterable[Handler],
+        *,
+        limits: Limits | None = None,
+        roles: Collection[str] = (),
+        record: Record | None = None,
+        complain: Callable[[Identity, str, Exception], None] | None = None,
+    ) -> None:
+        """Listens once `start` is called.
+
+        Args:
+            trust: How it makes sure of its peers.
+            handlers: What it does with which message.
+            limits: What a peer may ask for; None means `Limits()`.
+            roles: Which roles are let in; empty means every process of the job.
+            record: Writes events down, `EventLog.write`; None writes nothing.
+            complain: Is told of exceptions in handlers that are no errors of ours; None drops them.
+        """
+        self.limits = limits or Limits()
+        self.refusals = Refusals(str(trust.identity), record)
+        self._trust = trust
+        self._handlers = _by_kind(handlers)
+        self._roles = frozenset(roles)
+        self._complain = complain or (lambda peer, kind, error: None)
+        self._budget = Budget(self.limits.max_bytes_in_flight)
+        self._lock = threading.Lock()
+        self._sessions: dict[Session, str] = {}
+        self._threads: set[threading.Thread] = set()
+        self._strangers: set[socket.socket] = set()
+        self._listener: socket.socket | None = None
+        self._closing = threading.Event()
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        assert self._listener is not None, "start it first"
+        return self._listener.getsockname()[1]
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of buffers that are being received or handled now."""
+        return self.limits.max_bytes_in_flight - self._budget.left_bytes
+
+    def start(self, host: str, port: int = 0) -> "Server":
+        """Listen; port 0 takes a free one.
+
+        Raises:
+            UsageError: This kind of trust is not for that address.
+            OSError: The address or port cannot be had.
+        """
+        self._trust.check_place(host)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        self._spawn(self._accept, self._listener)
+        return self
+
+    def peers(self) -> list[PeerStatus]:
+        """Who is connected, with the counters of each connection."""
+        with self._lock:
+            return [
+                PeerStatus(session.peer, address, session.channel.traffic.as_dict())
+                for session, address in self._sessions.items()
+            ]
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Let no one in, finish what is being handled, say goodbye, and end all threads; all of it in time.
+
+        What is still being handled when time is up goes on, without a connection to answer on.
+        """
+        deadline = time.monotonic() + timeout_s
+        self._closing.set()
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            for stranger in self._strangers:
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(stranger, socket.SHUT_RDWR)
+            sessions, threads = list(self._sessions), list(self._threads)
+        for session in sessions:
+            leaving = threading.Thread(target=session.leave, args=(deadline - time.monotonic(),), daemon=True)
+            leaving.start()
+            threads.append(leaving)
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if self._listener is not None:
+            self._listener.close()
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._closing.is_set():
+            try:
+                raw, address = listener.accept()
+            except OSError:
+                # Out of descriptors, or a caller that hung up: both pass.
+                self._closing.wait(0.05)
+                continue
+            if self._has_room(address):
+                self._spawn(self._serve, raw, address)
+            else:
+                raw.close()
+
+    def _has_room(self, address: tuple[str, int]) -> bool:
+        with self._lock:
+            full = len(self._sessions) >= self.limits.max_connections
+            crowded = len(self._strangers) >= self.limits.max_strangers
+        if full or crowded:
+            limit = "max_connections" if full else "max_strangers"
+            got = f"{getattr(self.limits, limit)} already"
+            text = explain("connections", got=got, expected=f"at most {limit}", do=f"Raise {limit}, or look who calls")
+            self.refusals.add("full", address[0], address[1], text)
+        return not (full or crowded)
+
+    def _serve(self, raw: socket.socket, address: tuple[str, int]) -> None:
+        """All of one connection, in its thread."""
+        where = f"{address[0]}:{address[1]}"
+        try:
+            session = self._admit(raw, where)
+        except WireError as error:
+            self._refuse(error, address)
+            return
+        except OSError as error:
+            self._refuse(ConnectionLostError(str(error)), address)
+            return
+        finally:
+            with self._lock:
+                self._strangers.discard(raw)
+            raw.close()  # nothing where TLS took it over
+        try:
+            session.run()
+        except ConnectionLostError:
+            pass  # its calls were cancelled; whether that is a fault is for the room above to say
+        except WireError as error:
+            self._refuse(error, address)
+        finally:
+            with self._lock:
+                self._sessions.pop(session, None)
+
+    def _admit(self, raw: socket.socket, where: str) -> Session:
+        with self._lock:
+            self._strangers.add(raw)
+        keep_alive(raw, self.limits.patience_s)
+        channel, peer = admission.admit(raw, where, self._trust, self.limits, self._roles)
+        session = Session(channel, peer, self._handlers, self._budget, self._complain)
+        with self._lock:
+            self._sessions[session] = where
+        if self._closing.is_set():
+            channel.cut()
+        return session
+
+    def _refuse(self, error: WireError, address: tuple[str, int]) -> None:
+        if self._closing.is_set():
+            return
+        reason = (
+            error.reason if isinstance(error, TurnedAwayError) else _REASONS.get(type(error).__name__, "connection")
+        )
+        self.refusals.add(reason, address[0], address[1], str(error))
+
+    def _spawn(self, target: Callable[..., None], *args: object) -> None:
+        def run() -> None:
+            try:
+                target(*args)
+            finally:
+                with self._lock:
+                    self._threads.discard(threading.current_thread())
+
+        thread = threading.Thread(target=run, name="wire peer", daemon=True)
+        with self._lock:
+            self._threads.add(thread)
+        thread.start()
+
+
+_REASONS = {"MessageError": "message", "DeadlineError": "deadline", "ConnectionLostError": "connection"}
+
+
+def _by_kind(handlers: Iterable[Handler]) -> dict[str, Handler]:
+    known: dict[str, Handler] = {}
+    for handler in handlers:
+        kind = handler.message.kind
+        if kind in known:
+            raise UsageError(explain("handlers", got=kind, expected="one for each kind of message", do="Rename one"))
+        known[kind] = handler
+    return known
