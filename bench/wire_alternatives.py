@@ -3,8 +3,8 @@
     python bench/wire_alternatives.py [NAME ...] [--rounds 3]
 
 Needs grpcio, websockets, aiohttp, pyzmq, cryptography and psutil in the environment. A server process and four client
-processes on the loopback; a push is over when the client has the answer. Prints, as medians over interleaved rounds: bytes
-pushed per second, processor seconds per GB on each side, and how much the server's memory grew at its peak.
+processes on the loopback; a push is over when the client has the answer. Prints, as medians over interleaved rounds: bytes pushed
+per second, processor seconds per GB on each side, and how much the server's memory grew at its peak.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import contextlib
 import ipaddress
 import json
 import os
-import resource
 import socket
 import ssl
 import statistics
@@ -59,7 +58,7 @@ def make_certificates(folder: Path) -> None:
     (folder / "cert.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
 
-def context(folder: Path, server: bool) -> ssl.SSLContext:
+def _context(folder: Path, server: bool) -> ssl.SSLContext:
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     made.minimum_version = ssl.TLSVersion.TLSv1_3
     made.load_cert_chain(folder / "cert.pem", folder / "key.pem")
@@ -71,16 +70,16 @@ def context(folder: Path, server: bool) -> ssl.SSLContext:
 # --- the standard library: a thread for each peer, straight into memory that was there before
 
 
-def ssl_serve(folder: Path) -> None:
-    made = context(folder, server=True)
+def _ssl_serve(folder: Path) -> None:
+    made = _context(folder, server=True)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         print(listener.getsockname()[1], flush=True)
         while True:
             peer = listener.accept()[0]
-            threading.Thread(target=ssl_peer, args=(made, peer), daemon=True).start()
+            threading.Thread(target=_ssl_peer, args=(made, peer), daemon=True).start()
 
 
-def ssl_peer(made: ssl.SSLContext, raw: socket.socket) -> None:
+def _ssl_peer(made: ssl.SSLContext, raw: socket.socket) -> None:
     room = memoryview(bytearray(PUSH_BYTES))
     with made.wrap_socket(raw, server_side=True) as peer:
         while head := peer.recv(LENGTH.size):
@@ -90,8 +89,8 @@ def ssl_peer(made: ssl.SSLContext, raw: socket.socket) -> None:
             peer.sendall(b"k")
 
 
-def ssl_push(folder: Path, port: int, content: bytes) -> None:
-    made = context(folder, server=False)
+def _ssl_push(folder: Path, port: int, content: bytes) -> None:
+    made = _context(folder, server=False)
     with made.wrap_socket(socket.create_connection(("127.0.0.1", port)), server_hostname="127.0.0.1") as peer:
         for _ in range(NUM_PUSHES):
             peer.sendall(LENGTH.pack(len(content)))
@@ -102,7 +101,7 @@ def ssl_push(folder: Path, port: int, content: bytes) -> None:
 # --- asyncio's streams
 
 
-def asyncio_serve(folder: Path) -> None:
+def _asyncio_serve(folder: Path) -> None:
     async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
@@ -111,16 +110,16 @@ def asyncio_serve(folder: Path) -> None:
                 writer.write(b"k")
 
     async def serve() -> None:
-        server = await asyncio.start_server(peer, "127.0.0.1", 0, ssl=context(folder, server=True), limit=1 << 20)
+        server = await asyncio.start_server(peer, "127.0.0.1", 0, ssl=_context(folder, server=True), limit=1 << 20)
         print(server.sockets[0].getsockname()[1], flush=True)
         await server.serve_forever()
 
     asyncio.run(serve())
 
 
-def asyncio_push(folder: Path, port: int, content: bytes) -> None:
+def _asyncio_push(folder: Path, port: int, content: bytes) -> None:
     async def push() -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context(folder, server=False))
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=_context(folder, server=False))
         for _ in range(NUM_PUSHES):
             writer.write(LENGTH.pack(len(content)))
             writer.write(content)
@@ -134,7 +133,7 @@ def asyncio_push(folder: Path, port: int, content: bytes) -> None:
 # --- gRPC with handlers of plain bytes
 
 
-def grpcio_serve(folder: Path) -> None:
+def _grpcio_serve(folder: Path) -> None:
     import grpc
 
     def push(content: bytes, _: object) -> bytes:
@@ -151,7 +150,7 @@ def grpcio_serve(folder: Path) -> None:
     server.wait_for_termination()
 
 
-def grpcio_push(folder: Path, port: int, content: bytes) -> None:
+def _grpcio_push(folder: Path, port: int, content: bytes) -> None:
     import grpc
 
     key, certificate = (folder / "key.pem").read_bytes(), (folder / "cert.pem").read_bytes()
@@ -165,23 +164,23 @@ def grpcio_push(folder: Path, port: int, content: bytes) -> None:
 # --- websockets, its threads
 
 
-def websockets_serve(folder: Path) -> None:
+def _websockets_serve(folder: Path) -> None:
     from websockets.sync.server import serve
 
     def peer(connection: object) -> None:
         for _ in connection:  # type: ignore[attr-defined]
             connection.send(b"k")  # type: ignore[attr-defined]
 
-    trust = context(folder, server=True)
+    trust = _context(folder, server=True)
     with serve(peer, "127.0.0.1", 0, ssl=trust, max_size=MOST_BYTES, compression=None) as server:
         print(server.socket.getsockname()[1], flush=True)
         server.serve_forever()
 
 
-def websockets_push(folder: Path, port: int, content: bytes) -> None:
+def _websockets_push(folder: Path, port: int, content: bytes) -> None:
     from websockets.sync.client import connect
 
-    with connect(f"wss://localhost:{port}", ssl=context(folder, server=False), compression=None) as connection:
+    with connect(f"wss://localhost:{port}", ssl=_context(folder, server=False), compression=None) as connection:
         for _ in range(NUM_PUSHES):
             connection.send(content)
             connection.recv()
@@ -190,7 +189,7 @@ def websockets_push(folder: Path, port: int, content: bytes) -> None:
 # --- aiohttp: a POST for each push
 
 
-def aiohttp_serve(folder: Path) -> None:
+def _aiohttp_serve(folder: Path) -> None:
     from aiohttp import web
 
     async def push(request: web.Request) -> web.Response:
@@ -201,17 +200,18 @@ def aiohttp_serve(folder: Path) -> None:
     app.router.add_post("/push", push)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         print(listener.getsockname()[1], flush=True)
-        web.run_app(app, sock=listener, ssl_context=context(folder, server=True), print=None)
+        web.run_app(app, sock=listener, ssl_context=_context(folder, server=True), print=None)
 
 
-def aiohttp_push(folder: Path, port: int, content: bytes) -> None:
+def _aiohttp_push(folder: Path, port: int, content: bytes) -> None:
     import aiohttp
 
     async def push() -> None:
+        trust = _context(folder, server=False)
         async with aiohttp.ClientSession() as session:
             for _ in range(NUM_PUSHES):
                 url = f"https://localhost:{port}/push"
-                async with session.post(url, data=content, ssl=context(folder, server=False)) as answer:
+                async with session.post(url, data=content, ssl=trust) as answer:
                     await answer.read()
 
     asyncio.run(push())
@@ -220,7 +220,7 @@ def aiohttp_push(folder: Path, port: int, content: bytes) -> None:
 # --- ZeroMQ with CURVE: not TLS, and every peer's public key has to be known instead of an authority
 
 
-def pyzmq_serve(folder: Path) -> None:
+def _pyzmq_serve(folder: Path) -> None:
     import zmq
 
     public, secret = zmq.curve_keypair()
@@ -234,7 +234,7 @@ def pyzmq_serve(folder: Path) -> None:
             server.send_multipart([peer, b"k"])
 
 
-def pyzmq_push(folder: Path, port: int, content: bytes) -> None:
+def _pyzmq_push(folder: Path, port: int, content: bytes) -> None:
     import zmq
 
     public, secret = zmq.curve_keypair()
@@ -248,12 +248,12 @@ def pyzmq_push(folder: Path, port: int, content: bytes) -> None:
 
 
 ALL = {
-    "ssl": (ssl_serve, ssl_push),
-    "asyncio": (asyncio_serve, asyncio_push),
-    "grpcio": (grpcio_serve, grpcio_push),
-    "websockets": (websockets_serve, websockets_push),
-    "aiohttp": (aiohttp_serve, aiohttp_push),
-    "pyzmq": (pyzmq_serve, pyzmq_push),
+    "ssl": (_ssl_serve, _ssl_push),
+    "asyncio": (_asyncio_serve, _asyncio_push),
+    "grpcio": (_grpcio_serve, _grpcio_push),
+    "websockets": (_websockets_serve, _websockets_push),
+    "aiohttp": (_aiohttp_serve, _aiohttp_push),
+    "pyzmq": (_pyzmq_serve, _pyzmq_push),
 }
 
 
@@ -267,7 +267,8 @@ def push(name: str, folder: Path, port: int) -> None:
     print(time.process_time() - before_s, flush=True)
 
 
-def measure(name: str, folder: Path) -> dict[str, float]:
+def _measure(name: str, folder: Path) -> dict[str, float]:
+    """One round of one library."""
     import psutil
 
     me = [sys.executable, __file__]
@@ -304,6 +305,7 @@ def measure(name: str, folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
+    """Measure, or be one end of a measurement."""
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", default=list(ALL))
     parser.add_argument("--rounds", type=int, default=3)
@@ -317,13 +319,12 @@ def main() -> None:
     else:
         with tempfile.TemporaryDirectory() as folder:
             make_certificates(Path(folder))
-            rounds = [{name: measure(name, Path(folder)) for name in asked.names} for _ in range(asked.rounds)]
+            rounds = [{name: _measure(name, Path(folder)) for name in asked.names} for _ in range(asked.rounds)]
         for name in asked.names:
             keys = rounds[0][name]
             print(
                 json.dumps({"name": name} | {k: round(statistics.median(r[name][k] for r in rounds), 2) for k in keys})
             )
-    assert resource  # measured by process_time
 
 
 if __name__ == "__main__":

@@ -119,14 +119,14 @@ KINDS: Mapping[str, Kind] = {
         fields={"rank": _RANK, "node": _NODE, "group": _GROUP, "text": "the error's text, naming the peer if known"},
     ),
     "wire_refused": Kind(
-        meaning="A server of the job turned somebody away, or cut off a peer that broke the rules. Every reason and host at "
-        "once, after that at most every ten seconds.",
+        meaning="A server of the job turned somebody away, or cut off a peer that broke the rules. Every reason and host "
+        "at once, after that at most every ten seconds.",
         written_by="server",
         fields={
             "service": "who refused: `ringweave://JOB/ROLE/NAME`",
             "peer": "address and port of the one refused",
-            "reason": "`certificate`, `handshake`, `token`, `identity`, `job`, `role`, `message`, `deadline`, `connection` "
-            "or `full`",
+            "reason": "`certificate`, `handshake`, `token`, `identity`, `job`, `role`, `message`, `deadline`, "
+            "`connection` or `full`",
             "text": "the error's text",
             "refusals": "how many this event stands for: itself and those since the last event of its reason and host",
         },

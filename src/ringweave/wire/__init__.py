@@ -1,4 +1,4 @@
-"""Every connection of ringweave's own that is not a collective: one framing, mutual TLS, bounds on every length, no pickle.
+"""Every connection of ringweave's own that is not a collective: one framing, mutual TLS, bounds everywhere, no pickle.
 
 A server has handlers for kinds of messages, a client calls them; both first prove that they belong to the same job.
 """

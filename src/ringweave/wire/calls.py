@@ -52,7 +52,7 @@ def allocate(incoming: Incoming) -> list[memoryview]:
 
 def fresh(sizes: Sequence[int]) -> list[memoryview]:
     """Memory of these sizes; not cleared, since all of it will be written."""
-    return [memoryview(np.empty(size, np.uint8)) if size else memoryview(b"") for size in sizes]
+    return [np.empty(size, np.uint8).data if size else memoryview(b"") for size in sizes]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,11 +62,11 @@ class Handler:
     message: type[Message]
     """The class of the message."""
     handle: Callable[[Call], Message | Answer]
-    """Does it and returns the answer, of class `message.reply`. Runs in a thread of the call's own, beside those of other
-    peers. An error of the tree in `errors.py` reaches the caller with its text, any other without it."""
+    """Does it and returns the answer, of class `message.reply`. Runs in a thread of the call's own, beside those
+    of other peers. An error of the tree in `errors.py` reaches the caller with its text, any other without it."""
     allocate: Callable[[Incoming], Sequence[memoryview]] = allocate
-    """Gives the memory for the buffers, of exactly their sizes, before they are received; it may refuse by an error of the
-    tree in `errors.py`. If they arrive damaged the handler is not called, and that memory holds anything."""
+    """Gives the memory for the buffers, of exactly their sizes, before they are received; it may refuse by an error
+    of the tree in `errors.py`. If they arrive damaged the handler is not called, and that memory holds anything."""
 
 
 class Budget:

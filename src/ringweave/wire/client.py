@@ -131,8 +131,8 @@ class Client:
     ) -> Pending:
         """Send a message and go on; the answer is fetched by `wait` of what is returned, or cancelled.
 
-        Returns once the message is handed to the kernel, after which its buffers may change. Waits while `max_calls` of the
-        server are under way.
+        Returns once the message is handed to the kernel, after which its buffers may change. Waits while
+        `max_calls` of the server are under way.
         """
         deadline_s = time.monotonic() + timeout_s
         body = messages.encode(message)
@@ -154,8 +154,8 @@ class Client:
     def tell(self, message: Message, buffers: Sequence[Buffer] = (), *, timeout_s: float) -> None:
         """Send a message whose answer nobody waits for; returns once it is handed to the kernel.
 
-        It takes a place among the server's calls like any other, so that a slow server slows the teller down; failures of
-        the handler are counted in `traffic` and else forgotten.
+        It takes a place among the server's calls like any other, so that a slow server slows the teller down;
+        failures of the handler are counted in `traffic` and else forgotten.
         """
         self.start(message, buffers, timeout_s=timeout_s)
 

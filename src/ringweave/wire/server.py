@@ -1,6 +1,6 @@
 """The side that is called: a listener, a thread for each peer, handlers for the kinds of messages.
 
-A peer that is stopped, slow or hostile has a thread and bounded memory to itself, and its deadlines; the others do not notice.
+A peer that is stopped, slow or hostile has a thread, bounded memory and deadlines to itself; the others do not notice.
 """
 
 import contextlib

@@ -11,7 +11,7 @@ from ringweave.wire.calls import Budget, Call, Handler, Incoming
 from ringweave.wire.framing import messages
 from ringweave.wire.framing.channels import Channel
 from ringweave.wire.framing.frames import FrameKind, Head
-from ringweave.wire.framing.messages import Answer, Failure, Message
+from ringweave.wire.framing.messages import Answer, Failure
 from ringweave.wire.metrics import Latencies
 from ringweave.wire.security import admission
 from ringweave.wire.security.identities import Identity
@@ -26,8 +26,8 @@ _GOODBYE_S = 0.5
 class Session:
     """The calls of one peer.
 
-    One thread reads; each call is handled in a thread of its own, at most `max_calls` at once. The client knows that number
-    and waits, so the reader never does, and a cancellation always gets through; who disregards it is cut off.
+    One thread reads; each call is handled in a thread of its own, at most `max_calls` at once. The client knows that
+    number and waits, so the reader never does, and a cancellation always gets through; who disregards it is cut off.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Session:
             self._latencies.answered(time.monotonic() - started_s)
         except RingweaveError as error:
             self._fail(number, error)
-        except Exception as error:  # noqa: BLE001 - a handler's bug ends its call, not the server
+        except Exception as error:  # a handler's bug ends its call, not the server
             self._complain(self.peer, handler.message.kind, error)
             self._fail(
                 number, WireError(f"{handler.message.kind}: {type(error).__name__} in the handler; see its log.")

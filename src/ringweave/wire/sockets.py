@@ -4,7 +4,7 @@ import socket
 
 
 def keep_alive(sock: socket.socket, patience_s: float) -> None:
-    """Send small messages at once, and notice a host that is gone, or takes nothing, within about twice the patience."""
+    """Send small messages at once, and notice a host that is gone or takes nothing within twice the patience."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     every_s = max(1, round(patience_s / 4))

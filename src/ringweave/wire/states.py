@@ -1,9 +1,9 @@
 """Large state from a peer's memory to ours: in chunks, straight into place, checked as a whole; nothing touches a disk.
 
-The one who needs it pulls: it asks for the next chunks while others are under way, so the link stays full, the server holds
-nothing for it, and it alone decides the pace. A chunk is a slice of one buffer and carries a check of its own, as every
-message does; at the end each buffer is compared with what the server said before the first chunk, so that state that was
-changed while it was read is found out.
+The one who needs it pulls: it asks for the next chunks while others are under way, so the link stays full, the server
+holds nothing for it, and it alone decides the pace. A chunk is a slice of one buffer and carries a check of its own, as every
+message does; at the end each buffer is compared with what the server said before the first chunk, so that state that
+was changed while it was read is found out.
 """
 
 import threading
@@ -164,8 +164,8 @@ def pull(
     Args:
         client: A connection to the peer.
         name: Name of the state.
-        place: Gives the memory for each piece of the description, by name and of exactly its size; it may refuse by an error
-            of its own, before anything is sent.
+        place: Gives the memory for each piece of the description, by name and of exactly its size; it may refuse by
+            an error of its own, before anything is sent.
         timeout_s: Seconds for all of it.
         clock: Where the time comes from.
 

@@ -1,7 +1,7 @@
 """Frames over one socket, encrypted or not: any number of threads send, one receives, each wait ends in time.
 
 The socket does not block; who would have to wait sleeps in `poll`. A connection of TLS is one state machine that two
-threads may not enter at once, so each read and write of a record holds a lock, for microseconds, and nobody sleeps with it.
+threads may not enter at once, so each read and write of a record holds a lock, for microseconds; nobody sleeps with it.
 Buffers go from the caller's memory into the record and from the record into the receiver's memory: no other copy.
 """
 
