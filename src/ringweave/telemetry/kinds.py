@@ -119,8 +119,8 @@ KINDS: Mapping[str, Kind] = {
         fields={"rank": _RANK, "node": _NODE, "group": _GROUP, "text": "the error's text, naming the peer if known"},
     ),
     "wire_refused": Kind(
-        meaning="A server of the job turned somebody away, or cut off a peer that broke the rules. Every reason and host "
-        "at once, after that at most every ten seconds.",
+        meaning="A server of the job turned somebody away, or cut off a peer that broke the rules. Every reason and "
+        "host at once, after that at most every ten seconds.",
         written_by="server",
         fields={
             "service": "who refused: `ringweave://JOB/ROLE/NAME`",

@@ -70,12 +70,8 @@ class Server:
         self._strangers: set[socket.socket] = set()
         self._listener: socket.socket | None = None
         self._closing = threading.Event()
-
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-        assert self._listener is not None, "start it first"
-        return self._listener.getsockname()[1]
+        self.port = 0
+        """Where it listens, once it is started."""
 
     @property
     def held_bytes(self) -> int:
@@ -92,6 +88,7 @@ class Server:
         self._trust.check_place(host)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        self.port = self._listener.getsockname()[1]
         self._spawn(self._accept, self._listener)
         return self
 
@@ -162,16 +159,13 @@ class Server:
         where = f"{address[0]}:{address[1]}"
         try:
             session = self._admit(raw, where)
-        except WireError as error:
+        except (WireError, OSError) as error:
+            raw.close()
             self._refuse(error, address)
-            return
-        except OSError as error:
-            self._refuse(ConnectionLostError(str(error)), address)
             return
         finally:
             with self._lock:
                 self._strangers.discard(raw)
-            raw.close()  # nothing where TLS took it over
         try:
             session.run()
         except ConnectionLostError:
@@ -194,7 +188,7 @@ class Server:
             channel.cut()
         return session
 
-    def _refuse(self, error: WireError, address: tuple[str, int]) -> None:
+    def _refuse(self, error: WireError | OSError, address: tuple[str, int]) -> None:
         if self._closing.is_set():
             return
         reason = (

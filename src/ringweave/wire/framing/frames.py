@@ -7,8 +7,8 @@ head                length of each buffer (8 bytes each), name, body, check of t
 content             the buffers one after the other, check of the content; nothing of it where there are no buffers
 ```
 
-All numbers are little-endian and unsigned; a check is the xxh3 of 64 bits. It finds accidents of memory, of a program or of
-a plain connection; that nobody in between changed anything on purpose is what TLS is for.
+All numbers are little-endian and unsigned; a check is the xxh3 of 64 bits. It finds accidents of memory, of a
+program or of a plain connection; that nobody in between changed anything on purpose is what TLS is for.
 """
 
 import struct

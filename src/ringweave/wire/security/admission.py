@@ -1,5 +1,6 @@
 """How a connection begins: the handshake, then hello and welcome; from it on both ends know whom they talk to."""
 
+import contextlib
 import hmac
 import socket
 import ssl
@@ -97,9 +98,10 @@ def call(raw: socket.socket, where: str, trust: Trust, limits: Limits, role: str
 
 
 def _introduce(channel: Channel, trust: Trust) -> Welcome:
-    try:
-        hello = Hello(token=trust.token, identity=str(trust.identity))
+    hello = Hello(token=trust.token, identity=str(trust.identity))
+    with contextlib.suppress(ConnectionLostError):  # a server that refused our certificate has hung up, and said why
         channel.send(FrameKind.HELLO, body=messages.encode(hello), timeout_s=channel.limits.handshake_s)
+    try:
         return _first(channel, FrameKind.WELCOME, Welcome)
     except ConnectionLostError as lost:
         if isinstance(lost.__cause__, ssl.SSLError):  # with TLS 1.3 a server refuses after the client's handshake

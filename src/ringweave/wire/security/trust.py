@@ -1,5 +1,6 @@
 """How the two ends of a connection make sure of each other before a message passes: by TLS, or not at all."""
 
+import contextlib
 import ipaddress
 import socket
 import ssl
@@ -55,10 +56,15 @@ class Tls:
             RefusedError: No certificate, or one that does not count here.
         """
         context = self._server if serves else self._client
+        sock = context.wrap_socket(raw, server_side=serves, do_handshake_on_connect=False)
         try:
-            return context.wrap_socket(raw, server_side=serves)
-        except ssl.SSLError as cause:
-            raise handshake_error(cause) from cause
+            sock.do_handshake()
+        except OSError as cause:
+            _hang_up(sock)
+            if isinstance(cause, ssl.SSLError):
+                raise handshake_error(cause) from cause
+            raise
+        return sock
 
     def peer(self, sock: socket.socket) -> Identity | None:
         """The name in the other end's certificate.
@@ -114,6 +120,21 @@ class Plain:
     def peer(self, sock: socket.socket) -> Identity | None:
         """Nothing is proved."""
         del sock
+
+
+def _hang_up(sock: ssl.SSLSocket) -> None:
+    """Close, but let the alert that says why arrive first: closing with bytes unread would overtake it."""
+    with contextlib.suppress(OSError):
+        sock.settimeout(_LINGER_S)
+        socket.socket.shutdown(sock, socket.SHUT_WR)
+        for _ in range(_LINGER_READS):
+            if not socket.socket.recv(sock, 4096):
+                break
+    sock.close()
+
+
+_LINGER_S = 0.2
+_LINGER_READS = 8
 
 
 def handshake_error(cause: ssl.SSLError) -> WireError:

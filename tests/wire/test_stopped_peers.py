@@ -1,0 +1,57 @@
+"""A peer that is stopped (SIGSTOP) keeps its connection and takes nothing; the others must not notice."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ringweave import wire
+from tests.wire.parts import Echo, Events, connect, serving, trust, wait_until
+
+PEER = """
+import sys, numpy as np
+from pathlib import Path
+from ringweave import wire
+from tests.wire.parts import Echo
+trusted = wire.Tls(wire.Credentials.load(Path(sys.argv[2])))
+with wire.Client.connect("127.0.0.1", int(sys.argv[1]), trusted, role="server") as client:
+    print("ready", flush=True)
+    while True:
+        client.call(Echo(), [np.ones(8_000_000, np.uint8)], timeout_s=60)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_stopped_peer_is_cut_in_time_and_nobody_else_waits(
+    authority: wire.Authority, events: Events, tmp_path: Path
+) -> None:
+    authority.issue("worker", "stopped").save(tmp_path / "stopped")
+    limits = wire.Limits(patience_s=1.0, slowest_bytes_per_s=20e6)
+    echo = wire.Handler(message=Echo, handle=lambda call: wire.Answer(Echo(), call.buffers))
+    with serving(trust(authority, "server", "0"), echo, limits=limits, record=events) as server:
+        argv = [sys.executable, "-c", PEER, str(server.port), str(tmp_path / "stopped")]
+        peer = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+        try:
+            assert peer.stdout is not None
+            assert peer.stdout.readline() == "ready\n"
+            with connect(server, trust(authority, "worker", "1")) as honest:
+                wait_until(lambda: any(status.traffic["calls"] > 1 for status in server.peers()))
+                os.kill(peer.pid, signal.SIGSTOP)
+                longest_s = 0.0
+                content = np.ones(1_000_000, np.uint8)
+                while len(server.peers()) > 1:
+                    began_s = time.monotonic()
+                    honest.call(Echo(), [content], timeout_s=10)
+                    longest_s = max(longest_s, time.monotonic() - began_s)
+                assert longest_s < 0.9, "less than the patience that the server has with the stopped peer"
+                wait_until(lambda: server.held_bytes == 0)
+        finally:
+            os.kill(peer.pid, signal.SIGCONT)
+            peer.kill()
+            peer.communicate()
