@@ -3,8 +3,8 @@
     python bench/wire_alternatives.py [NAME ...] [--rounds 3]
 
 Needs grpcio, websockets, aiohttp, pyzmq, cryptography and psutil in the environment. A server process and four client
-processes on the loopback; a push is over when the client has the answer. Prints, as medians over interleaved rounds: bytes
-pushed per second, processor seconds per GB on each side, and how much the server's memory grew at its peak.
+processes on the loopback; a push is over when the client has the answer. Prints, as medians over interleaved rounds:
+bytes pushed per second, processor seconds per GB on each side, and how much the server's memory grew at its peak.
 """
 
 import argparse

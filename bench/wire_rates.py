@@ -1,9 +1,9 @@
 """What share of a link `ringweave.wire` fills, and what TLS costs of it: `python bench/wire_rates.py [RATE ...]`.
 
-A lab of a server and four peers, each with a NIC of that rate. *push*: all four call with 22 MB at once, again and again, and
-wait for a small answer. *pull*: one peer reads a state of 88 MB. Rates are content per second from the first call to the last
-answer, measured, as shares of the rate of the server's NIC before Ethernet, IP and TCP take about 5 % of it. TLS and plain
-take turns. Needs root.
+A lab of a server and four peers, each with a NIC of that rate. *push*: all four call with 22 MB at once, again and
+again, and wait for a small answer. *pull*: one peer reads a state of 88 MB. Rates are content per second from the first
+call to the last answer, measured, as shares of the rate of the server's NIC before Ethernet, IP and TCP take about 5 %
+of it. TLS and plain take turns. Needs root.
 """
 
 import argparse
@@ -130,11 +130,11 @@ def measure(nodes: Lab, rate: str, rounds: int, pushes: int) -> None:
     for (how, verb), rates in found.items():
         shares = [each / units.parse_rate(rate) for each in rates[1:]]  # the first found the links idle
         extremes = f"{min(shares):.1%} .. {max(shares):.1%}"
-        print(
-            f"{rate:9} {verb} {how:6} {statistics.median(rates[1:]) / 1e6:6.1f} MB/s  {statistics.median(shares):6.1%} of "
-            f"the link ({extremes})  server {used[how]['cpu_s'] / gigabytes:.2f} s/GB, grew {used[how]['grew_bytes'] / 1e6:.0f} MB",
-            flush=True,
+        speed = (
+            f"{statistics.median(rates[1:]) / 1e6:6.1f} MB/s  {statistics.median(shares):6.1%} of the link ({extremes})"
         )
+        cost = f"server {used[how]['cpu_s'] / gigabytes:.2f} s/GB, grew {used[how]['grew_bytes'] / 1e6:.0f} MB"
+        print(f"{rate:9} {verb} {how:6} {speed}  {cost}", flush=True)
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ class Add(wire.Message):
     reply: ClassVar[type[wire.Message]] = Sum
 
     number: int = 0
-    words: list[str] = []
+    words: tuple[str, ...] = ()
 
 
 class Wait(wire.Message):

@@ -66,9 +66,12 @@ def test_state_that_changes_while_it_is_read_is_found_out(authority: wire.Author
         return like(source)
 
     shelf.offer("model", source)
-    with serving_states(authority, shelf) as server, connected(authority, server) as client:
-        with pytest.raises(MessageError, match=r"state model, bias: 'another check', .*It changed while it was read"):
-            states.pull(client, "model", place, timeout_s=20)
+    with (
+        serving_states(authority, shelf) as server,
+        connected(authority, server) as client,
+        pytest.raises(MessageError, match=r"state model, bias: 'another check', .*It changed while it was read"),
+    ):
+        states.pull(client, "model", place, timeout_s=20)
 
 
 def test_state_that_is_replaced_while_it_is_read_is_not_mixed(authority: wire.Authority) -> None:
@@ -79,9 +82,12 @@ def test_state_that_is_replaced_while_it_is_read_is_not_mixed(authority: wire.Au
         return like(source)
 
     shelf.offer("model", source)
-    with serving_states(authority, shelf) as server, connected(authority, server) as client:
-        with pytest.raises(RemoteError, match=r"offer of state model: 1, expected the newest, 2\. Begin again"):
-            states.pull(client, "model", place, timeout_s=20)
+    with (
+        serving_states(authority, shelf) as server,
+        connected(authority, server) as client,
+        pytest.raises(RemoteError, match=r"offer of state model: 1, expected the newest, 2\. Begin again"),
+    ):
+        states.pull(client, "model", place, timeout_s=20)
 
 
 def test_memory_of_another_model_is_refused_before_anything_is_sent(authority: wire.Authority) -> None:
@@ -98,9 +104,12 @@ def test_a_state_that_nobody_offers_is_named(authority: wire.Authority) -> None:
     shelf.offer("model", {})
     shelf.offer("old", {})
     shelf.withdraw("old")
-    with serving_states(authority, shelf) as server, connected(authority, server) as client:
-        with pytest.raises(RemoteError, match=r"state: 'old', expected one of model\. Ask a peer that has it\."):
-            states.pull(client, "old", lambda _: {}, timeout_s=20)
+    with (
+        serving_states(authority, shelf) as server,
+        connected(authority, server) as client,
+        pytest.raises(RemoteError, match=r"state: 'old', expected one of model\. Ask a peer that has it\."),
+    ):
+        states.pull(client, "old", lambda _: {}, timeout_s=20)
 
 
 @pytest.mark.parametrize(
@@ -125,9 +134,11 @@ def test_a_transfer_that_takes_too_long_ends_and_leaves_the_memory_alone(authori
     describe = shelf.handlers()[0]
     room = np.zeros(50_000_000, np.uint8)
     with serving(trust(authority, "server", "0"), describe, slow) as server:
-        with connect(server, trust(authority, "worker", "1")) as client:
-            with pytest.raises(DeadlineError, match=r"state\.read"):
-                states.pull(client, "model", lambda _: {"a": room}, timeout_s=0.5)
+        with (
+            connect(server, trust(authority, "worker", "1")) as client,
+            pytest.raises(DeadlineError, match=r"state\.read"),
+        ):
+            states.pull(client, "model", lambda _: {"a": room}, timeout_s=0.5)
         stop.set()
     assert not room.any()
 

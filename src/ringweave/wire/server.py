@@ -138,21 +138,25 @@ class Server:
                 # Out of descriptors, or a caller that hung up: both pass.
                 self._closing.wait(0.05)
                 continue
-            if self._has_room(address):
+            if self._has_room(raw, address):
                 self._spawn(self._serve, raw, address)
             else:
                 raw.close()
 
-    def _has_room(self, address: tuple[str, int]) -> bool:
+    def _has_room(self, raw: socket.socket, address: tuple[str, int]) -> bool:
+        """Count a stranger in, or refuse it before anything is done for it."""
         with self._lock:
-            full = len(self._sessions) >= self.limits.max_connections
-            crowded = len(self._strangers) >= self.limits.max_strangers
-        if full or crowded:
-            limit = "max_connections" if full else "max_strangers"
-            got = f"{getattr(self.limits, limit)} already"
-            text = explain("connections", got=got, expected=f"at most {limit}", do=f"Raise {limit}, or look who calls")
-            self.refusals.add("full", address[0], address[1], text)
-        return not (full or crowded)
+            limit = "max_connections" if len(self._sessions) >= self.limits.max_connections else "max_strangers"
+            has_room = limit == "max_strangers" and len(self._strangers) < self.limits.max_strangers
+            if has_room:
+                self._strangers.add(raw)
+        if not has_room:
+            self.refusals.add("full", address[0], address[1], self._full(limit))
+        return has_room
+
+    def _full(self, limit: str) -> str:
+        got = f"{getattr(self.limits, limit)} already"
+        return explain("connections", got=got, expected=f"at most {limit}", do=f"Raise {limit}, or look who calls")
 
     def _serve(self, raw: socket.socket, address: tuple[str, int]) -> None:
         """All of one connection, in its thread."""
@@ -177,13 +181,18 @@ class Server:
                 self._sessions.pop(session, None)
 
     def _admit(self, raw: socket.socket, where: str) -> Session:
-        with self._lock:
-            self._strangers.add(raw)
         keep_alive(raw, self.limits.patience_s)
         channel, peer = admission.admit(raw, where, self._trust, self.limits, self._roles)
         session = Session(channel, peer, self._handlers, self._budget, self._complain)
         with self._lock:
-            self._sessions[session] = where
+            has_room = len(self._sessions) < self.limits.max_connections
+            if has_room:
+                self._sessions[session] = where
+        if not has_room:  # others were let in while this one shook hands
+            error = TurnedAwayError("full", self._full("max_connections"))
+            admission.refuse(channel, error)
+            channel.close()
+            raise error
         if self._closing.is_set():
             channel.cut()
         return session

@@ -1,9 +1,9 @@
 """Large state from a peer's memory to ours: in chunks, straight into place, checked as a whole; nothing touches a disk.
 
 The one who needs it pulls: it asks for the next chunks while others are under way, so the link stays full, the server
-holds nothing for it, and it alone decides the pace. A chunk is a slice of one buffer and carries a check of its own, as
-every message does; at the end each buffer is compared with what the server said before the first chunk, so that state that
-was changed while it was read is found out.
+holds nothing for it, and it alone decides the pace. A chunk is a slice of one buffer and carries a check of its own,
+as every message does; at the end each buffer is compared with what the server said before the first chunk, so that
+state that was changed while it was read is found out.
 """
 
 import threading

@@ -92,7 +92,7 @@ def test_changed_content_is_found():
         frames.check_content([memoryview(content)], stated)
 
 
-@given(number=st.integers(-(2**63), 2**63), words=st.lists(st.text(max_size=20), max_size=5))
+@given(number=st.integers(-(2**63), 2**63), words=st.lists(st.text(max_size=20), max_size=5).map(tuple))
 def test_messages_survive_the_wire(number, words):
     message = Add(number=number, words=words)
     assert messages.decode(Add, messages.encode(message)) == message

@@ -13,12 +13,14 @@ from tests.wire.parts import QUICK, Add, Events, connect, serving, trust, wait_u
 
 
 def test_members_of_a_job_talk_and_know_each_other(authority: wire.Authority, events: Events) -> None:
-    with serving(trust(authority, "server", "0"), record=events) as server:
-        with connect(server, trust(authority, "worker", "3")) as client:
-            assert str(client.server) == "ringweave://job1/server/0"
-            answer = client.call(Add(), [b"\x01\x02"], timeout_s=5)
-            assert answer.message.total == 3
-            assert answer.message.peer == "ringweave://job1/worker/3"
+    with (
+        serving(trust(authority, "server", "0"), record=events) as server,
+        connect(server, trust(authority, "worker", "3")) as client,
+    ):
+        assert str(client.server) == "ringweave://job1/server/0"
+        answer = client.call(Add(), [b"\x01\x02"], timeout_s=5)
+        assert answer.message.total == 3
+        assert answer.message.peer == "ringweave://job1/worker/3"
     assert events.seen == []
 
 
@@ -71,9 +73,12 @@ def test_no_certificate_is_refused(authority: wire.Authority, events: Events) ->
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with serving(trust(authority, "server", "0"), record=events) as server:
-        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as raw:
-            with context.wrap_socket(raw) as sock, pytest.raises(ssl.SSLError, match="(?i)certificate.required"):
-                sock.recv(1)
+        with (
+            socket.create_connection(("127.0.0.1", server.port), timeout=5) as raw,
+            context.wrap_socket(raw) as sock,
+            pytest.raises(ssl.SSLError, match=r"(?i)certificate.required"),
+        ):
+            sock.recv(1)
         text = events.wait_reason("certificate")["text"]
         assert "PEER_DID_NOT_RETURN_A_CERTIFICATE" in text
         assert "Give the process the credentials that the job's authority issued" in text
@@ -83,9 +88,11 @@ def test_tls_1_2_is_refused(authority: wire.Authority, events: Events) -> None:
     context = authority.issue("worker", "0").context(serves=False)
     context.minimum_version, context.maximum_version = ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_2
     with serving(trust(authority, "server", "0"), record=events) as server:
-        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as raw:
-            with pytest.raises(ssl.SSLError, match="(?i)protocol.version"):
-                context.wrap_socket(raw)
+        with (
+            socket.create_connection(("127.0.0.1", server.port), timeout=5) as raw,
+            pytest.raises(ssl.SSLError, match=r"(?i)protocol.version"),
+        ):
+            context.wrap_socket(raw)
         assert "UNSUPPORTED_PROTOCOL" in events.wait_reason("certificate")["text"]
 
 
@@ -114,11 +121,11 @@ def test_a_role_that_has_no_business_here_is_refused(authority: wire.Authority, 
 
 
 def test_a_worker_that_listens_where_the_server_should_gets_no_token(authority: wire.Authority) -> None:
-    with serving(trust(authority, "worker", "0")) as server:
-        with pytest.raises(
-            RefusedError, match=r"role of the other end: 'worker', expected server\. Look at the address"
-        ):
-            connect(server, trust(authority, "worker", "1"))
+    with (
+        serving(trust(authority, "worker", "0")) as server,
+        pytest.raises(RefusedError, match=r"role of the other end: 'worker', expected server\. Look at the address"),
+    ):
+        connect(server, trust(authority, "worker", "1"))
 
 
 def test_another_job_on_one_machine_is_refused_without_encryption(events: Events) -> None:
@@ -161,20 +168,24 @@ def test_silent_strangers_are_cut_in_time_and_bounded_in_number(authority: wire.
 
 
 def test_no_more_connections_than_allowed(authority: wire.Authority, events: Events) -> None:
-    with serving(trust(authority, "server", "0"), record=events, limits=wire.Limits(max_connections=1)) as server:
-        with connect(server, trust(authority, "worker", "0")):
-            wait_until(lambda: len(server.peers()) == 1)
-            with pytest.raises(WireError):
-                connect(server, trust(authority, "worker", "1"))
-            assert "expected at most max_connections. Raise max_connections" in events.wait_reason("full")["text"]
+    with (
+        serving(trust(authority, "server", "0"), record=events, limits=wire.Limits(max_connections=1)) as server,
+        connect(server, trust(authority, "worker", "0")),
+    ):
+        wait_until(lambda: len(server.peers()) == 1)
+        with pytest.raises(WireError):
+            connect(server, trust(authority, "worker", "1"))
+        assert "expected at most max_connections. Raise max_connections" in events.wait_reason("full")["text"]
 
 
 def test_a_server_that_never_answers_is_given_up(authority: wire.Authority) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as deaf:
-        with pytest.raises(DeadlineError, match=r"connection: 'no answer in .*, expected a server that listens"):
-            wire.Client.connect(
-                "127.0.0.1", deaf.getsockname()[1], trust(authority, "worker", "0"), role="server", limits=QUICK
-            )
+    with (
+        socket.create_server(("127.0.0.1", 0)) as deaf,
+        pytest.raises(DeadlineError, match=r"connection: 'no answer in .*, expected a server that listens"),
+    ):
+        wire.Client.connect(
+            "127.0.0.1", deaf.getsockname()[1], trust(authority, "worker", "0"), role="server", limits=QUICK
+        )
 
 
 def test_refusals_reach_the_event_log(authority: wire.Authority, tmp_path: Path) -> None:
