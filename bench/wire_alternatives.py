@@ -2,7 +2,7 @@
 
     python bench/wire_alternatives.py [NAME ...] [--rounds 3]
 
-Needs grpcio, websockets, aiohttp, pyzmq, cryptography and psutil in the environment. A server process and four client
+Needs grpcio, websockets, aiohttp and pyzmq beside ringweave. A server process and four client
 processes on the loopback; a push is over when the client has the answer. Prints, as medians over interleaved rounds:
 bytes pushed per second, processor seconds per GB on each side, and how much the server's memory grew at its peak.
 """
@@ -247,7 +247,50 @@ def _pyzmq_push(folder: Path, port: int, content: bytes) -> None:
             peer.recv()
 
 
+# --- ringweave's own, on the standard library's ssl
+
+
+def _ringweave_serve(folder: Path) -> None:
+    from ringweave import wire
+
+    authority = wire.Authority("bench")
+    for index in range(NUM_PEERS):
+        authority.issue("worker", str(index)).save(folder / f"{os.getpid()}-{index}")
+    handler = wire.Handler(message=_push_message(), handle=lambda call: wire.Done())
+    server = wire.Server(wire.Tls(authority.issue("server", "0")), [handler]).start("127.0.0.1")
+    for index in range(NUM_PEERS):
+        (folder / f"{os.getpid()}-{index}").rename(folder / f"{server.port}-{index}")
+    print(server.port, flush=True)
+    threading.Event().wait()
+
+
+def _ringweave_push(folder: Path, port: int, content: bytes) -> None:
+    from ringweave import wire
+
+    mine = next(path for path in sorted(folder.glob(f"{port}-*")) if _is_ours(path))
+    trust = wire.Tls(wire.Credentials.load(mine))
+    message = _push_message()()
+    with wire.Client.connect("127.0.0.1", port, trust, role="server") as client:
+        for _ in range(NUM_PUSHES):
+            client.call(message, [content], timeout_s=60)
+
+
+def _push_message() -> type:
+    from ringweave import wire
+
+    return type("Push", (wire.Message,), {"kind": "bench.push", "__module__": __name__})
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether nobody took these credentials before."""
+    with contextlib.suppress(FileExistsError):
+        path.with_name(f"taken-{path.name}").touch(exist_ok=False)
+        return True
+    return False
+
+
 ALL = {
+    "ringweave": (_ringweave_serve, _ringweave_push),
     "ssl": (_ssl_serve, _ssl_push),
     "asyncio": (_asyncio_serve, _asyncio_push),
     "grpcio": (_grpcio_serve, _grpcio_push),

@@ -260,6 +260,7 @@ def test_closing_a_server_lets_calls_finish_and_tells_the_peers(authority: wire.
     gate = Gate()
     with serving(trust(authority, "server", "0"), gate.handler) as server:
         client, idle = (connect(server, trust(authority, "worker", name)) for name in "01")
+        wait_until(lambda: len(server.peers()) == 2)
         pending = client.start(Wait(), timeout_s=60)
         assert gate.entered.acquire(timeout=5)
         closing = threading.Thread(target=server.close)

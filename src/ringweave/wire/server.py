@@ -35,7 +35,16 @@ class PeerStatus:
 
 
 class Server:
-    """Listens, lets in who belongs to the job, and has their calls handled."""
+    """Listens once `start` is called, lets in who belongs to the job, and has their calls handled.
+
+    Args:
+        trust: How it makes sure of its peers.
+        handlers: What it does with which message.
+        limits: What a peer may ask for; None means `Limits()`.
+        roles: Which roles are let in; empty means every process of the job.
+        record: Writes events down, `EventLog.write`; None writes nothing.
+        complain: Is told of exceptions in handlers that are no errors of ours; None drops them.
+    """
 
     def __init__(
         self,
@@ -47,16 +56,6 @@ class Server:
         record: Record | None = None,
         complain: Callable[[Identity, str, Exception], None] | None = None,
     ) -> None:
-        """Listens once `start` is called.
-
-        Args:
-            trust: How it makes sure of its peers.
-            handlers: What it does with which message.
-            limits: What a peer may ask for; None means `Limits()`.
-            roles: Which roles are let in; empty means every process of the job.
-            record: Writes events down, `EventLog.write`; None writes nothing.
-            complain: Is told of exceptions in handlers that are no errors of ours; None drops them.
-        """
         self.limits = limits or Limits()
         self.refusals = Refusals(str(trust.identity), record)
         self._trust = trust

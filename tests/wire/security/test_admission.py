@@ -9,7 +9,7 @@ from ringweave import wire
 from ringweave.errors import DeadlineError, RefusedError, UsageError, WireError
 from ringweave.telemetry import EventLog, read
 from ringweave.wire.security.authority import utc_now
-from tests.wire.parts import QUICK, Add, Events, connect, serving, trust, wait_until
+from tests.wire.parts import Add, Events, connect, serving, trust, wait_until
 
 
 def test_members_of_a_job_talk_and_know_each_other(authority: wire.Authority, events: Events) -> None:
@@ -184,7 +184,11 @@ def test_a_server_that_never_answers_is_given_up(authority: wire.Authority) -> N
         pytest.raises(DeadlineError, match=r"connection: 'no answer in .*, expected a server that listens"),
     ):
         wire.Client.connect(
-            "127.0.0.1", deaf.getsockname()[1], trust(authority, "worker", "0"), role="server", limits=QUICK
+            "127.0.0.1",
+            deaf.getsockname()[1],
+            trust(authority, "worker", "0"),
+            role="server",
+            limits=wire.Limits(handshake_s=0.3),
         )
 
 

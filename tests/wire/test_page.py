@@ -1,0 +1,18 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from ringweave.wire.framing.frames import FrameKind
+
+PAGE = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
+
+
+def test_the_pages_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    exec(code, {"__name__": "page"})  # noqa: S102
+    assert capsys.readouterr().out == "3\n"
+
+
+def test_the_page_names_every_kind_of_frame() -> None:
+    assert ", ".join(f"{kind.name} {kind.value}" for kind in FrameKind) in PAGE
