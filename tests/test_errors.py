@@ -56,6 +56,11 @@ def test_an_object_with_a_long_repr_is_shortened_to_one_line():
         (errors.LaunchError, 1),
         (errors.PeerError, 1),
         (errors.DisagreementError, 1),
+        (errors.RefusedError, 1),
+        (errors.MessageError, 1),
+        (errors.ConnectionLostError, 1),
+        (errors.DeadlineError, 1),
+        (errors.RemoteError, 1),
     ],
 )
 def test_every_error_belongs_to_the_tree_and_carries_an_exit_code(error, exit_code):
