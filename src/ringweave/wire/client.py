@@ -144,11 +144,12 @@ class Client:
         try:
             self._send(pending, body, views)
         except WireError as error:
+            reason = self._reason(error)
             if pending.number:
-                self._end(pending, error)
+                self._end(pending, reason)
             else:
                 self._places.release()
-            raise
+            raise reason from (None if reason is error else error)
         return pending
 
     def tell(self, message: Message, buffers: Sequence[Buffer] = (), *, timeout_s: float) -> None:
@@ -183,9 +184,10 @@ class Client:
             if pending.ended.is_set():
                 return
             pending.given_up, receiving = True, pending.receiving
-        if receiving:
-            self._channel.cut()
-            pending.ended.wait()
+        if receiving:  # its memory is being written to: the rest is nearly here, or the connection is of no use
+            if not pending.ended.wait(_GOODBYE_S):
+                self._channel.cut(": an answer was given up halfway")
+                pending.ended.wait()
             return
         with contextlib.suppress(WireError):
             self._channel.send(FrameKind.CANCEL, call=pending.number, timeout_s=_GOODBYE_S)
@@ -229,6 +231,14 @@ class Client:
                         where=self._channel.where,
                     )
                 )
+
+    def _reason(self, error: WireError) -> WireError:
+        """Why sending failed: where the connection is gone, what the reader found last says more than a broken pipe."""
+        if isinstance(error, ConnectionLostError):
+            self._reader.join(_GOODBYE_S)
+            if self._broken is not None:
+                return _again(self._broken)
+        return error
 
     def _read(self) -> None:
         """Take answers until the connection ends; the thread of the connection."""

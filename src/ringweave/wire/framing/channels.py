@@ -40,7 +40,7 @@ class Channel:
         self._clock = clock
         self._state = threading.Lock()
         self._sending = threading.Lock()
-        self._cut = False
+        self._cut = ""
 
     def send(
         self,
@@ -55,7 +55,7 @@ class Channel:
         """Send a frame; when this returns, its buffers may change.
 
         Raises:
-            DeadlineError: The other end does not take it; the connection is cut, since half a frame may be under way.
+            DeadlineError: The other end does not take it. If part of it is under way, the connection is cut.
             ConnectionLostError: The connection broke.
             MessageError: A buffer is not contiguous.
         """
@@ -68,6 +68,7 @@ class Channel:
         if not self._sending.acquire(timeout=max(0.0, deadline - self._clock())):
             raise self._late("by messages before it")
         try:
+            self._wait_writable(deadline)
             for piece in (head, *views, *tail):
                 self._send_all(memoryview(piece), deadline)
         finally:
@@ -118,9 +119,9 @@ class Channel:
         while left:
             left -= self._receive_some(room[:left], deadline)
 
-    def cut(self) -> None:
-        """End the connection now, from any thread: every wait of it ends."""
-        self._cut = True
+    def cut(self, why: str = "") -> None:
+        """End the connection now, from any thread: every wait of it ends, and says why."""
+        self._cut = self._cut or f"cut by this end{why}"
         with contextlib.suppress(OSError):
             # Not SSLSocket.shutdown: it forgets the encryption, and a reader would take what comes for plain text.
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
@@ -166,17 +167,25 @@ class Channel:
         elif isinstance(want, ssl.SSLWantWriteError):
             events = select.POLLOUT
         if self._cut:
-            raise self._lost("cut by this end")
+            raise self._lost(want)
         left_s = None if deadline is None else deadline - self._clock()
         if left_s is not None and left_s <= 0:
-            self.cut()
+            self.cut(": a message was late halfway")
             raise self._late("in the middle of a frame; the connection is cut")
+        self._poll(events, left_s)
+
+    def _wait_writable(self, deadline: float) -> None:
+        """Until the kernel takes something: a frame that is late before its first byte costs nobody the connection."""
+        if not self._poll(select.POLLOUT, max(0.0, deadline - self._clock())):
+            raise self._late("waiting for the other end to take what was sent before")
+
+    def _poll(self, events: int, timeout_s: float | None) -> bool:
         poller = select.poll()
         try:
             poller.register(self._sock, events)
         except ValueError as cause:  # closed meanwhile
-            raise self._lost("closed by this end") from cause
-        poller.poll(None if left_s is None else left_s * 1000)
+            raise self._lost(cause) from cause
+        return bool(poller.poll(None if timeout_s is None else timeout_s * 1000))
 
     def _late(self, what: str) -> DeadlineError:
         return DeadlineError(
@@ -193,7 +202,7 @@ class Channel:
         return ConnectionLostError(
             explain(
                 "connection",
-                got=str(cause),
+                got=self._cut or str(cause),
                 expected="one that lasts",
                 do="Look for the end of that process, and connect again",
                 where=self.where,
