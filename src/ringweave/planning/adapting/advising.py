@@ -1,0 +1,292 @@
+"""What the first rank of a group makes of what all ranks report: trials, surveys, new plans. Pure."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ringweave import cost
+from ringweave.cost import Assumptions
+from ringweave.planning.adapting.drifting import Verdict, Watch
+from ringweave.planning.adapting.reports import Report
+from ringweave.planning.adapting.rulings import Ruling
+from ringweave.planning.adapting.surveys import Phase, Survey
+from ringweave.planning.adapting.tuning import Tuner, size_class
+from ringweave.planning.groups import plan_group
+from ringweave.planning.plans import Plan
+from ringweave.schedules import HOST
+from ringweave.topology import Cluster
+
+NUM_CANDIDATES = 3
+"""Schedules that are tried beside the host library."""
+MIN_PERIOD, MAX_PERIOD = 4, 256
+"""Collectives of a class between two reports."""
+NEVER = 2**62
+
+_REPORT_SHARE = 0.005
+"""Of the time of collectives, what reports may take."""
+_SURVEY_SHARE = 0.01
+"""Of the time, what surveys may take that find nothing new, in the long run."""
+_FIRST_SHARE = 0.1
+"""The same for the first one; each further one that finds nothing has half."""
+_MIN_GAIN = 1.05
+"""A new plan must be predicted to be so much faster than the one that runs."""
+_AS_BUILT = 0.87
+"""Of the rate that the cluster says: a link that reaches this has it."""
+_MESSAGE_S = 1e-4
+"""What passing a report on costs a rank: a few Python calls and waking up."""
+_FAN_OUT = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Situation:
+    """Where a group runs."""
+
+    cluster: Cluster
+    nodes: tuple[str, ...]
+    """Name of each rank's node in the cluster."""
+    assumptions: Assumptions | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        """How many different ones."""
+        return len(set(self.nodes))
+
+    def plan(self, rates: Mapping[str, float]) -> Plan:
+        """The plan when links have these rates, where they differ from the cluster's."""
+        return plan_group(self.cluster, self.nodes, rates=rates, assumptions=self.assumptions)
+
+    def network(self, rates: Mapping[str, float]) -> cost.Network:
+        """The network with these rates."""
+        return cost.network(self.cluster, self.nodes, rates)
+
+
+@dataclass(slots=True)
+class _Case:
+    """What is known of one class of sizes."""
+
+    tuner: Tuner
+    watch: Watch = field(default_factory=Watch)
+    settled: str = ""
+    num_bytes: int = 0
+    """Newest size."""
+
+
+class Note(NamedTuple):
+    """Something that belongs into the event log: kind and fields, without rank and group."""
+
+    kind: str
+    fields: dict[str, object]
+
+
+class Adviser:
+    """Rules on what comes next, from the reports of all ranks; only the first rank has one."""
+
+    def __init__(self, situation: Situation, plan: Plan, tuned: Mapping[int, str] | None = None) -> None:
+        """`tuned` says which schedule won which class of sizes in an earlier run with the same plan."""
+        self.tuned = dict(tuned or {})
+        self._tuned_as_built = dict(tuned or {})
+        self._notes: list[Note] = []
+        self._situation = situation
+        self._plan = plan
+        self._version = 1
+        self._cases: dict[int, _Case] = {}
+        self._trial: tuple[int, str, int] | None = None
+        self._rates: dict[str, float] = {}
+        self._phases: tuple[Phase, ...] = ()
+        self._why = ""
+        self._num_vain = 0
+        self._next_alarm_s = self._next_look_s = -math.inf
+        self._note("plan_made", rates={}, **self._facts())
+
+    @property
+    def rates(self) -> Mapping[str, float]:
+        """Links that were found to differ from the cluster file, in bytes per second."""
+        return self._rates
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that holds."""
+        return self._plan
+
+    def take_notes(self) -> list[Note]:
+        """What happened since the last call."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    def rule(self, report: Report, now_s: float) -> Ruling:
+        """What the message of the report takes, or which survey has to come first.
+
+        Args:
+            report: That of all ranks together.
+            now_s: The first rank's clock.
+        """
+        self._learn(report)
+        case = self._case(report.num_bytes)
+        if self._is_survey_due(case, now_s):
+            return Ruling(num_bytes=report.num_bytes, phases=self._begin_survey())
+        return self._proceed(report.num_bytes, case)
+
+    def resolve(self, num_bytes: int, measured: Sequence[float], now_s: float, took_s: float) -> Ruling:
+        """What follows from a survey.
+
+        Args:
+            num_bytes: Size of the message that waits for it.
+            measured: Bytes per second of each stream.
+            now_s: The first rank's clock.
+            took_s: What the survey took.
+        """
+        survey = self._survey()
+        revised = survey.revised(self._phases, measured) if all(rate > 0 for rate in measured) else {}
+        self._next_look_s = now_s + took_s / _SURVEY_SHARE
+        self._next_alarm_s = now_s + took_s / max(_SURVEY_SHARE, _FIRST_SHARE / 2**self._num_vain)
+        self._num_vain += 1
+        is_new = self._believe(revised)
+        fresh = self._situation.plan(self._rates) if is_new else self._plan
+        before_s, after_s = self._compare(fresh)
+        if not is_new or before_s < after_s * _MIN_GAIN:
+            for case in self._cases.values():
+                case.watch = Watch()  # what was seen is the usual now
+            return self._proceed(num_bytes, self._case(num_bytes))
+        self._num_vain, self._next_alarm_s = 0, now_s
+        self._version += 1
+        self._plan = fresh
+        self._cases.clear()
+        self.tuned = dict(self._tuned_as_built) if not self._rates else {}
+        self._trial = None
+        self._note("plan_made", rates=dict(self._rates), **self._facts())
+        self._note("plan_changed", version=self._version, why=self._why, rates=revised, old_s=before_s, new_s=after_s)
+        ruling = self._proceed(num_bytes, self._case(num_bytes))
+        return Ruling(
+            num_bytes=num_bytes,
+            schedule=ruling.schedule,
+            is_trial=ruling.is_trial,
+            next_in=ruling.next_in,
+            plan=str(fresh),
+        )
+
+    def _learn(self, report: Report) -> None:
+        """Take in what was measured since the last report."""
+        if self._trial is not None:
+            number, name, num_bytes = self._trial
+            case = self._cases[number]
+            if case.tuner.next_trial == name:
+                case.tuner.observe(report.trial_s, num_bytes)
+            self._trial = None
+        if self._situation.num_nodes > 1:
+            watch = self._case(report.num_bytes).watch
+            for seconds in report.window:
+                watch.observe(seconds)
+
+    def _case(self, num_bytes: int) -> _Case:
+        number = size_class(num_bytes)
+        if number not in self._cases:
+            case = _Case(Tuner(candidates(self._plan, num_bytes)))
+            case.settled = self.tuned.get(number, "")
+            self._cases[number] = case
+        self._cases[number].num_bytes = num_bytes
+        return self._cases[number]
+
+    def _proceed(self, num_bytes: int, case: _Case) -> Ruling:
+        """A trial, or what has won."""
+        trial = None if case.settled else case.tuner.next_trial
+        if trial is not None:
+            self._trial = size_class(num_bytes), trial, num_bytes
+            return Ruling(num_bytes=num_bytes, schedule=trial, is_trial=True)
+        if not case.settled:
+            self._settle(num_bytes, case)
+        period = self._period(num_bytes, case) if self._situation.num_nodes > 1 else NEVER
+        return Ruling(num_bytes=num_bytes, schedule=case.settled, next_in=period)
+
+    def _settle(self, num_bytes: int, case: _Case) -> None:
+        case.settled = case.tuner.chosen
+        self.tuned[size_class(num_bytes)] = case.settled
+        if not self._rates:
+            self._tuned_as_built[size_class(num_bytes)] = case.settled
+        predicted = {name: self._predicted_s(name, num_bytes) for name in case.tuner.measured()}
+        measured = {name: seconds * num_bytes for name, seconds in case.tuner.measured().items()}
+        self._note(
+            "schedule_tuned",
+            version=self._version,
+            schedule=case.settled,
+            bytes=num_bytes,
+            predicted_s=predicted,
+            measured_s=measured,
+        )
+
+    def _predicted_s(self, name: str, num_bytes: int) -> float | None:
+        """None where nothing is predicted, as for the host library."""
+        seconds = math.inf if name == HOST else self._plan.choose(num_bytes, name).predicted_s
+        return seconds if seconds < math.inf else None
+
+    def _period(self, num_bytes: int, case: _Case) -> int:
+        """Collectives until the next report: often enough to see drift, rarely enough to cost nothing."""
+        levels = math.ceil(math.log(max(2, len(self._plan.nodes)), _FAN_OUT))
+        report_s = 2 * levels * (self._situation.cluster.latency_s + _FAN_OUT * _MESSAGE_S)
+        known = case.tuner.measured().get(case.settled) or case.watch.now or case.watch.usual
+        each_s = known * num_bytes if known else self._predicted_s(case.settled, num_bytes) or report_s
+        return max(MIN_PERIOD, min(MAX_PERIOD, math.ceil(report_s / (_REPORT_SHARE * each_s))))
+
+    def _is_survey_due(self, case: _Case, now_s: float) -> bool:
+        verdict = case.watch.verdict
+        if verdict != Verdict.STEADY and now_s >= self._next_alarm_s:
+            now_and_usual = f"{case.watch.now or 0:.3g} s per byte, it was {case.watch.usual or 0:.3g}"
+            self._why = f"collectives are {verdict.value}: {now_and_usual}"
+            return True
+        self._why = "some links were slow: is it over?"
+        return bool(case.settled) and now_s >= self._next_look_s and bool(self._rates)
+
+    def _believe(self, revised: Mapping[str, float]) -> bool:
+        """Take in what a survey found; False if nothing is new.
+
+        No link is believed to be faster than the cluster says: short streams profit from bursts. One that has nearly
+        the rate again that the cluster says counts as having it, so that the first plan comes back.
+        """
+        nominal = self._situation.network({})
+        before = dict(self._rates)
+        for vertex in range(1, len(nominal)):
+            for name, rate in (
+                (nominal.up_name(vertex), float(nominal.up_bytes_per_s[vertex])),
+                (nominal.down_name(vertex), float(nominal.down_bytes_per_s[vertex])),
+            ):
+                if name in revised and revised[name] < _AS_BUILT * rate:
+                    self._rates[name] = revised[name]
+                elif name in revised:
+                    self._rates.pop(name, None)
+        return self._rates != before
+
+    def _survey(self) -> Survey:
+        return Survey(self._situation.network(self._rates), tuple(dict.fromkeys(self._situation.nodes)))
+
+    def _begin_survey(self) -> tuple[Phase, ...]:
+        self._phases = self._survey().phases()
+        return self._phases
+
+    def _compare(self, fresh: Plan) -> tuple[float, float]:
+        """Predicted seconds of all classes in use, as they run now and by a new plan, with the rates of now."""
+        net = self._situation.network(self._rates)
+        where = cost.vertices(net, self._situation.nodes)
+        before_s = after_s = 0.0
+        for case in self._cases.values():
+            choice = self._plan.choose(case.num_bytes, case.settled if case.settled not in ("", HOST) else None)
+            schedule = self._plan.generate(choice.schedule)
+            asked = cost.demand(schedule, net, where, self._situation.assumptions)
+            before_s += asked.predicted_s(case.num_bytes, num_segments=choice.num_segments, lag=choice.lag)
+            after_s += fresh.choices(case.num_bytes)[0].predicted_s
+        return before_s, after_s
+
+    def _facts(self) -> dict[str, object]:
+        return {
+            "version": self._version,
+            "bound_s_per_byte": self._plan.bound_s_per_byte,
+            "binding": self._plan.binding,
+        }
+
+    def _note(self, kind: str, **fields: object) -> None:
+        self._notes.append(Note(kind, fields))
+
+
+def candidates(plan: Plan, num_bytes: int) -> tuple[str, ...]:
+    """What is tried for messages of a size: the plan's choice, the next best by prediction, and the host library."""
+    ranked = [plan.choose(num_bytes).schedule, *(choice.schedule for choice in plan.choices(num_bytes))]
+    return (*list(dict.fromkeys(ranked))[:NUM_CANDIDATES], HOST)

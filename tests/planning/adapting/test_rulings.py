@@ -1,0 +1,53 @@
+import math
+
+import numpy as np
+import pytest
+
+from ringweave.errors import ScheduleError
+from ringweave.planning.adapting import Report, Ruling, Stream
+from ringweave.planning.adapting.reports import LENGTH, WINDOW
+
+
+def combined(*reports: Report) -> Report:
+    vectors = np.array([report.to_vector() for report in reports])
+    assert vectors.shape == (len(reports), LENGTH)
+    return Report.from_vector(np.fmin.reduce(vectors).tolist())
+
+
+def test_a_ruling_reads_what_it_prints() -> None:
+    phases = ((Stream(0, 1, 5), Stream(1, 0, 6)), (Stream(0, 2, 7),))
+    for ruling in (
+        Ruling(num_bytes=5, schedule="ring", is_trial=True),
+        Ruling(num_bytes=5, phases=phases),
+        Ruling(num_bytes=5, schedule="host", next_in=2**62, plan='{"a": "b"}'),
+    ):
+        assert Ruling.parse(str(ruling)) == ruling
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"phases": []}', '{"phases": [[[1]]], "num_bytes": 3}'])
+def test_other_text_is_none(text: str) -> None:
+    with pytest.raises(ScheduleError, match=r"ruling: .*, expected what the first rank sent\. Run the same version"):
+        Ruling.parse(text)
+
+
+def test_a_trial_takes_as_long_as_its_slowest_rank_another_as_its_last_comer() -> None:
+    report = combined(
+        Report(num_bytes=8, trial_s=2.0, window=(5.0, math.nan, 3.0)),
+        Report(num_bytes=8, trial_s=3.0, window=(4.0, 7.0, 9.0)),
+    )
+    assert report == Report(num_bytes=8, trial_s=3.0, window=(4.0, 7.0, 3.0))
+
+
+def test_nothing_measured_is_not_a_number() -> None:
+    report = combined(Report(num_bytes=8), Report(num_bytes=8))
+    assert math.isnan(report.trial_s)
+    assert report.window == ()
+
+
+def test_unequal_sizes_are_seen() -> None:
+    assert not combined(Report(num_bytes=8), Report(num_bytes=12)).is_equal
+
+
+def test_only_the_newest_are_told() -> None:
+    window = tuple(float(number) for number in range(WINDOW + 5))
+    assert combined(Report(num_bytes=1, window=window)).window == window[5:]

@@ -1,0 +1,87 @@
+import math
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringweave.planning.adapting.tuning import MAX_ROUNDS, NUM_ROUNDS, Tuner, size_class
+
+NAMES = ("ring", "direct", "multi-level", "host")
+
+
+def run(tuner: Tuner, seconds_of, num_bytes: int = 10**6) -> list[str]:
+    """The trials until it is clear, each taking `seconds_of(name)`."""
+    trials = []
+    while tuner.next_trial is not None:
+        trials.append(tuner.next_trial)
+        tuner.observe(seconds_of(trials[-1]), num_bytes)
+    return trials
+
+
+def test_the_fastest_wins_after_a_warm_up_and_three_rounds() -> None:
+    seconds = {"ring": 1.2, "direct": 1.0, "multi-level": 1.15, "host": 1.25}
+    tuner = Tuner(NAMES)
+    trials = run(tuner, seconds.__getitem__)
+    assert tuner.chosen == "direct"
+    assert trials == [*NAMES, *NAMES[::-1], *NAMES, *NAMES[::-1]]
+    assert tuner.measured() == pytest.approx({name: s / 10**6 for name, s in seconds.items()})
+
+
+def test_what_is_hopeless_is_dropped_early() -> None:
+    seconds = {"ring": 1.0, "direct": 1.1, "multi-level": 1.4, "host": 3.0}
+    trials = run(tuner := Tuner(NAMES), seconds.__getitem__)
+    assert trials.count("host") == 1  # the warm-up
+    assert trials.count("multi-level") == 2
+    assert trials.count("direct") == 1 + NUM_ROUNDS
+    assert tuner.chosen == "ring"
+    assert set(tuner.measured()) == set(NAMES)
+
+
+def test_short_messages_are_tried_more_often_and_never_dropped_at_once() -> None:
+    seconds = {"ring": 0.001, "direct": 0.004, "multi-level": 0.002, "host": 0.0009}
+    trials = run(tuner := Tuner(NAMES), seconds.__getitem__)
+    assert {trials.count(name) for name in NAMES} == {1 + MAX_ROUNDS}
+    assert tuner.chosen == "host"
+
+
+def test_among_equals_the_one_that_is_predicted_to_be_best_wins() -> None:
+    tuner = Tuner(NAMES)
+    run(tuner, {"ring": 1.02, "direct": 1.0, "multi-level": 1.0, "host": 1.0}.__getitem__)
+    assert tuner.chosen == "ring"
+
+
+def test_before_anything_was_measured_it_is_the_prediction() -> None:
+    assert Tuner(NAMES).chosen == "ring"
+
+
+def test_a_lone_candidate_needs_no_trial() -> None:
+    assert Tuner(["host"]).next_trial is None
+    with pytest.raises(ValueError, match="candidates: none, expected one or more"):
+        Tuner([])
+
+
+def test_a_trial_that_nobody_measured_is_repeated() -> None:
+    tuner = Tuner(NAMES)
+    tuner.observe(math.nan, 100)
+    assert tuner.next_trial == "ring"
+
+
+@given(
+    true=st.lists(st.floats(0.2, 5.0), min_size=2, max_size=4),
+    noise=st.lists(st.floats(0.96, 1.04), min_size=40, max_size=40),
+)
+def test_with_noise_the_choice_is_near_to_the_fastest(true: list[float], noise: list[float]) -> None:
+    jumps = iter(noise * 10)
+    seconds = dict(zip(NAMES, true, strict=False))
+    tuner = Tuner(list(seconds))
+    trials = run(tuner, lambda name: seconds[name] * next(jumps))
+    assert seconds[tuner.chosen] <= min(true) * 1.04 / 0.96 * 1.03
+    assert len(trials) <= len(true) * (1 + MAX_ROUNDS)
+
+
+@given(st.integers(1, 2**40))
+def test_sizes_of_a_class_are_near_to_each_other(num_bytes: int) -> None:
+    same = [size for size in (num_bytes, num_bytes * 9 // 8) if size_class(size) == size_class(num_bytes)]
+    assert statistics.fmean(same) >= num_bytes
+    assert size_class(2 * num_bytes) == size_class(num_bytes) + 2
