@@ -10,6 +10,7 @@ RUN_DIR = "RINGWEAVE_RUN_DIR"
 REPLACE_BACKEND = "RINGWEAVE_REPLACE_BACKEND"
 SCHEDULE = "RINGWEAVE_SCHEDULE"
 PROBE = "RINGWEAVE_PROBE"
+TUNING = "RINGWEAVE_TUNING"
 
 _NEVER = "never"
 
@@ -30,6 +31,9 @@ class WorkerEnvironment:
     """Name of the schedule that every large enough collective must use; None leaves the choice to the planner."""
     probes: bool = True
     """Measure the network at the first large message where nobody described it; RINGWEAVE_PROBE=never says no."""
+    tuning: bool | None = None
+    """Candidates are tried and plans follow what is measured; None means among several nodes only, where the results of
+    earlier trials are kept. A forced schedule beats it."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "WorkerEnvironment":
@@ -42,6 +46,7 @@ class WorkerEnvironment:
             replace_backend=environ.get(REPLACE_BACKEND) == "1",
             schedule=environ.get(SCHEDULE) or None,
             probes=environ.get(PROBE) != _NEVER,
+            tuning={"0": False, "1": True}.get(environ.get(TUNING, "")),
         )
 
     def to_environ(self) -> dict[str, str]:
@@ -53,5 +58,6 @@ class WorkerEnvironment:
             REPLACE_BACKEND: "1" if self.replace_backend else "",
             SCHEDULE: self.schedule or "",
             PROBE: "" if self.probes else _NEVER,
+            TUNING: {False: "0", True: "1", None: ""}[self.tuning],
         }
         return {name: value for name, value in pairs.items() if value}

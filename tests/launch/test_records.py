@@ -34,7 +34,36 @@ def test_groups_add_up() -> None:
 
 
 def test_other_events_count_nothing() -> None:
-    assert records.summarize([{"kind": "run_started"}]) == {"collectives_by_schedule": {}, "plan": []}
+    assert records.summarize([{"kind": "run_started"}]) == {
+        "collectives_by_schedule": {},
+        "plan": [],
+        "plan_versions": [],
+        "tuned": [],
+    }
+
+
+def test_plans_and_tunings_are_listed() -> None:
+    made = {"kind": "plan_made", "group": "g", "rank": 0, "bound_s_per_byte": 1.0, "binding": "cut"}
+    events = [
+        made | {"version": 1, "rates": {}},
+        {
+            "kind": "schedule_tuned",
+            "group": "g",
+            "version": 1,
+            "bytes": 9,
+            "schedule": "ring",
+            "measured_s": {},
+        },
+        made | {"version": 2, "rates": {"a->core": 5.0}},
+        {"kind": "plan_changed", "group": "g", "version": 2, "why": "slower"},
+    ]
+    assert records.list_versions(events) == [
+        {"group": "g", "version": 1, "rates": {}, "why": None},
+        {"group": "g", "version": 2, "rates": {"a->core": 5.0}, "why": "slower"},
+    ]
+    assert records.list_tuned(events) == [
+        {"group": "g", "version": 1, "bytes": 9, "schedule": "ring", "measured_s": {}}
+    ]
 
 
 def test_every_agreement_is_listed_once() -> None:

@@ -28,6 +28,7 @@ class RunOptions:
     program: Program
     run_dir: str | None
     schedule: str | None
+    tuning: bool | None
     replace_backend: bool
     order: Order
 
@@ -42,6 +43,7 @@ class RunOptions:
             cluster_path=cluster_path,
             run_dir=_run_dir(self.run_dir, self.program.target),
             schedule=self.schedule,
+            tuning=self.tuning,
             replace_backend=self.replace_backend,
             order=self.order,
             site=site,
@@ -62,6 +64,7 @@ def shared(command: Callable[..., int]) -> Callable[..., int]:
             program=program,
             run_dir=given.pop("run_dir"),
             schedule=given.pop("schedule"),
+            tuning=given.pop("tuning"),
             replace_backend=given.pop("replace_backend"),
             order=orders.parse(given.pop("order")),
         )
@@ -77,6 +80,12 @@ _OPTIONS = (
         "--run-dir", metavar="DIR", help="Where logs, events and run.json go. Default: runs/DATE-TIME-SCRIPT."
     ),
     click.option("--schedule", metavar="NAME", help="Use this schedule for allreduces from 64 KiB up."),
+    click.option(
+        "--tuning/--no-tuning",
+        default=None,
+        help="Try the best schedules and follow the network's rates, or keep the first plan: then the same bits result "
+        "from run to run. Default: among several nodes.",
+    ),
     click.option("--replace-backend", is_flag=True, help='Let a script\'s "gloo" or "nccl" be ringweave too.'),
     click.option(
         "--order",

@@ -35,9 +35,14 @@ def update(path: Path, changes: Mapping[str, object]) -> None:
 
 
 def summarize(events: Iterable[Event]) -> dict[str, object]:
-    """`collectives_by_schedule` and `plan` from the events of one attempt."""
+    """`collectives_by_schedule`, `plan`, `plan_versions` and `tuned` from the events of one attempt."""
     events = list(events)
-    return {"collectives_by_schedule": count_collectives(events), "plan": list_agreed(events)}
+    return {
+        "collectives_by_schedule": count_collectives(events),
+        "plan": list_agreed(events),
+        "plan_versions": list_versions(events),
+        "tuned": list_tuned(events),
+    }
 
 
 def count_collectives(events: Iterable[Event]) -> dict[str, Counts]:
@@ -66,6 +71,24 @@ def list_agreed(events: Iterable[Event]) -> list[dict[str, Any]]:
     keys = ("group", "schedule", "digest", "bytes")
     agreed = {tuple(event[key] for key in keys): None for event in events if event["kind"] == "schedule_agreed"}
     return [dict(zip(keys, values, strict=True)) for values in agreed]
+
+
+def list_versions(events: Iterable[Event]) -> list[dict[str, Any]]:
+    """Every plan of every group that adapts: group, version, the measured rates it was made with, and why."""
+    events = list(events)
+    why = {(e["group"], e["version"]): e["why"] for e in events if e["kind"] == "plan_changed"}
+    keys = ("group", "version", "rates")
+    return [
+        {key: event[key] for key in keys} | {"why": why.get((event["group"], event["version"]))}
+        for event in events
+        if event["kind"] == "plan_made"
+    ]
+
+
+def list_tuned(events: Iterable[Event]) -> list[dict[str, Any]]:
+    """What trials found: group, plan version, bytes, the schedule that won, measured seconds of all candidates."""
+    keys = ("group", "version", "bytes", "schedule", "measured_s")
+    return [{key: event[key] for key in keys} for event in events if event["kind"] == "schedule_tuned"]
 
 
 def _read(path: Path) -> dict[str, Any]:

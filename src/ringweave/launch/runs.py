@@ -41,6 +41,8 @@ class Request:
     """Schedule to be used by force; None leaves the choice to the planner."""
     replace_backend: bool
     """Let an explicit "gloo" or "nccl" be ringweave too."""
+    tuning: bool | None = None
+    """Let measured times change what runs; None means among several nodes."""
     order: Order = BLOCK
     """In which order the devices get ranks."""
     site: Site = field(default_factory=ThisMachine)
@@ -144,6 +146,7 @@ def _lay_out(request: Request) -> WorkerGroup:
             run_dir=request.run_dir.root,
             replace_backend=request.replace_backend,
             schedule=request.schedule,
+            tuning=request.tuning,
         ),
         order=request.order,
     )
@@ -167,6 +170,7 @@ def _first_record(request: Request, group: WorkerGroup, attempt: int, command: l
         },
         "world_size": group.world_size,
         "schedule": request.schedule,
+        "tuning": request.tuning,
         "order": str(request.order),
         "lab": request.site.lab_name,
         "started": _now(),

@@ -6,7 +6,7 @@ again for another cluster.
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Protocol
@@ -154,13 +154,7 @@ def _shared_variables(world_size: int, num_nodes: int, meeting: Meeting, num_cpu
 def _own_variables(
     global_rank: int, local_rank: int, node_index: int, node: NodeLike, common: WorkerEnvironment
 ) -> dict[str, str]:
-    told = WorkerEnvironment(
-        cluster_path=common.cluster_path,
-        node=node.name,
-        run_dir=common.run_dir,
-        replace_backend=common.replace_backend,
-        schedule=common.schedule,
-    )
+    told = replace(common, node=node.name)
     return {
         "RANK": str(global_rank),
         "LOCAL_RANK": str(local_rank),

@@ -21,6 +21,7 @@ class Kind:
 
 _RANK = "global rank of the worker"
 _NODE = "name of the worker's node in the cluster file"
+_VERSION = "number of the group's plan: 1 for the first, then 2, 3, ..."
 _GROUP = "name of the process group, the same on all its ranks"
 
 KINDS: Mapping[str, Kind] = {
@@ -95,6 +96,44 @@ KINDS: Mapping[str, Kind] = {
             "group": _GROUP,
             "by_schedule": "schedule name -> `collectives` (how many), `bytes` (sum of their message sizes), "
             "`messages` (how many messages this rank sent)",
+        },
+    ),
+    "plan_made": Kind(
+        meaning="A group's plan: the first rank's, which holds for all. One for each version.",
+        written_by="worker",
+        fields={
+            "rank": _RANK,
+            "group": _GROUP,
+            "version": _VERSION,
+            "rates": "link name -> measured bytes per second, for the links that differ from the cluster file",
+            "bound_s_per_byte": "least time of any allreduce of the group, in seconds per byte of message",
+            "binding": "the cut or partition that says so, in words",
+        },
+    ),
+    "schedule_tuned": Kind(
+        meaning="The candidates for a size were tried, and one was found to be the fastest.",
+        written_by="worker",
+        fields={
+            "rank": _RANK,
+            "group": _GROUP,
+            "version": _VERSION,
+            "schedule": "name of the one that is taken from now on",
+            "bytes": "size of the message of the last trial",
+            "predicted_s": "schedule -> predicted seconds, null where nothing is predicted",
+            "measured_s": "schedule -> measured seconds: median over its trials of the slowest rank",
+        },
+    ),
+    "plan_changed": Kind(
+        meaning="Collectives became slower or faster, a survey found other rates, and another plan holds from here on.",
+        written_by="worker",
+        fields={
+            "rank": _RANK,
+            "group": _GROUP,
+            "version": "number of the group's new plan",
+            "why": "what was noticed, in words",
+            "rates": "link name -> measured bytes per second, for the links that were found to have changed",
+            "old_s": "predicted seconds of the sizes in use by the plan before, at the rates of now",
+            "new_s": "the same by the new plan",
         },
     ),
     "schedule_measured": Kind(

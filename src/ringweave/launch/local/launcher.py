@@ -25,7 +25,14 @@ LEAVE_S = 0.5
 TERM_S = 0.5
 DRAIN_S = 1.0
 _NOT_OURS = ("TORCHELASTIC_", "TORCH_DEVICE_BACKEND_AUTOLOAD")
-_OURS = (environment.CLUSTER, environment.NODE, environment.RUN_DIR, environment.REPLACE_BACKEND, environment.SCHEDULE)
+_OURS = (
+    environment.CLUSTER,
+    environment.NODE,
+    environment.RUN_DIR,
+    environment.REPLACE_BACKEND,
+    environment.SCHEDULE,
+    environment.TUNING,
+)
 
 
 class LocalLauncher(Launcher):
