@@ -17,7 +17,10 @@ from torch import Tensor
 from torch.distributed import AllreduceOptions, PrefixStore, ReduceOp, Store, Work
 
 from ringweave.comm import members
-from ringweave.comm.choosing import GroupPlan, choose, make_plan
+from ringweave.comm.adapting.directing import Asked
+from ringweave.comm.adapting.hosting import Hosts
+from ringweave.comm.adapting.starting import Scribe, make_director
+from ringweave.comm.choosing import goes_to_host, situation
 from ringweave.comm.counters import Counters
 from ringweave.comm.faults import FaultBoard
 from ringweave.comm.host import HostedProcessGroup
@@ -52,18 +55,21 @@ class RingweaveProcessGroup(HostedProcessGroup):
     ) -> None:
         """`doors` are where the other members expect this rank's lanes; `group` names the group in events."""
         super().__init__(store, own, timeout)
-        self._forced = environment.schedule
+        self._environment = environment
+        self._forced = None if environment.schedule == HOST else environment.schedule
         self._doors = doors
         self._reductions: dict[tuple[object, torch.dtype], reductions.Reduction] = {}
         log = EventLog(environment.run_dir / "events.jsonl") if environment.run_dir else None
         cut_host = weakref.WeakMethod(self.cut_host)  # no circle: the group must end when it is destroyed
+        hosts = Hosts(store, own, timeout, cut_own=lambda: _call_if_alive(cut_host))
         found = knowing.look(store, own, timeout, environment)
-        self._plan = GroupPlan(lambda: make_plan(own, environment, found), store, own, timeout)
+        where = situation(own, environment, found)
+        director = make_director(store, own, environment, where, timeout, Scribe(log, own.own.global_rank, group))
         self._engine = Engine(
             own,
-            self._plan,
+            director,
             connect=lambda lane: SocketTransport(doors[lane], lane, own, timeout),
-            cut_host=lambda: _call_if_alive(cut_host),
+            hosts=hosts,
             board=FaultBoard(store, own),
             counters=Counters(log, own.own.global_rank, group),
             log=log,
@@ -88,7 +94,7 @@ class RingweaveProcessGroup(HostedProcessGroup):
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         opts = _options(opts, timeout)
         tensor = tensors[0]
-        if len(tensors) == 1 and tensor.device.type == "cuda" and self._forced not in (None, HOST):
+        if len(tensors) == 1 and tensor.device.type == "cuda" and self._forced is not None:
             reduction = self._reduction(opts.reduceOp, tensor.dtype)
             return self._engine.allreduce_on_device(tensor, reduction, check_name(self._forced), self.plain)
         if len(tensors) != 1 or tensor.device.type != "cpu" or tensor.layout != torch.strided:
@@ -99,12 +105,12 @@ class RingweaveProcessGroup(HostedProcessGroup):
         limit_s = opts.timeout.total_seconds()
         timeout_s = (opts.timeout if limit_s > 0 else self._gloo.options._timeout).total_seconds()
         host_can = reductions.host_supports(reduction, tensor.dtype)
-        choice = choose(tensor.nbytes, self.members, self._plan, forced=self._forced, host_can=host_can)
-        if choice.schedule == HOST:
+        if goes_to_host(tensor.nbytes, self.members, self._environment, host_can=host_can):
             self._engine.counters.count(HOST, tensor.nbytes, 0)
             doing = f"allreduce ({reduction.name}, {tensor.numel()} x {tensor.dtype}, {HOST})"
             return self._allreduce_by_host(tensor, opts, doing)
-        return self._engine.allreduce(tensor, reduction, choice, timeout_s)
+        asked = Asked(num_bytes=tensor.nbytes, forced=self._forced, host_can=host_can)
+        return self._engine.allreduce(tensor, opts.reduceOp, reduction, asked, timeout_s)
 
     def _allreduce_by_host(self, tensor: Tensor, opts: AllreduceOptions, doing: str) -> Work:
         """Gloo takes contiguous tensors only; which rank's is not must not decide who does the work."""

@@ -1,26 +1,30 @@
 """Which schedule a message takes: the group's plan, and what goes to the host library instead."""
 
+import json
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 from torch.distributed import Store
 
-from ringweave import planning, schedules, topology
+from ringweave import schedules, topology
 from ringweave.comm.members import Members
 from ringweave.comm.probing.findings import Findings
 from ringweave.cost import Assumptions
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import PeerError
 from ringweave.planning import Choice, Plan
+from ringweave.planning.adapting import Situation
 
 MIN_SCHEDULED_BYTES = 64 * 2**10
 """Below this a message goes to the host library untouched: latency decides there, and Python costs more of it."""
 
 MIN_SHARED_BYTES = 3 * 10**6
-"""The same for a group on one node, where the host library is faster up to here: see docs/log.md."""
+"""The same for a group on one node that does not adapt: the host library is faster up to here, see docs/log.md."""
 
 _CROWDED_PIECE_BYTES = 4e6
 """Pieces inside a node with more ranks than processors, where waking a rank costs a change of context."""
@@ -34,21 +38,29 @@ class GroupPlan:
     """The plan of one group, made when it is first needed; the same on all ranks.
 
     Among several nodes the first rank makes it and sends its text to the others, so that all compute with the same
-    numbers.
+    numbers; so it does inside one node where the group is to adapt. With it goes what earlier runs found out.
     """
 
-    def __init__(self, make: Callable[[], Plan], store: Store, members: Members, timeout: timedelta) -> None:
-        """`make` makes it; `timeout` bounds the wait for the first rank's."""
+    def __init__(
+        self, make: Callable[[], Plan], load: Callable[[Plan], Mapping[int, str] | None], sending: "Sending | None"
+    ) -> None:
+        """Nothing is sent where `sending` is None: every rank makes the plan itself, and the group does not adapt.
+
+        Args:
+            make: Makes the plan.
+            load: What won each class of sizes with this plan in earlier runs; None if the group is not to adapt.
+            sending: Between which ranks.
+        """
         self._make = make
-        self._store = store
-        self._members = members
-        self._timeout = timeout
+        self._sending = sending
         self._lock = threading.Lock()
         self._plan: Plan | None = None
+        self._tuned: Mapping[int, str] | None = None
         self._choices: dict[tuple[int, str | None], Choice] = {}
-        if members.num_nodes > 1 and members.group_rank == 0:
+        if sending is not None and sending.members.group_rank == 0:
             self._plan = make()
-            store.set(_KEY, str(self._plan))
+            self._tuned = load(self._plan)
+            sending.send(self._plan, self._tuned)
 
     def get(self) -> Plan:
         """The plan.
@@ -58,8 +70,24 @@ class GroupPlan:
         """
         with self._lock:
             if self._plan is None:
-                self._plan = self._make() if self._members.num_nodes == 1 else self._receive()
+                self._plan, self._tuned = (self._make(), None) if self._sending is None else self._sending.receive()
             return self._plan
+
+    @property
+    def adapts(self) -> bool:
+        """Whether what is chosen may change with what is measured; known once the plan is."""
+        return self._tuned is not None
+
+    @property
+    def tuned(self) -> Mapping[int, str]:
+        """The schedule that won each class of sizes in earlier runs."""
+        return self._tuned or {}
+
+    def replace(self, plan: Plan) -> None:
+        """Another plan holds from now on; all ranks do so at the same collective."""
+        with self._lock:
+            self._plan = plan
+            self._choices.clear()
 
     def choose(self, num_bytes: int, forced: str | None) -> Choice:
         """What the plan has for messages of that size, looked up once for each size.
@@ -67,6 +95,8 @@ class GroupPlan:
         Raises:
             PeerError: The first rank did not send the plan in time.
         """
+        if forced == schedules.HOST:
+            return BY_HOST
         key = (num_bytes, forced)
         if key not in self._choices:
             if len(self._choices) >= _MAX_CHOICES:
@@ -74,34 +104,72 @@ class GroupPlan:
             self._choices[key] = self.get().choose(num_bytes, forced)
         return self._choices[key]
 
-    def _receive(self) -> Plan:
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """How the first rank tells the others its plan."""
+
+    store: Store
+    members: Members
+    timeout: timedelta
+
+    def send(self, plan: Plan, tuned: Mapping[int, str] | None) -> None:
+        """Called on the first rank."""
+        known = None if tuned is None else {str(number): name for number, name in tuned.items()}
+        self.store.set(_KEY, json.dumps({"plan": str(plan), "tuned": known}))
+
+    def receive(self) -> tuple[Plan, Mapping[int, str] | None]:
+        """What the first rank sent.
+
+        Raises:
+            PeerError: Nothing came in time.
+        """
         try:
-            self._store.wait([_KEY], self._timeout)
-            return Plan.parse(self._store.get(_KEY).decode())
+            self.store.wait([_KEY], self.timeout)
+            document = json.loads(self.store.get(_KEY))
         except RuntimeError as cause:
             raise PeerError(
-                f"process group: {self._members.name(0)} sent no plan within {self._timeout.total_seconds():g} s, "
+                f"process group: {self.members.name(0)} sent no plan within {self.timeout.total_seconds():g} s, "
                 "expected one when the group is formed. Look into the log of that rank."
             ) from cause
+        tuned = document["tuned"]
+        known = None if tuned is None else {int(number): name for number, name in tuned.items()}
+        return Plan.parse(document["plan"]), known
 
 
-def make_plan(members: Members, environment: WorkerEnvironment, found: Findings | None = None) -> Plan:
-    """The plan for these members on the cluster of the environment, or else on the one that was found by probing.
+def situation(members: Members, environment: WorkerEnvironment, found: Findings | None = None) -> Situation:
+    """Where these members run: on the cluster of the environment, or else on the one that was found by probing.
 
     Without both every node is assumed to have what `topology.one_machine` says.
 
     Raises:
-        ClusterError: The cluster file is wrong, or lacks a member's node.
+        ClusterError: The cluster file is wrong.
     """
     nodes = [member.place.node for member in members.ranks]
     assumed = assumptions(nodes)
     if environment.cluster_path is not None:
-        return planning.plan_group(topology.load(environment.cluster_path), nodes, assumptions=assumed)
+        return Situation(cluster=topology.load(environment.cluster_path), nodes=tuple(nodes), assumptions=assumed)
     if found is not None:
-        return planning.plan_group(found.cluster(), nodes, rates=found.rates, assumptions=assumed)
+        return Situation(cluster=found.cluster(), nodes=tuple(nodes), rates=found.rates, assumptions=assumed)
     names = {node: f"node{index}" for index, node in enumerate(dict.fromkeys(nodes))}
     cluster = topology.one_machine([1] * len(names))  # whose names these are, and what it assumes of a node's rate
-    return planning.plan_group(cluster, [names[node] for node in nodes], assumptions=assumed)
+    return Situation(cluster=cluster, nodes=tuple(names[node] for node in nodes), assumptions=assumed)
+
+
+def is_shared(members: Members, environment: WorkerEnvironment) -> bool:
+    """Whether the first rank makes the plan for all: among several nodes, and where one node is to adapt."""
+    return members.group_size > 1 and (members.num_nodes > 1 or environment.tuning is True)
+
+
+def may_adapt(members: Members, environment: WorkerEnvironment) -> bool:
+    """Whether measured times may change what a group runs; the first rank's answer counts.
+
+    By default among several nodes, where predictions can be wrong. Not where the same bits are wanted from run to run:
+    a schedule is forced, torch is asked for deterministic algorithms, or tuning is off.
+    """
+    wanted = members.num_nodes > 1 if environment.tuning is None else environment.tuning
+    is_fixed = environment.schedule is not None or torch.are_deterministic_algorithms_enabled()
+    return wanted and not is_fixed and members.group_size > 1
 
 
 def assumptions(nodes: Sequence[str]) -> Assumptions:
@@ -110,28 +178,26 @@ def assumptions(nodes: Sequence[str]) -> Assumptions:
     return Assumptions(local_piece_bytes=_CROWDED_PIECE_BYTES) if crowded else Assumptions()
 
 
-def choose(num_bytes: int, members: Members, plan: GroupPlan, *, forced: str | None, host_can: bool) -> Choice:
-    """What a message takes: the forced schedule, else the plan's choice; small messages go to the host library.
+def goes_to_host(num_bytes: int, members: Members, environment: WorkerEnvironment, *, host_can: bool) -> bool:
+    """Whether a message goes to the host library untouched, at once: it is small, or the user wants it so.
 
     The same on all ranks, because it depends on nothing that differs between them.
 
     Args:
         num_bytes: Size of the message.
         members: The group.
-        plan: Its plan.
-        forced: Name of the schedule that the user asked for, if any.
+        environment: Says what the user wants.
         host_can: Whether the host library computes this message as it is; what it cannot do takes a schedule, however
             small.
 
     Raises:
-        UsageError: No schedule has the forced name, or this group cannot run it.
-        PeerError: The plan did not come.
+        UsageError: No schedule has the forced name.
     """
-    name = schedules.check_name(forced) if forced else None
-    least = MIN_SHARED_BYTES if name is None and members.num_nodes == 1 else MIN_SCHEDULED_BYTES
-    if host_can and (num_bytes < least or members.group_size == 1 or name == schedules.HOST):
-        return _HOST
-    return plan.choose(num_bytes, None if name == schedules.HOST else name)
+    name = schedules.check_name(environment.schedule) if environment.schedule else None
+    is_known_slower = name is None and members.num_nodes == 1 and environment.tuning is not True
+    least = MIN_SHARED_BYTES if is_known_slower else MIN_SCHEDULED_BYTES
+    return host_can and (num_bytes < least or members.group_size == 1 or name == schedules.HOST)
 
 
-_HOST = Choice(schedule=schedules.HOST, num_segments=1, lag=0, window=1, predicted_s=float("inf"))
+BY_HOST = Choice(schedule=schedules.HOST, num_segments=1, lag=0, window=1, predicted_s=float("inf"))
+"""The host library's own way."""

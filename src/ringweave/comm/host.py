@@ -4,7 +4,6 @@ Registered inside the group under their devices, they serve every call of torch.
 itself. What is added here is the name of the rank and node in an error.
 """
 
-import contextlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, Work
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
+from ringweave.comm.adapting.hosting import cut_gloo, failure_of
 from ringweave.comm.members import Members
 from ringweave.comm.transport.seam import TransferFailedError
 from ringweave.errors import CommunicationError
@@ -46,9 +46,6 @@ _HANDED_ON = (
 )
 """Every method of torch's ProcessGroup that starts a collective or a message, in torch 2.12 and 2.13, but allreduce."""
 
-_ABORT_TAG = 2**31 - 1
-"""A tag that no message carries."""
-
 
 class NamingWork(Work):
     """A work of the host library whose failure names the rank and node to blame."""
@@ -73,7 +70,7 @@ class NamingWork(Work):
         try:
             done = self._work.wait() if timeout is None else self._work.wait(timeout)
         except RuntimeError as cause:
-            raise self._explain(_failure_of(cause)) from cause
+            raise self._explain(failure_of(cause)) from cause
         if self._future is not None:
             self._future.wait()
         return done
@@ -138,15 +135,8 @@ class HostedProcessGroup(dist.ProcessGroup):
         return NamingWork(work, lambda failure: self.fail(failure, doing), after)
 
     def cut_host(self) -> None:
-        """Close the host library's connections: what is in flight fails, here and at the peers.
-
-        Gloo's own abort leaves them open (torch 2.13), and they stay open while any message is pending. But a wait
-        that times out closes the pair that it waits on, so we wait for a message that never comes, from each peer.
-        """
-        for peer in range(self.members.group_size):
-            if peer != self.members.group_rank:
-                with contextlib.suppress(RuntimeError):
-                    self._gloo.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+        """Close the host library's connections: what is in flight fails, here and at the peers."""
+        cut_gloo(self._gloo, self.members)
 
     def _register_hosts(self) -> ProcessGroupGloo:
         kinds = dist.ProcessGroup.BackendType
@@ -197,9 +187,3 @@ def _num_bytes(value: Any) -> int:
     if isinstance(value, Tensor):
         return value.nbytes if value.layout == torch.strided else 0
     return sum(_num_bytes(item) for item in value) if isinstance(value, list | tuple) else 0
-
-
-def _failure_of(cause: RuntimeError) -> TransferFailedError:
-    """What the host library's error says; it does not say which peer."""
-    text = str(cause).strip().partition("\n")[0] or type(cause).__name__
-    return TransferFailedError(None, text, hung="imed out" in text or "imeout" in text)

@@ -25,7 +25,12 @@ class _TorchBackend(System):
 
     def _environ(self, setup: Setup, rank: int, times: int) -> Mapping[str, str]:
         node = setup.node_of_rank[rank]
-        told = WorkerEnvironment(cluster_path=setup.cluster_path, node=node, schedule=setup.schedule)
+        told = WorkerEnvironment(
+            cluster_path=setup.cluster_path,
+            node=node,
+            schedule=setup.schedule,
+            tuning=False,  # trials would be measured; bench/tuning.py looks at what they find
+        )
         return {
             "RINGWEAVE_BENCH_BACKEND": self.name,
             "RANK": str(rank),

@@ -1,18 +1,19 @@
 """Runs the collectives of one group by schedules, several at a time."""
 
-import itertools
+import threading
 import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from ringweave import schedules
-from ringweave.comm.choosing import GroupPlan
+from ringweave import planning, schedules
+from ringweave.comm.adapting.directing import Asked, Decision, Director, Ticket
+from ringweave.comm.adapting.hosting import Hosts
 from ringweave.comm.counters import Counters
 from ringweave.comm.faults import FaultBoard, Report
 from ringweave.comm.members import Members
@@ -24,26 +25,17 @@ from ringweave.comm.running.keeping import Promises
 from ringweave.comm.running.lanes import Job, Lane
 from ringweave.comm.running.memory import flatten, write_back
 from ringweave.comm.running.reductions import Reduction
+from ringweave.comm.running.uses import Compiled, Use
 from ringweave.comm.transport.seam import MismatchError, TransferFailedError, Transport
 from ringweave.comm.works import PendingWork
 from ringweave.errors import CommunicationError, DisagreementError
-from ringweave.planning import Choice
-from ringweave.schedules.programs import Pipelining, Program, compile_program
+from ringweave.schedules.programs import Pipelining, compile_program
 from ringweave.telemetry.events import EventLog
 
 NUM_LANES = 2
 """Collectives of one group that may be on the wire at once."""
 
 _SIGNATURE_BITS = 32
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What this rank runs for one kind of message."""
-
-    program: Program
-    signature: int
-    """Goes into the tag, so that ranks that run different things find out at the first message."""
 
 
 class Engine:
@@ -56,63 +48,96 @@ class Engine:
     def __init__(
         self,
         members: Members,
-        plan: GroupPlan,
+        director: Director,
         connect: Callable[[int], Transport],
-        cut_host: Callable[[], None],
+        hosts: Hosts,
         board: FaultBoard,
         counters: Counters,
         log: EventLog | None = None,
     ) -> None:
-        """`plan` makes the schedules; `connect` a lane's transport; `cut_host` breaks what the host library does."""
+        """`director` decides what runs; `connect` a lane's transport; `hosts` is the library underneath."""
         self.counters = counters
         self._members = members
-        self._plan = plan
+        self._director = director
         self._connect = connect
-        self._cut_host = cut_host
+        self._hosts = hosts
         self._board = board
         self._log = log
         self._lanes: list[Lane] = []
         self._completer = Completer(f"ringweave-{counters.group}-done")
-        self._parts: dict[str, tuple[schedules.Schedule, tuple[schedules.Transfer, ...]]] = {}
-        self._plans: Promises[_Plan] = Promises()
-        self._numbers = itertools.count(1)
+        self._parts: dict[tuple[int, str], tuple[schedules.Schedule, tuple[schedules.Transfer, ...]]] = {}
+        self._version = 1
+        self._plans: Promises[Compiled] = Promises()
+        self._order = threading.Lock()
         self._broken: CommunicationError | None = None
 
-    def allreduce(self, tensor: Tensor, reduction: Reduction, choice: Choice, timeout_s: float) -> PendingWork:
-        """Reduce `tensor` over the group, in place, by the chosen schedule.
+    def allreduce(self, tensor: Tensor, op: Any, reduction: Reduction, asked: Asked, timeout_s: float) -> PendingWork:
+        """Reduce `tensor` over the group, in place, by the schedule that the director decides on.
 
         Args:
             tensor: On the CPU; any shape and strides.
+            op: The reduction as torch names it.
             reduction: How contributions are combined.
-            choice: Schedule and segments, the same on all ranks.
+            asked: What the director is to know.
             timeout_s: Bound on the whole collective, from when it starts to run.
         """
-        number = next(self._numbers)
-        doing = f"allreduce #{number} ({reduction.name}, {tensor.numel()} x {tensor.dtype}, {choice.schedule})"
-        kind = (choice, tensor.numel(), tensor.dtype, reduction.name)
-        promised, is_first_use = self._plans.look_up(kind, choice.num_segments * self._members.group_size)
+        use = Use(tensor, op, reduction)
+        work = PendingWork([tensor])
+        with self._order:  # the lanes get collectives in the order of their numbers
+            ticket = self._director.admit(asked, lambda decision: self._promise(use, decision))
+            how = ticket.decision.choice.schedule if ticket.decision else "a schedule to be tried"
+            doing = f"allreduce #{ticket.number} ({reduction.name}, {tensor.numel()} x {tensor.dtype}, {how})"
+            job = Job(lambda lane: self._run(ticket, use, lane, timeout_s), doing, work, use.abandon)
+            if self._broken is None:
+                self._lane(ticket.number).submit(job)
+                return work
+        work.settle(self._again(doing))
+        work.resolve()
+        return work
 
-        def run(lane: Lane) -> None:
-            message = flatten(tensor)
-            if is_first_use:
-                self._keep_promise(promised, lane, message, reduction, choice, number, timeout_s)
-            plan = promised.result()
-            transport = lane.transport()
-            transport.connect(plan.program.peers)
-            reduction.prepare(message)
-            tag = _tag(number, plan.signature)
-            run_program(plan.program, message, reduction.combine, transport, lane.scratch, tag=tag, timeout_s=timeout_s)
-            reduction.finish(message, self._members.group_size)
-            self.counters.count(choice.schedule, message.nbytes, plan.program.num_sends)
-            write_back(message, tensor)
+    def _promise(self, use: Use, decision: Decision) -> None:
+        """Note who makes the program for this kind of message; called in the order of the collectives."""
+        if decision.choice.schedule == schedules.HOST:
+            return
+        choice, tensor = decision.choice, use.tensor
+        if decision.version != self._version:
+            self._version, self._plans = decision.version, Promises()  # those of another plan are not used again
+        kind = (choice, tensor.numel(), tensor.dtype, use.reduction.name)
+        use.promised, use.is_first = self._plans.look_up(kind, choice.num_segments * self._members.group_size)
 
-        job = Job(run, doing, PendingWork([tensor]), promised.cancel)
-        if self._broken is not None:
-            job.work.settle(self._again(doing))
-            job.work.resolve()
+    def _run(self, ticket: Ticket, use: Use, lane: Lane, timeout_s: float) -> None:
+        """One collective, in the thread of its lane."""
+        tag = _tag(ticket.number, 0)
+        decision = self._director.decide(ticket, lane.transport, tag=tag, timeout_s=timeout_s)
+        message = flatten(use.tensor)
+        index = ticket.number % NUM_LANES
+        plan = None
+        if use.promised is None:
+            self._hosts.prepare(index)
         else:
-            self._lane(number).submit(job)
-        return job.work
+            if use.is_first:
+                self._keep_promise(use.promised, lane, message, use.reduction, decision, ticket.number, timeout_s)
+            plan = use.promised.result()
+            lane.transport().connect(plan.program.peers)
+        if decision.is_trial:
+            self._director.start_trial(lane.transport(), tag=tag, timeout_s=timeout_s)
+        started_s = time.monotonic()
+        if plan is None:
+            self._hosts.allreduce(index, message, use.op, timeout_s)
+        else:
+            self._run_program(plan, message, use.reduction, lane, ticket.number, timeout_s)
+        seconds = time.monotonic() - started_s
+        write_back(message, use.tensor)
+        self.counters.count(decision.choice.schedule, message.nbytes, plan.program.num_sends if plan else 0)
+        self._director.finish(ticket, seconds)
+
+    def _run_program(
+        self, plan: Compiled, message: Tensor, reduction: Reduction, lane: Lane, number: int, timeout_s: float
+    ) -> None:
+        reduction.prepare(message)
+        transport, tag = lane.transport(), _tag(number, plan.signature)
+        run_program(plan.program, message, reduction.combine, transport, lane.scratch, tag=tag, timeout_s=timeout_s)
+        reduction.finish(message, self._members.group_size)
 
     def allreduce_on_device(self, tensor: Tensor, reduction: Reduction, name: str, library: ProcessGroup) -> Work:
         """Reduce a tensor of an accelerator by a schedule whose messages go by its library, round by round.
@@ -123,7 +148,7 @@ class Engine:
             name: Of the schedule.
             library: Sends and receives there.
         """
-        schedule, transfers = self._part_of(name)
+        schedule, transfers = self._part_of(name, self._director.plan, version=1)
         message = flatten(tensor)
         reduction.prepare(message)
         run_rounds(schedule, transfers, message, reduction.combine, library)
@@ -154,12 +179,15 @@ class Engine:
         if not all(lane.wait_ended(max(0.0, deadline - time.monotonic())) for lane in self._lanes):
             self._broken = self._broken or destroyed  # so that nobody looks for who is to blame
             self._board.give_up()
+            self._director.cut()
         for lane in self._lanes:
             lane.close(timeout_s)
+        self._hosts.close()
         self._completer.close(timeout_s)
         self._lanes = []
         self._broken = self._broken or destroyed
         self.counters.flush()
+        self._director.flush()
 
     def forget(self) -> None:
         """Close this process's ends of the connections only: for a child after a fork."""
@@ -215,12 +243,14 @@ class Engine:
     def _cut(self) -> None:
         for lane in self._lanes:
             lane.abort()
-        self._cut_host()
+        self._director.cut()
+        self._hosts.cut()
 
     def _break(self, error: CommunicationError) -> CommunicationError:
         self._broken = self._broken or error
         self._cut()
         self.counters.flush()
+        self._director.flush()
         if self._log is not None:
             own = self._members.own
             where = {"rank": own.global_rank, "node": own.place.node}
@@ -231,7 +261,7 @@ class Engine:
         assert self._broken is not None
         return type(self._broken)(f"{doing}: this process group has failed before: {self._broken}")
 
-    def _keep_promise(self, promised: "Future[_Plan]", *what: Any) -> None:
+    def _keep_promise(self, promised: Future[Compiled], *what: Any) -> None:
         """Make the plan that other collectives may be waiting for already; they fail with us if we fail."""
         try:
             promised.set_result(self._make_plan(*what))
@@ -240,10 +270,11 @@ class Engine:
             raise
 
     def _make_plan(
-        self, lane: Lane, message: Tensor, reduction: Reduction, choice: Choice, number: int, timeout_s: float
-    ) -> _Plan:
+        self, lane: Lane, message: Tensor, reduction: Reduction, decision: Decision, number: int, timeout_s: float
+    ) -> Compiled:
         """Compile the program for messages like this one, and make sure that the neighbours intend the same."""
-        schedule, transfers = self._part_of(choice.schedule)
+        choice = decision.choice
+        schedule, transfers = self._part_of(choice.schedule, decision.plan, decision.version)
         pipelining = Pipelining(num_segments=choice.num_segments, lag=choice.lag, window=choice.window)
         program = compile_program(schedule, transfers, message.numel(), pipelining, self._members.neighbours)
         intent = Intent(
@@ -257,14 +288,19 @@ class Engine:
         if self._members.group_size > 1:
             agree(intent, self._members, lane.transport(), tag=_tag(number, 0), timeout_s=timeout_s)
         self._note_agreement(schedule, message.nbytes)
-        return _Plan(program, 1 + zlib.crc32(str(intent).encode()) % (2**_SIGNATURE_BITS - 1))
+        return Compiled(program, 1 + zlib.crc32(str(intent).encode()) % (2**_SIGNATURE_BITS - 1))
 
-    def _part_of(self, name: str) -> tuple[schedules.Schedule, tuple[schedules.Transfer, ...]]:
-        if name not in self._parts:
-            schedule = self._plan.get().generate(name)
+    def _part_of(
+        self, name: str, plan: planning.Plan, version: int
+    ) -> tuple[schedules.Schedule, tuple[schedules.Transfer, ...]]:
+        if (version, name) not in self._parts:
+            schedule = plan.generate(name)
             schedules.verify(schedule)
-            self._parts[name] = schedule, schedules.project(schedule, self._members.group_rank)
-        return self._parts[name]
+            part = schedule, schedules.project(schedule, self._members.group_rank)
+            kept = {key: old for key, old in self._parts.items() if key[0] == version}  # not those of plans before
+            self._parts = {**kept, (version, name): part}
+            return part
+        return self._parts[version, name]
 
     def _note_agreement(self, schedule: schedules.Schedule, num_bytes: int) -> None:
         if self._log is not None and self._members.group_rank == 0:

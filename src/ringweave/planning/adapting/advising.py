@@ -45,6 +45,8 @@ class Situation:
     cluster: Cluster
     nodes: tuple[str, ...]
     """Name of each rank's node in the cluster."""
+    rates: Mapping[str, float] = field(default_factory=dict)
+    """Bytes per second of links that were measured before anything ran, by name, in place of the cluster's."""
     assumptions: Assumptions | None = None
 
     @property
@@ -53,12 +55,12 @@ class Situation:
         return len(set(self.nodes))
 
     def plan(self, rates: Mapping[str, float]) -> Plan:
-        """The plan when links have these rates, where they differ from the cluster's."""
-        return plan_group(self.cluster, self.nodes, rates=rates, assumptions=self.assumptions)
+        """The plan when links have these rates, where they differ from what was known before."""
+        return plan_group(self.cluster, self.nodes, rates={**self.rates, **rates}, assumptions=self.assumptions)
 
     def network(self, rates: Mapping[str, float]) -> cost.Network:
         """The network with these rates."""
-        return cost.network(self.cluster, self.nodes, rates)
+        return cost.network(self.cluster, self.nodes, {**self.rates, **rates})
 
 
 @dataclass(slots=True)

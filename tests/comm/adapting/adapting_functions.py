@@ -1,0 +1,150 @@
+"""What the ranks of the tests of adapting run: importable, because real processes import it."""
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringweave.comm.adapting.consulting import Council
+from ringweave.comm.adapting.surveying import survey
+from ringweave.comm.transport.connecting import Door
+from ringweave.comm.transport.sockets import SocketTransport
+from ringweave.planning.adapting import Stream
+from ringweave.testing.ranks import announce
+
+
+def taken() -> dict[str, int]:
+    """{schedule: collectives} of the default group."""
+    return {name: row["collectives"] for name, row in dist.group.WORLD.collectives_by_schedule().items()}
+
+
+def reduce_many(count: int, *sizes: int) -> dict[str, int]:
+    """Rounds of checked allreduces of these sizes, all in flight at once, with one of the host library's in between."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for number in range(count):
+        tensors = [torch.full((num,), float(rank + 1 + number)) for num in sizes]
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+        small = torch.ones(3)
+        dist.all_reduce(small)
+        assert small.tolist() == [size] * 3
+        for work in reversed(works):
+            work.wait()
+        for tensor in tensors:
+            assert (tensor == size * (size + 1) / 2 + size * number).all()
+    return taken()
+
+
+def reduce_in_groups_and_threads(count: int) -> dict[str, int]:
+    """Overlapping groups that tune at the same time, each in a thread of its own; one is destroyed in the middle."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group(list(range(size))), dist.new_group(list(range(size)))]
+    failures: list[BaseException] = []
+
+    def work(group: Any) -> None:
+        try:
+            for number in range(count):
+                tensor = torch.full((40_000,), float(rank + number))
+                dist.all_reduce(tensor, group=group)
+                assert (tensor == size * number + size * (size - 1) / 2).all()
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work, args=(group,)) for group in groups]
+    for thread in threads:
+        thread.start()
+    third = dist.new_group(list(range(size)))
+    for _ in range(5):
+        dist.all_reduce(torch.ones(40_000), group=third)
+    dist.destroy_process_group(third)
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+    return reduce_many(2, 40_000)
+
+
+def reduce_odd_ones() -> dict[str, int]:
+    """Between the trials: what the host library cannot do, other operations, other dtypes, all of one class."""
+    size = dist.get_world_size()
+    for number in range(30):
+        averaged, halves = torch.full((50_000,), 2.0), torch.ones(100_000, dtype=torch.bfloat16)
+        works = [
+            dist.group.WORLD.allreduce([averaged], dist.ReduceOp.AVG),
+            dist.all_reduce(halves, async_op=True),
+            dist.all_reduce(largest := torch.full((50_000,), float(dist.get_rank())), dist.ReduceOp.MAX, async_op=True),
+        ]
+        for work in works:
+            work.wait()
+        assert (averaged == 2).all(), number
+        assert (halves == size).all()
+        assert (largest == size - 1).all()
+    return taken()
+
+
+def reduce_until_killed(victim: int, at: int) -> tuple[str, float]:
+    """Rank `victim` kills itself after so many collectives; the error of the others, and how long it took."""
+    for number in range(100):
+        if dist.get_rank() == victim and number == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        started = time.monotonic()
+        try:
+            dist.all_reduce(torch.ones(50_000))
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}", time.monotonic() - started
+    raise AssertionError("nobody noticed")
+
+
+def stop_and_abort(at: int) -> float:
+    """Rank 1 stays away from collective `at`; the others abort theirs. How long the abort and its wait took."""
+    for _ in range(at):
+        dist.all_reduce(torch.ones(50_000))
+    if dist.get_rank() == 1:
+        announce("away")
+        time.sleep(1.5)
+        return 0.0
+    work = dist.all_reduce(torch.ones(50_000), async_op=True)
+    behind = dist.all_reduce(torch.ones(60_000), async_op=True)
+    time.sleep(0.3)
+    started = time.monotonic()
+    dist.group.WORLD.abort()
+    for each in (work, behind):
+        try:
+            each.wait(timedelta(seconds=5))
+        except RuntimeError:
+            continue
+        raise AssertionError("it went well")
+    return time.monotonic() - started
+
+
+def reduce_unequal_sizes() -> str:
+    """Rank 1 reduces another size."""
+    num = 50_000 if dist.get_rank() != 1 else 80_000
+    try:
+        dist.all_reduce(torch.ones(num))
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("nobody noticed")
+
+
+def consult_and_survey(phases: list[list[tuple[int, int, int]]]) -> tuple[list[str], list[float]]:
+    """What a council says to every rank's numbers, and a survey of the nodes, on a transport of this test's own."""
+    group: Any = dist.group.WORLD
+    members, door = group.members, group._doors[1]
+    assert isinstance(door, Door)
+    transport = SocketTransport(door, 1, members, timedelta(seconds=20))
+    council = Council(members, transport, tag=7, timeout_s=20)
+    own = float(dist.get_rank())
+    texts = [
+        council.consult([own, -own, float("nan"), own if own else float("nan")], lambda numbers: f"{numbers}"),
+        council.consult([own] * 5, lambda _: ""),
+        council.consult([own], lambda numbers: "x" * 100_000),
+    ]
+    streams = [[Stream(*stream) for stream in phase] for phase in phases]
+    found = survey(streams, members, council, transport, tag=7, timeout_s=20)
+    texts.append(council.consult(found, lambda rates: str([rate > 0 for rate in rates])))
+    transport.close()
+    return texts, found

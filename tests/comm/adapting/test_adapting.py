@@ -1,0 +1,127 @@
+"""Groups that try candidates while real ranks reduce: on nodes that are names, over loopback."""
+
+import itertools
+import json
+import math
+import signal
+from pathlib import Path
+
+import pytest
+
+from ringweave.telemetry.events import read
+from ringweave.testing.ranks import Ranks, run_ranks
+from tests.comm.adapting import adapting_functions
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+NODES = ["a", "a", "b", "b"]
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "run").mkdir()
+    return {"XDG_CACHE_HOME": str(tmp_path / "cache"), "RINGWEAVE_RUN_DIR": str(tmp_path / "run")}
+
+
+def events(environ: dict[str, str], kind: str) -> list[dict]:
+    return [event for event in read(Path(environ["RINGWEAVE_RUN_DIR"]) / "events.jsonl") if event["kind"] == kind]
+
+
+def test_candidates_are_tried_once_and_the_next_run_knows(environ: dict[str, str]) -> None:
+    function = adapting_functions.reduce_many
+    counts = run_ranks(function, 4, 60, 100_000, 30_000, nodes=NODES, environ=environ)
+    assert all(count == counts[0] for count in counts)
+    tuned = events(environ, "schedule_tuned")
+    assert sorted(event["bytes"] for event in tuned) == [120_000, 400_000]
+    assert all(len(event["measured_s"]) == 4 and "host" in event["measured_s"] for event in tuned)
+    won = {event["schedule"] for event in tuned}
+    assert {name for name, count in counts[0].items() if count > 25} <= won | {"host"}
+    measured = events(environ, "schedule_measured")
+    assert sum(event["rounds"] for event in measured) == 120
+    assert all(event["measured_s"] > 0 for event in measured)
+    (cached,) = (Path(environ["XDG_CACHE_HOME"]) / "ringweave" / "tuning").iterdir()
+    assert set(json.loads(cached.read_text())["ringweave-tuning-1"].values()) == won
+    again = run_ranks(function, 4, 10, 100_000, 30_000, nodes=NODES, environ=environ)
+    assert set(again[0]) <= won | {"host"}
+    assert len(events(environ, "schedule_tuned")) == 2
+
+
+OFF, FORCED, ON = {"RINGWEAVE_TUNING": "0"}, {"RINGWEAVE_SCHEDULE": "ring"}, {"RINGWEAVE_TUNING": "1"}
+
+
+@pytest.mark.parametrize("variables", [OFF, FORCED, ON | FORCED])
+def test_where_the_same_bits_are_wanted_nothing_is_tried(environ: dict[str, str], variables: dict[str, str]) -> None:
+    counts = run_ranks(adapting_functions.reduce_many, 4, 20, 100_000, nodes=NODES, environ=environ | variables)
+    assert len(set(counts[0]) - {"host"}) == 1
+    assert events(environ, "schedule_tuned") == []
+
+
+def test_one_node_tunes_only_when_asked(environ: dict[str, str]) -> None:
+    run = adapting_functions.reduce_many
+    assert set(run_ranks(run, 3, 40, 100_000, environ=environ)[0]) == {"host"}  # below 3 MB
+    counts = run_ranks(run, 3, 60, 100_000, environ=environ | {"RINGWEAVE_TUNING": "1"})
+    assert len(counts[0]) > 2
+    assert len(events(environ, "schedule_tuned")) == 1
+
+
+def test_several_groups_tune_at_the_same_time_in_threads(environ: dict[str, str]) -> None:
+    run_ranks(adapting_functions.reduce_in_groups_and_threads, 4, 50, nodes=NODES, environ=environ)
+    assert len({event["group"] for event in events(environ, "schedule_tuned")}) >= 2
+
+
+def test_what_the_host_library_cannot_do_goes_between_the_trials(environ: dict[str, str]) -> None:
+    run_ranks(adapting_functions.reduce_odd_ones, 4, nodes=NODES, environ=environ)
+
+
+@pytest.mark.parametrize("at", [0, 1, 3, 4, 9, 50])
+def test_a_rank_that_dies_is_named_whatever_the_group_is_doing(environ: dict[str, str], at: int) -> None:
+    settings = {"nodes": NODES, "environ": environ, "timeout_s": 20.0}
+    with Ranks(adapting_functions.reduce_until_killed, 4, 2, at, **settings) as ranks:
+        outcomes = ranks.outcomes()
+    assert outcomes[2].exit_code == -signal.SIGKILL
+    for outcome in (outcomes[0], outcomes[1], outcomes[3]):
+        assert not outcome.error, outcome.error
+        text, seconds = outcome.value
+        assert "PeerError: allreduce #" in text
+        assert "rank 2 (node b) is gone" in text
+        assert seconds < 8
+
+
+@pytest.mark.parametrize("at", [0, 2, 45])
+def test_an_abort_ends_a_trial_and_what_waits_for_it(environ: dict[str, str], at: int) -> None:
+    settings = {"nodes": NODES, "environ": environ, "timeout_s": 20.0}
+    with Ranks(adapting_functions.stop_and_abort, 3, at, **settings) as ranks:
+        outcomes = ranks.outcomes([0, 2])
+    for outcome in outcomes:
+        assert not outcome.error, outcome.error
+        assert outcome.value < 0.5
+
+
+def test_unequal_sizes_are_a_disagreement(environ: dict[str, str]) -> None:
+    settings = {"nodes": NODES, "environ": environ, "timeout_s": 20.0}
+    with Ranks(adapting_functions.reduce_unequal_sizes, 4, **settings) as ranks:
+        texts = [outcome.value for outcome in ranks.outcomes()]
+    for text in texts:
+        assert "DisagreementError" in text
+        assert "rank 1 (node a)" in text
+        assert "50000 x torch.float32 by" in text
+        assert "80000 x torch.float32 by" in text
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 11])
+def test_a_council_hears_all_and_tells_all(num_ranks: int) -> None:
+    nodes = [f"n{rank % 3}" for rank in range(num_ranks)]
+    count = min(3, num_ranks)
+    pairs = list(itertools.permutations(range(count), 2))
+    phases = [[(0, 1, 200_000)], [(src, dst, 150_000) for src, dst in pairs]]
+    run = adapting_functions.consult_and_survey
+    environ = {"RINGWEAVE_TUNING": "0"}
+    results = run_ranks(run, num_ranks, phases, nodes=nodes, environ=environ)
+    expected = str([0.0, -(num_ranks - 1.0), math.nan, 1.0])
+    for texts, _ in results:
+        assert texts[:3] == [expected, "", "x" * 100_000]
+        assert texts[3] == str([True] * (1 + len(pairs)))
+    found = [found for _, found in results]
+    for index, (_, dst) in enumerate([(0, 1), *pairs]):
+        heard = [rank for rank in range(num_ranks) if not math.isnan(found[rank][index])]
+        assert heard == [dst]  # the first rank of that node

@@ -1,0 +1,178 @@
+"""The order of decisions, on one rank with an adviser that says what the test wants."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ringweave.comm.adapting.directing import Asked, Decision, Director, Ticket
+from ringweave.comm.adapting.timings import Timings
+from ringweave.comm.members import Member, Members, Place
+from ringweave.comm.transport.seam import TransferFailedError
+from ringweave.planning import Choice
+from ringweave.planning.adapting import Report, Ruling
+from ringweave.telemetry.events import EventLog, read
+
+SIZE = 10**6
+MEMBERS = Members((Member(0, Place("a", "127.0.0.1"), ()),), 0, b"")
+
+
+class Transport:
+    """Of a group without peers."""
+
+    def connect(self, peers: set[int]) -> None:
+        assert not peers
+
+
+class Guide:
+    adapts = True
+
+    def get(self) -> Any:
+        return "plan"
+
+    def choose(self, num_bytes: int, name: str | None) -> Choice:
+        return Choice(schedule=name or "planned", num_segments=1, lag=0, window=2, predicted_s=1.0)
+
+
+class Adviser:
+    def __init__(self, rulings: Iterator[Ruling]) -> None:
+        self.rulings = rulings
+        self.reports: list[Report] = []
+
+    def rule(self, report: Report, now_s: float) -> Ruling:
+        self.reports.append(report)
+        return next(self.rulings)
+
+
+class Group:
+    """A director, and what was decided in which order."""
+
+    def __init__(self, *rulings: Ruling) -> None:
+        self.adviser = Adviser(iter(rulings))
+        make: Any = lambda plan: self.adviser  # noqa: E731
+        self.timings = Timings(None, 0, "g")
+        guide: Any = Guide()
+        self.director = Director(guide, MEMBERS, make, lambda adviser: None, self.timings)
+        self.decided: list[tuple[int, str]] = []
+        self.num_admitted = 0
+
+    def admit(self, num_bytes: int = SIZE, forced: str | None = None, host_can: bool = True) -> Ticket:
+        self.num_admitted += 1
+        number = self.num_admitted
+        note = lambda decision: self.decided.append((number, decision.choice.schedule))  # noqa: E731
+        return self.director.admit(Asked(num_bytes=num_bytes, forced=forced, host_can=host_can), note)
+
+    def decide(self, ticket: Ticket) -> Decision:
+        transport: Any = Transport()
+        return self.director.decide(ticket, lambda: transport, tag=0, timeout_s=1.0)
+
+
+def trial(name: str) -> Ruling:
+    return Ruling(num_bytes=SIZE, schedule=name, is_trial=True)
+
+
+def settled(name: str, next_in: int) -> Ruling:
+    return Ruling(num_bytes=SIZE, schedule=name, next_in=next_in)
+
+
+def test_those_behind_one_that_is_due_wait_for_the_ruling() -> None:
+    group = Group(settled("ring", 100))
+    first, second, third = group.admit(), group.admit(), group.admit()
+    assert (group.decided, second.decision) == ([], None)
+    assert group.decide(first).choice.schedule == "ring"
+    assert group.decided == [(1, "ring"), (2, "ring"), (3, "ring")]
+    assert group.decide(third).choice.schedule == "ring"
+
+
+def test_a_trial_keeps_those_behind_waiting_until_it_is_through() -> None:
+    group = Group(trial("ring"), settled("direct", 100))
+    first, second = group.admit(), group.admit()
+    assert group.decide(first).is_trial
+    assert group.decided == [(1, "ring")]
+    group.director.finish(first, 2.5)
+    group.decide(second)
+    assert group.decided == [(1, "ring"), (2, "direct")]
+    assert group.adviser.reports[1].trial_s == 2.5
+
+
+def test_a_trial_waits_for_those_before_it() -> None:
+    group = Group(settled("ring", 1), trial("host"))
+    first, second = group.admit(), group.admit()
+    group.decide(first)
+    reached = threading.Event()
+    thread = threading.Thread(target=lambda: (group.decide(second), reached.set()))
+    thread.start()
+    assert not reached.wait(0.05)
+    group.director.finish(first, 1.0)
+    assert reached.wait(5)
+    thread.join()
+
+
+def test_forced_ones_and_those_the_host_library_cannot_do_keep_their_place_in_the_order() -> None:
+    group = Group(settled("ring", 100))
+    first = group.admit()
+    group.admit(forced="ps")
+    group.admit(host_can=False)
+    group.decide(first)
+    assert group.decided == [(1, "ring"), (2, "ps"), (3, "planned")]
+
+
+def test_times_are_reported_once_without_the_newest() -> None:
+    group = Group(settled("ring", 10), settled("ring", 10), settled("ring", 10))
+    for number in range(21):
+        ticket = group.admit()
+        group.decide(ticket)
+        group.director.finish(ticket, float(number))
+    assert group.adviser.reports[1].window == tuple(number / SIZE for number in range(6))
+    assert group.adviser.reports[2].window == tuple(number / SIZE for number in range(6, 16))
+
+
+def test_classes_are_due_by_themselves() -> None:
+    other = Ruling(num_bytes=8 * SIZE, schedule="direct", next_in=100)
+    group = Group(settled("ring", 100), other)
+    first, second = group.admit(), group.admit(8 * SIZE)
+    group.decide(first)
+    assert group.decided == [(1, "ring")]
+    group.decide(second)
+    assert group.decided == [(1, "ring"), (2, "direct")]
+
+
+def test_whoever_waits_when_the_group_is_cut_goes() -> None:
+    group = Group()
+    group.admit()
+    second = group.admit()
+    failures: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            group.decide(second)
+        except TransferFailedError as failure:
+            failures.append(failure)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    group.director.cut()
+    thread.join(5)
+    assert [str(failure) for failure in failures] == ["the connections of this group were cut"]
+    with pytest.raises(TransferFailedError, match="were cut"):
+        group.decide(second)
+
+
+def test_timings_write_medians_of_each_kind(tmp_path) -> None:
+    now = [0.0]
+    timings = Timings(EventLog(tmp_path / "events.jsonl"), 3, "g", clock=lambda: now[0])
+    by_host = Choice(schedule="host", num_segments=1, lag=0, window=1, predicted_s=float("inf"))
+    ring = Choice(schedule="ring", num_segments=4, lag=1, window=8, predicted_s=0.5)
+    for seconds in (1.0, 3.0, 2.0):
+        timings.note(ring, 100, seconds)
+    assert list(read(tmp_path / "events.jsonl")) == []
+    now[0] = 31.0
+    timings.note(by_host, 100, 7.0)
+    timings.flush()
+    events = {event["schedule"]: event for event in read(tmp_path / "events.jsonl")}
+    del events["ring"]["time"]
+    expected = {"kind": "schedule_measured", "rank": 3, "group": "g", "schedule": "ring", "bytes": 100, "rounds": 3}
+    pipelining = {"num_segments": 4, "lag": 1, "window": 8}
+    assert events["ring"] == expected | pipelining | {"predicted_s": 0.5, "measured_s": 2.0}
+    assert events["host"]["predicted_s"] is None

@@ -1,0 +1,40 @@
+from pathlib import Path
+
+from ringweave import planning, topology
+from ringweave.comm.adapting.remembering import TuningCache
+
+
+def plan_of(rate: str) -> planning.Plan:
+    cluster = topology.loads(f"name: c\nnodes: [{{name: a, nic: {rate}, devices: 1, count: 2}}]\n")
+    return planning.plan_group(cluster, ["a-0", "a-1"])
+
+
+def test_what_was_saved_is_loaded_for_the_same_plan_only(tmp_path: Path) -> None:
+    cache = TuningCache.of_user({"XDG_CACHE_HOME": str(tmp_path)})
+    assert cache.load(plan_of("1Gbit/s")) == {}
+    cache.save(plan_of("1Gbit/s"), {40: "ring", 50: "host"})
+    assert cache.load(plan_of("1Gbit/s")) == {40: "ring", 50: "host"}
+    assert cache.load(plan_of("2Gbit/s")) == {}
+    assert [path.parent for path in tmp_path.rglob("*.json")] == [tmp_path / "ringweave" / "tuning"]
+
+
+def test_a_relative_cache_folder_counts_as_none(tmp_path: Path) -> None:
+    cache = TuningCache.of_user({"XDG_CACHE_HOME": "here", "HOME": str(tmp_path)})
+    cache.save(plan_of("1Gbit/s"), {40: "ring"})
+    assert len(list((tmp_path / ".cache" / "ringweave" / "tuning").iterdir())) == 1
+
+
+def test_files_that_are_none_of_ours_count_as_nothing(tmp_path: Path) -> None:
+    cache = TuningCache(tmp_path)
+    cache.save(plan_of("1Gbit/s"), {40: "ring"})
+    (path,) = tmp_path.iterdir()
+    for text in ("", "[]", '{"ringweave-tuning-1": {"a": "ring"}}', '{"ringweave-tuning-1": {"40": "carousel"}}'):
+        path.write_text(text)
+        assert cache.load(plan_of("1Gbit/s")) == {}
+
+
+def test_a_folder_that_cannot_be_written_is_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    cache = TuningCache(tmp_path / "file" / "below")
+    cache.save(plan_of("1Gbit/s"), {40: "ring"})
+    assert cache.load(plan_of("1Gbit/s")) == {}
