@@ -1,0 +1,231 @@
+"""A NIC is cut to a quarter while a job runs, and given back: steps until there is a new plan, and how good it is.
+
+    python bench/drift.py                         # eight-nodes, 5 MB a step; needs root, about 3 minutes
+    python bench/drift.py --noise 0.1             # all links jump by 10 % every second: no new plan may come
+    python bench/drift.py --cluster examples/clusters/two-racks.yaml --node a-1
+
+A step is one allreduce of float32, its time that of the slowest rank by the machine's clock. First the same job runs in
+a lab whose cluster file has the quarter from the start: what a fresh plan makes of it. Then the lab comes up as the
+file says, and the rates of the node's NIC change in both directions when the job is at `--cut` and at `--restore`.
+Exit code 1 if a new plan takes more than 20 steps, or is slower than 0.9 of a fresh one's speed, or noise brings one.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringweave import lab, telemetry, topology
+from ringweave.lab import Lab
+
+ROOT = Path(__file__).parents[1]
+ALLOWED_STEPS, ALLOWED_SPEED = 20, 0.9
+NUM_LAST = 12
+"""Steps at the end of a phase whose median is its speed."""
+RUN_TIMEOUT_S = 600
+
+
+def main() -> None:
+    """Under a launcher a worker; else bring labs up and watch."""
+    options = parse_options()
+    if "RANK" in os.environ:
+        work(options)
+    else:
+        sys.exit(watch(options))
+
+
+def parse_options() -> argparse.Namespace:
+    """Returns the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cluster", type=Path, default=ROOT / "examples" / "clusters" / "eight-nodes.yaml")
+    parser.add_argument("--node", default="", help="whose NIC is cut; default: the second node")
+    parser.add_argument("--bytes", type=int, default=5_000_000, help="of each step's allreduce")
+    parser.add_argument("--cut", type=int, default=45, help="step at which the NIC is cut")
+    parser.add_argument("--restore", type=int, default=100, help="step at which it is given back")
+    parser.add_argument("--steps", type=int, default=150, help="of the whole job")
+    parser.add_argument("--noise", type=float, default=0.0, help="instead: links jump by this fraction every second")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--folder", type=Path, default=Path("runs/drift"), help="folder for the runs")
+    return parser.parse_args()
+
+
+def work(options: argparse.Namespace) -> None:
+    """What every rank does: steps, and a line for each in a file of its own."""
+    torch.set_num_threads(1)
+    dist.init_process_group("ringweave")
+    gradient = torch.ones(options.bytes // 4)
+    with (options.folder / f"steps-{dist.get_rank()}.jsonl").open("w", buffering=1) as lines:
+        for _ in range(options.steps):
+            started_s = time.time()
+            gradient.fill_(1.0)
+            dist.all_reduce(gradient)
+            assert (gradient == dist.get_world_size()).all()
+            lines.write(json.dumps([started_s, time.time()]) + "\n")
+    dist.destroy_process_group()
+
+
+def watch(options: argparse.Namespace) -> int:
+    """Run everything, print it; the exit code."""
+    cluster = topology.load(options.cluster)
+    node = options.node or cluster.nodes[1].name
+    links = links_of(cluster, node)
+    if options.noise:
+        changed = run(options, cluster, "noise", options.steps, lambda place, step: jump(place, options.noise))
+        document: dict[str, Any] = {"noise": options.noise, "plan_changes": len(changed["changes"]), "good": False}
+        document["good"] = not changed["changes"]
+    else:
+        fresh = run(options, slowed(cluster, node), "fresh", options.cut, lambda place, step: None)
+        both = run(options, cluster, "drift", options.steps, lambda place, step: cut(place, links, step, options))
+        document = judge(options, fresh, both)
+    document |= {"cluster": cluster.name, "node": node, "bytes": options.bytes, "steps": options.steps}
+    document |= {"date": str(date.today()), "commit": commit()}
+    text = json.dumps(document, indent=2)
+    print(text)
+    if options.out:
+        options.out.write_text(text + "\n")
+    return 0 if document["good"] else 1
+
+
+def judge(options: argparse.Namespace, fresh: dict[str, Any], both: dict[str, Any]) -> dict[str, Any]:
+    """Steps until new plans, and speeds beside those of fresh ones."""
+    steps_s = both["steps_s"]
+    phases = {"before": options.cut, "cut": options.restore, "restored": options.steps}
+    ends = {name: statistics.median(steps_s[end - NUM_LAST : end]) for name, end in phases.items()}
+    fresh_s = statistics.median(fresh["steps_s"][-NUM_LAST:])
+    first = {"cut": options.cut, "restored": options.restore}
+    replanned = {
+        name: next((c["step"] - begin for c in both["changes"] if begin <= c["step"] < phases[name]), None)
+        for name, begin in first.items()
+    }
+    speed = {"cut": fresh_s / ends["cut"], "restored": ends["before"] / ends["restored"]}
+    unmended_s = statistics.median(steps_s[options.cut + 1 : options.cut + 5])
+    is_soon = all(steps is not None and steps <= ALLOWED_STEPS for steps in replanned.values())
+    return {
+        "good": is_soon and all(value >= ALLOWED_SPEED for value in speed.values()),
+        "steps_until_new_plan": replanned,
+        "speed_of_fresh_plan": speed,
+        "median_step_s": ends | {"fresh_plan": fresh_s, "old_plan_after_cut": unmended_s},
+        "changes": both["changes"],
+        "fresh_tuned": fresh["tuned"],
+        "tuned": both["tuned"],
+        "steps_s": steps_s,
+    }
+
+
+def run(
+    options: argparse.Namespace, cluster: topology.Cluster, name: str, steps: int, on_step: Callable[[Lab, int], None]
+) -> dict[str, Any]:
+    """Run the job in a lab of its own; `on_step` is called with each step that the first rank has begun.
+
+    Raises:
+        SystemExit: The job failed.
+    """
+    place = lab.up(cluster, f"drift-{os.getpid()}")
+    folder = (options.folder / name).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in [*folder.glob("steps-*.jsonl"), folder / "events.jsonl"]:
+        old.unlink(missing_ok=True)
+    verb = [sys.executable, "-c", "from ringweave.cli.main import main; main()", "lab", "run", "--lab", place.name]
+    own = [__file__, "--steps", str(steps), "--bytes", str(options.bytes), "--folder", str(folder)]
+    environ = os.environ | {"XDG_CACHE_HOME": str(folder / "no-cache" / str(os.getpid()))}
+    try:
+        with subprocess.Popen([*verb, "--run-dir", str(folder), *own], env=environ) as process:
+            follow(process, folder / "steps-0.jsonl", lambda step: on_step(place, step))
+    finally:
+        lab.down(place.name)
+    if process.returncode != 0:
+        raise SystemExit(f"workers: exit code {process.returncode}, expected 0")
+    return gather(folder)
+
+
+def follow(process: subprocess.Popen[bytes], path: Path, on_step: Callable[[int], None]) -> None:
+    """Call `on_step` once for each line of a growing file, until the process has ended."""
+    deadline_s, known = time.monotonic() + RUN_TIMEOUT_S, -1
+    while process.poll() is None:
+        if time.monotonic() > deadline_s:
+            process.terminate()
+        count = len(path.read_bytes().splitlines()) if path.exists() else -1
+        for step in range(known + 1, count + 1):
+            on_step(step)
+        known = max(known, count)
+        time.sleep(0.02)
+
+
+def gather(folder: Path) -> dict[str, Any]:
+    """Seconds of each step on the slowest rank, and what was noted about plans, with the step at which it was."""
+    rows = [[json.loads(line) for line in path.open()] for path in sorted(folder.glob("steps-*.jsonl"))]
+    begun = [max(start for start, _ in step) for step in zip(*rows, strict=True)]
+    ended = [max(end for _, end in step) for step in zip(*rows, strict=True)]
+    events = list(telemetry.read(folder / "events.jsonl"))
+    changes = [
+        {"step": sum(end < event["time"] for end in ended), "why": event["why"], "rates": event["rates"]}
+        for event in events
+        if event["kind"] == "plan_changed"
+    ]
+    tuned = [event for event in events if event["kind"] == "schedule_tuned"]
+    keys = ("version", "schedule", "bytes", "measured_s")
+    return {
+        "steps_s": [end - start for start, end in zip(begun, ended, strict=True)],
+        "changes": changes,
+        "tuned": [{key: event[key] for key in keys} for event in tuned],
+    }
+
+
+def cut(place: Lab, links: tuple[str, str], step: int, options: argparse.Namespace) -> None:
+    """Cut both directions at one step, and give them back at another."""
+    if step in (options.cut, options.restore):
+        for link in links:
+            place.set_rate(link, place.rate(link) * (0.25 if step == options.cut else 4))
+        print(f"step {step}: {', '.join(links)} at {place.rate(links[0]) * 8e-6:g} Mbit/s", file=sys.stderr)
+
+
+LAST_JUMP = [0.0]
+
+
+def jump(place: Lab, noise: float) -> None:
+    """Give every link of the lab a rate near to its own, once a second."""
+    if time.monotonic() < LAST_JUMP[0] + 1:
+        return
+    LAST_JUMP[0] = time.monotonic()
+    for node in place.cluster.nodes:
+        for link in links_of(place.cluster, node.name):
+            place.set_rate(link, node.rate_bytes_per_s * random.uniform(1 - noise, 1 + noise))
+
+
+def links_of(cluster: topology.Cluster, node: str) -> tuple[str, str]:
+    """Both directions of a node's NIC."""
+    switch = cluster.node(node).switch or "core"
+    return f"{node}->{switch}", f"{switch}->{node}"
+
+
+def slowed(cluster: topology.Cluster, node: str) -> topology.Cluster:
+    """The same cluster with a quarter of the rate on that node's NICs."""
+    from dataclasses import replace
+
+    nodes = []
+    for each in cluster.nodes:
+        nics = [replace(nic, rate_bytes_per_s=nic.rate_bytes_per_s / 4) for nic in each.nics]
+        nodes.append(replace(each, nics=tuple(nics)) if each.name == node else each)
+    return replace(cluster, nodes=tuple(nodes))
+
+
+def commit() -> str:
+    """Of the sources."""
+    return subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()
