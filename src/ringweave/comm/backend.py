@@ -10,17 +10,16 @@ import os
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, PrefixStore, ReduceOp, Store, Work
 
-from ringweave.comm import members
+from ringweave.comm import choosing, members
 from ringweave.comm.adapting.directing import Asked
 from ringweave.comm.adapting.hosting import Hosts
 from ringweave.comm.adapting.starting import Scribe, make_director
-from ringweave.comm.choosing import goes_to_host, situation
 from ringweave.comm.counters import Counters
 from ringweave.comm.faults import FaultBoard
 from ringweave.comm.host import HostedProcessGroup
@@ -58,12 +57,12 @@ class RingweaveProcessGroup(HostedProcessGroup):
         self._environment = environment
         self._forced = None if environment.schedule == HOST else environment.schedule
         self._doors = doors
-        self._reductions: dict[tuple[object, torch.dtype], reductions.Reduction] = {}
+        self._handlings: dict[tuple[object, torch.dtype], _Handling] = {}
         log = EventLog(environment.run_dir / "events.jsonl") if environment.run_dir else None
         cut_host = weakref.WeakMethod(self.cut_host)  # no circle: the group must end when it is destroyed
         hosts = Hosts(store, own, timeout, cut_own=lambda: _call_if_alive(cut_host))
         found = knowing.look(store, own, timeout, environment)
-        where = situation(own, environment, found)
+        where = choosing.situation(own, environment, found)
         director = make_director(store, own, environment, where, timeout, Scribe(log, own.own.global_rank, group))
         self._engine = Engine(
             own,
@@ -101,14 +100,13 @@ class RingweaveProcessGroup(HostedProcessGroup):
             self._engine.counters.count(HOST, tensor.nbytes if tensor.layout == torch.strided else 0, 0)
             host: Any = self._get_backend(tensor.device)
             return self.named(host.allreduce(tensors, opts), f"allreduce on {tensor.device.type}")
-        reduction = self._reduction(opts.reduceOp, tensor.dtype)
-        limit_s = opts.timeout.total_seconds()
-        timeout_s = (opts.timeout if limit_s > 0 else self._gloo.options._timeout).total_seconds()
-        host_can = reductions.host_supports(reduction, tensor.dtype)
-        if goes_to_host(tensor.nbytes, self.members, self._environment, host_can=host_can):
+        reduction, host_can, host_limit_bytes = self._handling(opts.reduceOp, tensor.dtype)
+        if tensor.nbytes < host_limit_bytes:
             self._engine.counters.count(HOST, tensor.nbytes, 0)
             doing = f"allreduce ({reduction.name}, {tensor.numel()} x {tensor.dtype}, {HOST})"
             return self._allreduce_by_host(tensor, opts, doing)
+        limit_s = opts.timeout.total_seconds()
+        timeout_s = (opts.timeout if limit_s > 0 else self._gloo.options._timeout).total_seconds()
         asked = Asked(num_bytes=tensor.nbytes, forced=self._forced, host_can=host_can)
         return self._engine.allreduce(tensor, opts.reduceOp, reduction, asked, timeout_s)
 
@@ -149,12 +147,32 @@ class RingweaveProcessGroup(HostedProcessGroup):
         return self._engine.counters.snapshot()
 
     def _reduction(self, op: Any, dtype: torch.dtype) -> reductions.Reduction:
+        return self._handling(op, dtype).reduction
+
+    def _handling(self, op: Any, dtype: torch.dtype) -> "_Handling":
+        """Looked up, since this comes before every small message; a factor makes each operation another one."""
         if op.op == ReduceOp.PREMUL_SUM:
-            return reductions.reduction_for(op, dtype)
+            return self._new_handling(op, dtype)
         key = (op.op, dtype)
-        if key not in self._reductions:
-            self._reductions[key] = reductions.reduction_for(op, dtype)
-        return self._reductions[key]
+        if key not in self._handlings:
+            self._handlings[key] = self._new_handling(op, dtype)
+        return self._handlings[key]
+
+    def _new_handling(self, op: Any, dtype: torch.dtype) -> "_Handling":
+        reduction = reductions.reduction_for(op, dtype)
+        host_can = reductions.host_supports(reduction, dtype)
+        limit_bytes = choosing.host_limit_bytes(self.members, self._environment, host_can=host_can)
+        return _Handling(reduction, host_can, limit_bytes)
+
+
+class _Handling(NamedTuple):
+    """What becomes of messages of one operation and dtype."""
+
+    reduction: reductions.Reduction
+    host_can: bool
+    """Gloo computes it without our help."""
+    host_limit_bytes: float
+    """Smaller ones go to the host library."""
 
 
 def create_group(options: Any, _backend_options: object) -> RingweaveProcessGroup:

@@ -1,6 +1,7 @@
 """Which schedule a message takes: the group's plan, and what goes to the host library instead."""
 
 import json
+import math
 import os
 import threading
 from collections import Counter
@@ -178,25 +179,27 @@ def assumptions(nodes: Sequence[str]) -> Assumptions:
     return Assumptions(local_piece_bytes=_CROWDED_PIECE_BYTES) if crowded else Assumptions()
 
 
-def goes_to_host(num_bytes: int, members: Members, environment: WorkerEnvironment, *, host_can: bool) -> bool:
-    """Whether a message goes to the host library untouched, at once: it is small, or the user wants it so.
+def host_limit_bytes(members: Members, environment: WorkerEnvironment, *, host_can: bool) -> float:
+    """Messages smaller than this go to the host library untouched, at once; infinite where the user wants all to.
 
     The same on all ranks, because it depends on nothing that differs between them.
 
     Args:
-        num_bytes: Size of the message.
         members: The group.
         environment: Says what the user wants.
-        host_can: Whether the host library computes this message as it is; what it cannot do takes a schedule, however
-            small.
+        host_can: Whether the host library computes these messages as they are; what it cannot do takes a schedule,
+            however small.
 
     Raises:
         UsageError: No schedule has the forced name.
     """
     name = schedules.check_name(environment.schedule) if environment.schedule else None
+    if not host_can:
+        return 0
+    if members.group_size == 1 or name == schedules.HOST:
+        return math.inf
     is_known_slower = name is None and members.num_nodes == 1 and environment.tuning is not True
-    least = MIN_SHARED_BYTES if is_known_slower else MIN_SCHEDULED_BYTES
-    return host_can and (num_bytes < least or members.group_size == 1 or name == schedules.HOST)
+    return MIN_SHARED_BYTES if is_known_slower else MIN_SCHEDULED_BYTES
 
 
 BY_HOST = Choice(schedule=schedules.HOST, num_segments=1, lag=0, window=1, predicted_s=float("inf"))

@@ -38,7 +38,7 @@ def make_director(
     timeout: timedelta,
     scribe: Scribe,
 ) -> Director:
-    """The director of a group that runs there. On its first rank that makes the plan, and reads what earlier runs found.
+    """The director of a group that runs there. On its first rank that makes the plan, and reads what others found.
 
     Raises:
         ClusterError: The cluster lacks a member's node.
