@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from ringweave import cost, planning, sim, topology, units
-from ringweave.schedules.programs import Pipelining
 
 CLUSTERS = Path(__file__).parents[1] / "examples" / "clusters"
 MEDIAN_BAR, HIGH_BAR, HIGH_PERCENTILE = 0.05, 0.12, 95
@@ -72,7 +71,7 @@ def compared(document: dict[str, Any]) -> list[dict[str, Any]]:
             cluster,
             plan.nodes,
             measured["bytes"],
-            pipelining=Pipelining(num_segments=choice.num_segments, lag=choice.lag, window=choice.window),
+            pipelining=choice.pipelining,
             rates=rates,
             machine=machine,
         ).seconds

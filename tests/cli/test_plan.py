@@ -98,3 +98,15 @@ def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main.call(["plan", RACKS, "--picture", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["chosen"] == "multi-level"
     assert path.read_bytes().startswith(b"<?xml")
+
+
+def test_the_best_are_simulated_on_demand(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.call(["plan", RACKS, "--bytes", "1MB", "--simulate", "2", "--json"]) == 0
+    choices = json.loads(capsys.readouterr().out)["choices"]
+    simulated = [choice["simulated_s"] for choice in choices]
+    assert simulated[2:] == [None] * (len(choices) - 2)
+    for choice, simulated_s in zip(choices[:2], simulated[:2], strict=True):
+        assert 0.9 < simulated_s / choice["predicted_s"] < 1.1
+    assert main.call(["plan", RACKS, "--bytes", "1MB", "--simulate", "2"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert any(line.split()[:3] == ["schedule", "predicted", "simulated"] for line in table)

@@ -1,6 +1,7 @@
 """`ringweave plan`: what a cluster allows at best, and what is chosen for it."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -17,14 +18,25 @@ _MAX_ROWS = 8
 @click.command
 @click.argument("cluster_path", metavar="[CLUSTER]", required=False)
 @click.option("--bytes", "size", metavar="SIZE", default="25MB", show_default=True, help="Size of the allreduce.")
+@click.option(
+    "--simulate", "num_simulated", type=click.IntRange(1, 7), metavar="N", help="Also simulate the N fastest."
+)
 @click.option("--picture", metavar="FILE", help="Draw machines, links, leaders and their matrix here, as PNG or SVG.")
 @click.option("--run", "run_dir", metavar="RUN_DIR", help="Instead of planning: predicted beside measured of a run.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def command(cluster_path: str | None, size: str, picture: str | None, run_dir: str | None, as_json: bool) -> int:
+def command(
+    cluster_path: str | None,
+    size: str,
+    num_simulated: int | None,
+    picture: str | None,
+    run_dir: str | None,
+    as_json: bool,
+) -> int:
     """Say what an allreduce on all devices of CLUSTER takes at least, and which schedule is predicted to take least.
 
     The bound follows from the rates in the cluster file and holds for every schedule. Times are predicted by formula,
-    not simulated or measured. With --run it says what the collectives of a run were predicted to take, and took.
+    not measured; with --simulate the best are also run on virtual time. With --run it says what the collectives of a
+    run were predicted to take, and took.
     """
     _check_asked(cluster_path, run_dir, picture)
     if run_dir is not None:
@@ -35,16 +47,26 @@ def command(cluster_path: str | None, size: str, picture: str | None, run_dir: s
     picture_path = _picture_path(picture)
     cluster = topology.load(str(cluster_path))
     plan = planning.plan_group(cluster, [node.name for node in cluster.nodes for _ in node.devices])
-    choices, chosen = plan.choices(num_bytes), plan.choose(num_bytes)
+    simulated = _simulate(plan, cluster, num_bytes, num_simulated)
     if picture_path is not None:
         from ringweave.pictures import plans
 
         plans.draw_plan(cluster, plan, num_bytes, picture_path)
     if as_json:
-        click.echo(json.dumps(_document(plan, num_bytes, choices, chosen)))
+        click.echo(json.dumps(_document(plan, num_bytes, simulated)))
     else:
-        click.echo("\n".join([cluster.describe(), "", *_lines(cluster, plan, num_bytes), "", *_table(plan, num_bytes)]))
+        table = _table(plan, num_bytes, simulated)
+        click.echo("\n".join([cluster.describe(), "", *_lines(cluster, plan, num_bytes), "", *table]))
     return 0
+
+
+def _simulate(plan: Plan, cluster: Cluster, num_bytes: int, count: int | None) -> dict[str, float]:
+    """Schedule -> simulated seconds of the best; nothing where none are asked for."""
+    if count is None:
+        return {}
+    from ringweave.planning import simulating  # brings the simulator
+
+    return simulating.simulate_best(plan, cluster, num_bytes, count=count)
 
 
 def _check_asked(cluster_path: str | None, run_dir: str | None, picture: str | None) -> None:
@@ -65,24 +87,25 @@ def _picture_path(picture: str | None) -> Path | None:
     return plotting.check_path(picture)
 
 
-def _document(plan: Plan, num_bytes: int, choices: list[Choice], chosen: Choice) -> dict[str, object]:
+def _document(plan: Plan, num_bytes: int, simulated: Mapping[str, float]) -> dict[str, object]:
     bound_s = plan.bound_s(num_bytes)
     return {
         "bytes": num_bytes,
         "bound_s": bound_s,
         "binding": plan.binding,
-        "chosen": chosen.schedule,
+        "chosen": plan.choose(num_bytes).schedule,
         "choices": [
             {
                 "schedule": choice.schedule,
                 "predicted_s": choice.predicted_s,
+                "simulated_s": simulated.get(choice.schedule),
                 "fraction_of_bound": _fraction(bound_s, choice),
                 "num_segments": choice.num_segments,
                 "lag": choice.lag,
                 "window": choice.window,
                 "most_loaded": plan.demand(choice.schedule).busiest,
             }
-            for choice in choices
+            for choice in plan.choices(num_bytes)
         ],
         "left_out": dict(plan.left_out),
         "leaders": list(plan.leaders),
@@ -114,9 +137,10 @@ def _lines(cluster: Cluster, plan: Plan, num_bytes: int) -> list[str]:
     ]
 
 
-def _table(plan: Plan, num_bytes: int) -> list[str]:
+def _table(plan: Plan, num_bytes: int, simulated: Mapping[str, float]) -> list[str]:
     chosen = plan.choose(num_bytes).schedule
-    rows = [("schedule", "predicted", "bound/predicted", "segments", "most loaded")]
+    second = ["simulated"] if simulated else []
+    rows = [("schedule", "predicted", *second, "bound/predicted", "segments", "most loaded")]
     for choice in plan.choices(num_bytes):
         fraction = _fraction(plan.bound_s(num_bytes), choice)
         demand = plan.demand(choice.schedule)
@@ -124,12 +148,13 @@ def _table(plan: Plan, num_bytes: int) -> list[str]:
             (
                 choice.schedule,
                 _time(choice.predicted_s),
+                *([_simulated(simulated.get(choice.schedule))] if simulated else []),
                 f"{fraction:.2f}" if fraction else "-",
                 f"{choice.num_segments}" + (", overlapping" if choice.lag else ""),
                 f"{demand.busiest}, {_time(demand.busiest_s_per_byte * num_bytes)}",
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     lines = [
         ("* " if row[0] == chosen else "  ")
         + "  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[-1]])
@@ -161,6 +186,10 @@ def _listed(names) -> str:
     names = list(names)
     more = f" ... and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
     return ", ".join(names[:_MAX_NAMED]) + more
+
+
+def _simulated(seconds: float | None) -> str:
+    return "-" if seconds is None else _time(seconds)
 
 
 def _time(seconds: float) -> str:

@@ -10,7 +10,6 @@ import click
 from ringweave import planning, sim, topology, units
 from ringweave.errors import UsageError, explain
 from ringweave.planning import Choice, Plan
-from ringweave.schedules.programs import Pipelining
 from ringweave.sim import Machine, Simulation
 from ringweave.sim.fault_text import FAIL, STRAGGLE, parse_fail, parse_straggle
 from ringweave.topology import Cluster
@@ -63,7 +62,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
         cluster,
         plan.nodes,
         num_bytes,
-        pipelining=Pipelining(num_segments=choice.num_segments, lag=choice.lag, window=choice.window),
+        pipelining=choice.pipelining,
         machine=Machine() if processors == "none" else Machine.assumed(),
         faults=faults,
         keeps_trace=trace_path is not None,

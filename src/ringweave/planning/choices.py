@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from ringweave.cost import Demand
+from ringweave.schedules.programs import Pipelining
 
 MIN_PIECE_BYTES = 16 * 10**3
 MAX_PIECE_BYTES = 1500 * 10**3
@@ -32,6 +33,11 @@ class Choice:
     """Receives that are posted ahead."""
     predicted_s: float
     """Predicted time; infinite where nothing was predicted."""
+
+    @property
+    def pipelining(self) -> Pipelining:
+        """How the message is cut in time, for those who compile programs."""
+        return Pipelining(num_segments=self.num_segments, lag=self.lag, window=self.window)
 
 
 def pipelined(name: str, asked: Demand, num_bytes: int) -> Choice:

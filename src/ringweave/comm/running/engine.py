@@ -29,7 +29,7 @@ from ringweave.comm.running.uses import Compiled, Use
 from ringweave.comm.transport.seam import MismatchError, TransferFailedError, Transport
 from ringweave.comm.works import PendingWork
 from ringweave.errors import CommunicationError, DisagreementError
-from ringweave.schedules.programs import Pipelining, compile_program
+from ringweave.schedules.programs import compile_program
 from ringweave.telemetry.events import EventLog
 
 NUM_LANES = 2
@@ -275,15 +275,14 @@ class Engine:
         """Compile the program for messages like this one, and make sure that the neighbours intend the same."""
         choice = decision.choice
         schedule, transfers = self._part_of(choice.schedule, decision.plan, decision.version)
-        pipelining = Pipelining(num_segments=choice.num_segments, lag=choice.lag, window=choice.window)
-        program = compile_program(schedule, transfers, message.numel(), pipelining, self._members.neighbours)
+        program = compile_program(schedule, transfers, message.numel(), choice.pipelining, self._members.neighbours)
         intent = Intent(
             operation=reduction.name,
             dtype=str(message.dtype),
             num_elements=message.numel(),
             schedule=choice.schedule,
             digest=schedule.digest,
-            pipelining=", ".join(f"{name} {value}" for name, value in asdict(pipelining).items()),
+            pipelining=", ".join(f"{name} {value}" for name, value in asdict(choice.pipelining).items()),
         )
         if self._members.group_size > 1:
             agree(intent, self._members, lane.transport(), tag=_tag(number, 0), timeout_s=timeout_s)
