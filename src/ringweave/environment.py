@@ -9,6 +9,7 @@ NODE = "RINGWEAVE_NODE"
 RUN_DIR = "RINGWEAVE_RUN_DIR"
 REPLACE_BACKEND = "RINGWEAVE_REPLACE_BACKEND"
 SCHEDULE = "RINGWEAVE_SCHEDULE"
+MODE = "RINGWEAVE_MODE"
 PROBE = "RINGWEAVE_PROBE"
 TUNING = "RINGWEAVE_TUNING"
 
@@ -29,6 +30,8 @@ class WorkerEnvironment:
     """An explicit "gloo" or "nccl" in the script becomes ringweave too."""
     schedule: str | None = None
     """Name of the schedule that every large enough collective must use; None leaves the choice to the planner."""
+    mode: str | None = None
+    """How `ringweave.prepare` lets workers train together where the script leaves it open; None leaves it open too."""
     probes: bool = True
     """Measure the network at the first large message where nobody described it; RINGWEAVE_PROBE=never says no."""
     tuning: bool | None = None
@@ -45,6 +48,7 @@ class WorkerEnvironment:
             run_dir=Path(run_dir) if run_dir else None,
             replace_backend=environ.get(REPLACE_BACKEND) == "1",
             schedule=environ.get(SCHEDULE) or None,
+            mode=environ.get(MODE) or None,
             probes=environ.get(PROBE) != _NEVER,
             tuning={"0": False, "1": True}.get(environ.get(TUNING, "")),
         )
@@ -57,6 +61,7 @@ class WorkerEnvironment:
             RUN_DIR: str(self.run_dir or ""),
             REPLACE_BACKEND: "1" if self.replace_backend else "",
             SCHEDULE: self.schedule or "",
+            MODE: self.mode or "",
             PROBE: "" if self.probes else _NEVER,
             TUNING: {False: "0", True: "1", None: ""}[self.tuning],
         }

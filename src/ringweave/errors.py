@@ -58,6 +58,10 @@ class LabError(RingweaveError):
     """A cluster could not be brought up on this machine, changed or taken down."""
 
 
+class TrainingError(RingweaveError):
+    """Training cannot be prepared, or cannot go on, as it was asked for."""
+
+
 class CommunicationError(RingweaveError, RuntimeError):
     """A collective could not be run. Also a RuntimeError, as torch.distributed's own failures are."""
 

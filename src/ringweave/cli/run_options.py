@@ -29,6 +29,7 @@ class RunOptions:
     run_dir: str | None
     schedule: str | None
     tuning: bool | None
+    mode: str | None
     replace_backend: bool
     order: Order
 
@@ -44,6 +45,7 @@ class RunOptions:
             run_dir=_run_dir(self.run_dir, self.program.target),
             schedule=self.schedule,
             tuning=self.tuning,
+            mode=self.mode,
             replace_backend=self.replace_backend,
             order=self.order,
             site=site,
@@ -65,11 +67,13 @@ def shared(command: Callable[..., int]) -> Callable[..., int]:
             run_dir=given.pop("run_dir"),
             schedule=given.pop("schedule"),
             tuning=given.pop("tuning"),
+            mode=given.pop("mode"),
             replace_backend=given.pop("replace_backend"),
             order=orders.parse(given.pop("order")),
         )
         workers.check_target(program)
         _check_schedule(options.schedule)
+        _check_mode(options.mode)
         return command(options=options, **given)
 
     return functools.reduce(lambda inner, option: option(inner), reversed(_OPTIONS), call)
@@ -86,6 +90,7 @@ _OPTIONS = (
         help="Try the best schedules and follow the network's rates, or keep the first plan: then the same bits result "
         "from run to run. Default: among several nodes.",
     ),
+    click.option("--mode", metavar="NAME", help="How scripts with ringweave.prepare train: auto, sync or balanced."),
     click.option("--replace-backend", is_flag=True, help='Let a script\'s "gloo" or "nccl" be ringweave too.'),
     click.option(
         "--order",
@@ -104,6 +109,13 @@ def _check_schedule(name: str | None) -> None:
         from ringweave import schedules  # brings numpy, which most runs need not wait for here
 
         schedules.check_name(name, where="--schedule")
+
+
+def _check_mode(name: str | None) -> None:
+    if name is not None:
+        from ringweave.planning import modes  # brings numpy as well
+
+        modes.check_name(name, where="--mode")
 
 
 def _run_dir(given: str | None, script: str) -> RunDir:

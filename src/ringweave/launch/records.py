@@ -35,13 +35,14 @@ def update(path: Path, changes: Mapping[str, object]) -> None:
 
 
 def summarize(events: Iterable[Event]) -> dict[str, object]:
-    """`collectives_by_schedule`, `plan`, `plan_versions` and `tuned` from the events of one attempt."""
+    """`collectives_by_schedule`, `plan`, `plan_versions`, `tuned` and `training` from the events of one attempt."""
     events = list(events)
     return {
         "collectives_by_schedule": count_collectives(events),
         "plan": list_agreed(events),
         "plan_versions": list_versions(events),
         "tuned": list_tuned(events),
+        "training": sum_up_training(events),
     }
 
 
@@ -89,6 +90,24 @@ def list_tuned(events: Iterable[Event]) -> list[dict[str, Any]]:
     """What trials found: group, plan version, bytes, the schedule that won, measured seconds of all candidates."""
     keys = ("group", "version", "bytes", "schedule", "measured_s")
     return [{key: event[key] for key in keys} for event in events if event["kind"] == "schedule_tuned"]
+
+
+def sum_up_training(events: Iterable[Event]) -> dict[str, Any] | None:
+    """How workers trained together: the mode and why, the last shares, and whether every epoch's account is exact.
+
+    None if the script does not call `ringweave.prepare`; of several calls the last counts.
+    """
+    found: dict[str, Any] | None = None
+    for event in events:
+        if event["kind"] == "training_prepared":
+            keys = ("mode", "asked", "reason", "batch_samples", "shares")
+            found = {key: event[key] for key in keys} | {"changes": 0, "epochs_accounted": 0, "exact": None}
+        elif event["kind"] == "shares_changed" and found is not None:
+            found |= {"shares": event["shares"], "changes": found["changes"] + 1}
+        elif event["kind"] == "samples_accounted" and found is not None:
+            is_exact = event["exact"] and found["exact"] is not False
+            found |= {"epochs_accounted": found["epochs_accounted"] + 1, "exact": is_exact}
+    return found
 
 
 def _read(path: Path) -> dict[str, Any]:

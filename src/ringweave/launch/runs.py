@@ -43,6 +43,8 @@ class Request:
     """Let an explicit "gloo" or "nccl" be ringweave too."""
     tuning: bool | None = None
     """Let measured times change what runs; None means among several nodes."""
+    mode: str | None = None
+    """How scripts that call `ringweave.prepare` train; None leaves it to them."""
     order: Order = BLOCK
     """In which order the devices get ranks."""
     site: Site = field(default_factory=ThisMachine)
@@ -147,6 +149,7 @@ def _lay_out(request: Request) -> WorkerGroup:
             replace_backend=request.replace_backend,
             schedule=request.schedule,
             tuning=request.tuning,
+            mode=request.mode,
         ),
         order=request.order,
     )
@@ -171,6 +174,7 @@ def _first_record(request: Request, group: WorkerGroup, attempt: int, command: l
         "world_size": group.world_size,
         "schedule": request.schedule,
         "tuning": request.tuning,
+        "mode": request.mode,
         "order": str(request.order),
         "lab": request.site.lab_name,
         "started": _now(),

@@ -152,6 +152,43 @@ KINDS: Mapping[str, Kind] = {
             "rounds": "how many were measured",
         },
     ),
+    "training_prepared": Kind(
+        meaning="A script called `ringweave.prepare`; rank 0 says so for all.",
+        written_by="worker",
+        fields={
+            "rank": _RANK,
+            "mode": "how the workers train together",
+            "asked": "the mode that the script asked for",
+            "reason": "why it is this mode, in words",
+            "batch_samples": "samples of a train step over all ranks",
+            "shares": "samples of each rank in the first batch",
+        },
+    ),
+    "shares_changed": Kind(
+        meaning="Other shares of every batch, because speeds were measured; rank 0 says so for all.",
+        written_by="worker",
+        fields={
+            "rank": _RANK,
+            "batch": "number of the first batch with these shares, counted through all epochs",
+            "shares": "samples of each rank in a whole batch",
+            "predicted_before_s": "predicted computing time of the slowest rank with the shares that were",
+            "predicted_after_s": "the same with the new shares",
+        },
+    ),
+    "samples_accounted": Kind(
+        meaning="An epoch is complete, and what all ranks were given was compared with what it consists of.",
+        written_by="worker",
+        fields={
+            "rank": _RANK,
+            "epoch": "number of the epoch, from 0",
+            "samples": "samples that all ranks together were given",
+            "expected": "samples that the epoch has, from where it was resumed",
+            "fingerprint": "of the samples given, 64 bits in hexadecimal, whatever their order",
+            "expected_fingerprint": "of the samples that the epoch consists of",
+            "by_rank": "samples of each rank",
+            "exact": "true if every sample was given exactly once",
+        },
+    ),
     "communication_failed": Kind(
         meaning="A collective could not be run; the worker gets the same text as an exception.",
         written_by="worker",

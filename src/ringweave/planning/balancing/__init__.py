@@ -1,0 +1,22 @@
+"""Which rank computes which samples of a batch: speeds, shares in whole samples, orders of an epoch, accounts."""
+
+from ringweave.planning.balancing.accounts import Account, fingerprint
+from ringweave.planning.balancing.epochs import EpochOrder, cut, shuffled
+from ringweave.planning.balancing.estimating import SpeedEstimator
+from ringweave.planning.balancing.shares import Change, apportion, rebalance, scale, step_s
+from ringweave.planning.balancing.speeds import Speed
+
+__all__ = [
+    "Account",
+    "Change",
+    "EpochOrder",
+    "Speed",
+    "SpeedEstimator",
+    "apportion",
+    "cut",
+    "fingerprint",
+    "rebalance",
+    "scale",
+    "shuffled",
+    "step_s",
+]

@@ -1,0 +1,84 @@
+"""From measured steps to a rank's speed: medians, so that a stall is no change of speed, over a short past."""
+
+import statistics
+from collections import deque
+
+from ringweave.planning.balancing.speeds import Speed
+
+WARM_UP_STEPS = 2
+"""The first steps allocate, verify schedules, and rebuild DDP's buckets."""
+WINDOW = 5
+"""Steps that count. A lasting change shows after three of them; a stall of one or two steps never does."""
+_ENOUGH = 3
+_LEAST_APART = 0.3
+"""Two shares must differ by this fraction before the fixed work of a step is read off from them: otherwise noise of a
+few per cent in the times would drown it."""
+_MOST_OVERHEAD = 3.0
+"""Overhead in multiples of the smaller share. Guards the arithmetic: shares are measured again after each change."""
+
+
+class SpeedEstimator:
+    """Learns the speed of one rank from its steps.
+
+    A step of b samples takes s (q + b). At an unchanged share, other times mean another s: the machine has another
+    speed. Times before and after a change of the share tell q, the fixed work. Where both happen at once q comes out
+    wrong, and is mended after the next change; what is predicted for the present share is right in any case.
+    """
+
+    def __init__(self) -> None:
+        self._num_seen = 0
+        self._recent: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        self._overhead_samples = 0.0
+        self._before: tuple[int, float] | None = None
+        self._has_compared = False
+
+    def observe(self, num_samples: int, seconds: float) -> None:
+        """Take in one step of this rank.
+
+        Args:
+            num_samples: What it computed; a step without any is left out.
+            seconds: How long that took it, without waiting for others.
+        """
+        self._num_seen += 1
+        if self._num_seen <= WARM_UP_STEPS or num_samples < 1 or seconds <= 0:
+            return
+        if self._recent and num_samples != self._recent[-1][0]:
+            self._share_changes()
+        self._recent.append((num_samples, seconds))
+        self._compare()
+
+    @property
+    def speed(self) -> Speed | None:
+        """The speed by now; None before enough steps were seen."""
+        if len(self._recent) < _ENOUGH:
+            return None
+        q = self._overhead_samples
+        each_s = [seconds / (q + samples) for samples, seconds in self._recent]
+        return Speed(s_per_sample=statistics.median(each_s), overhead_samples=q)
+
+    def _share_changes(self) -> None:
+        settled = self._settled()
+        if settled is not None:
+            self._before, self._has_compared = settled, False
+
+    def _settled(self) -> tuple[int, float] | None:
+        """The latest share and its median time, if there are enough steps with it in a row."""
+        share = self._recent[-1][0]
+        times_s = [seconds for samples, seconds in self._recent if samples == share]
+        return (share, statistics.median(times_s)) if len(times_s) >= _ENOUGH else None
+
+    def _compare(self) -> None:
+        """Read the overhead off once the new share is settled as well."""
+        after = self._settled()
+        if self._before is None or after is None or self._has_compared or after[0] == self._before[0]:
+            return
+        self._has_compared = True
+        few, many = sorted((self._before, after))
+        if many[0] < few[0] * (1 + _LEAST_APART):
+            return
+        if many[1] <= few[1]:
+            found = _MOST_OVERHEAD * few[0]
+        else:
+            found = (few[1] * many[0] - many[1] * few[0]) / (many[1] - few[1])
+        found = min(max(found, 0.0), _MOST_OVERHEAD * few[0])
+        self._overhead_samples = (self._overhead_samples + found) / 2

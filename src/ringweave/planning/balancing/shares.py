@@ -1,0 +1,148 @@
+"""How many samples of a batch each rank computes: whole numbers that minimise the predicted time of the slowest."""
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ringweave.errors import TrainingError, explain
+from ringweave.planning.balancing.speeds import Speed
+
+MIN_GAIN = 0.05
+"""A change must be predicted to shorten the step by this fraction: measured speeds are good to a few per cent."""
+
+Shares = tuple[int, ...]
+"""Samples of each rank in one batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """New shares, and why."""
+
+    shares: Shares
+    before_s: float
+    """Predicted computing time of the slowest rank with the shares that were."""
+    after_s: float
+    """The same with the new ones."""
+
+
+def step_s(shares: Sequence[int], speeds: Sequence[Speed]) -> float:
+    """Predicted computing time of the slowest rank."""
+    return max(speed.seconds(share) for share, speed in zip(shares, speeds, strict=True))
+
+
+def apportion(num_samples: int, speeds: Sequence[Speed], caps: Sequence[int] | None = None, least: int = 1) -> Shares:
+    """Whole shares with the least predicted time of the slowest rank; among those, of the second slowest, and so on.
+
+    The method of largest remainders, generalised to fixed work and caps: everybody gets what fits into the time that
+    would do if samples could be divided, and each sample that is left goes where it is done first.
+
+    Args:
+        num_samples: Size of the batch over all ranks.
+        speeds: Speed of each rank.
+        caps: The most that each rank's memory takes; None where there is no limit.
+        least: What each rank gets at least.
+
+    Returns:
+        Shares whose sum is `num_samples`; equals go to the lower rank first.
+
+    Raises:
+        TrainingError: The batch is too small or too large for these ranks.
+
+    Cost: O(n log n) for n ranks, whatever the size of the batch.
+    """
+    caps = [num_samples] * len(speeds) if caps is None else caps
+    _check(num_samples, caps, least)
+    limit_s = _divisible_s(num_samples, speeds, caps, least)
+    # A hair less than what fits, so that rounding cannot hand out a sample too many: those are added again below.
+    fitting = [math.floor(speed.samples_within(limit_s) - 1e-9) for speed in speeds]
+    shares = [max(least, min(cap, each)) for cap, each in zip(caps, fitting, strict=True)]
+    queue = [
+        (speed.seconds(share + 1), rank)
+        for rank, (speed, share) in enumerate(zip(speeds, shares, strict=True))
+        if share < caps[rank]
+    ]
+    heapq.heapify(queue)
+    for _ in range(num_samples - sum(shares)):
+        _, rank = heapq.heappop(queue)
+        shares[rank] += 1
+        if shares[rank] < caps[rank]:
+            heapq.heappush(queue, (speeds[rank].seconds(shares[rank] + 1), rank))
+    return tuple(shares)
+
+
+def rebalance(
+    current: Shares, speeds: Sequence[Speed], caps: Sequence[int] | None = None, min_gain: float = MIN_GAIN
+) -> Change | None:
+    """Better shares for the same batch; None if they would not be better by at least `min_gain`.
+
+    Args:
+        current: The shares that hold now, or are decided already.
+        speeds: Speed of each rank by now.
+        caps: The most that each rank's memory takes.
+        min_gain: Fraction of the predicted time.
+    """
+    shares = apportion(sum(current), speeds, caps)
+    before_s, after_s = step_s(current, speeds), step_s(shares, speeds)
+    if after_s > before_s * (1 - min_gain):
+        return None
+    return Change(shares=shares, before_s=before_s, after_s=after_s)
+
+
+def scale(shares: Shares, num_samples: int) -> Shares:
+    """The shares of a smaller batch, in the same proportions: largest remainders; some may be 0.
+
+    Args:
+        shares: Those of a whole batch.
+        num_samples: At most their sum.
+    """
+    total = sum(shares)
+    whole = [share * num_samples // total for share in shares]
+    remainders = [share * num_samples % total for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda rank: (-remainders[rank], rank))
+    for rank in by_remainder[: num_samples - sum(whole)]:
+        whole[rank] += 1
+    return tuple(whole)
+
+
+def _divisible_s(num_samples: int, speeds: Sequence[Speed], caps: Sequence[int], least: int) -> float:
+    """The time in which the ranks could compute the batch if samples could be divided.
+
+    What the ranks compute within a time is piecewise linear in it, and bends where a rank begins or meets its cap.
+    """
+
+    def computed(limit_s: float) -> float:
+        pairs = zip(speeds, caps, strict=True)
+        return sum(max(least, min(cap, speed.samples_within(limit_s))) for speed, cap in pairs)
+
+    bends = sorted(speed.seconds(at) for speed, cap in zip(speeds, caps, strict=True) for at in (least, cap))
+    low, high = 0, len(bends) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if computed(bends[middle]) >= num_samples else (middle + 1, high)
+    if low == 0:
+        return bends[0]
+    begin, end = bends[low - 1], bends[low]
+    at_begin, at_end = computed(begin), computed(end)
+    return end if at_end <= at_begin else begin + (end - begin) * (num_samples - at_begin) / (at_end - at_begin)
+
+
+def _check(num_samples: int, caps: Sequence[int], least: int) -> None:
+    if num_samples < least * len(caps):
+        raise TrainingError(
+            explain(
+                "samples in a batch over all ranks",
+                got=num_samples,
+                expected=f"at least {least} for each of {len(caps)} ranks",
+                do="Raise the batch size of the loader, or use fewer workers",
+            )
+        )
+    if min(caps) < least or num_samples > sum(caps):
+        raise TrainingError(
+            explain(
+                "samples that fit into the memory of the ranks",
+                got=list(caps),
+                expected=f"at least {least} each and {num_samples} together",
+                do="Raise max_samples, or lower the batch size of the loader",
+            )
+        )

@@ -1,0 +1,44 @@
+"""How workers train together: the names that users type, and which of them `auto` means."""
+
+from ringweave.errors import UsageError, explain
+from ringweave.topology.problems import closest
+
+AUTO, SYNC, BALANCED = "auto", "sync", "balanced"
+NAMES = (AUTO, SYNC, BALANCED)
+"""Every name that `prepare(mode=...)` and `--mode` take."""
+
+_PLANNED = ("ps-hra", "ps")
+
+
+def check_name(name: str, where: str = "") -> str:
+    """`name` itself if it can be asked for.
+
+    Raises:
+        UsageError: No such mode, or one that this version does not have; the text suggests the nearest one.
+    """
+    if name in NAMES:
+        return name
+    if name in _PLANNED:
+        mend = f"{name} needs the asynchronous parameter server, which is not there yet; {BALANCED} comes nearest"
+    else:
+        mend = closest(name, NAMES) or "Name one of them"
+    raise UsageError(explain("mode", got=name, expected=f"one of {', '.join(NAMES)}", do=mend, where=where))
+
+
+def decide(asked: str, told: str | None, world_size: int) -> tuple[str, str]:
+    """The mode that is used, and why in words.
+
+    Args:
+        asked: The argument of `prepare`; any name but `auto` decides.
+        told: What the launcher was told (`--mode`); decides where the script leaves it open.
+        world_size: Number of workers.
+
+    Raises:
+        UsageError: One of them is no mode.
+    """
+    for name, source in ((asked, "the script asks for it"), (told or AUTO, "ringweave run --mode asks for it")):
+        if check_name(name) != AUTO:
+            return name, source
+    if world_size == 1:
+        return SYNC, "there is one worker, and nobody to share with"
+    return BALANCED, "it is sync while all workers are equally fast, and the faster of the two when they are not"

@@ -1,0 +1,11 @@
+"""What a user's script imports: training on unequal workers as if they were one.
+
+```python
+model, optimizer, loader = ringweave.prepare(model, optimizer, loader)
+```
+"""
+
+from ringweave.training.loading.loader import SharedLoader
+from ringweave.training.preparing import prepare
+
+__all__ = ["SharedLoader", "prepare"]

@@ -1,0 +1,72 @@
+"""Which shares every batch has: decided at the borders of train steps, by all ranks alike."""
+
+from collections.abc import Callable, Sequence
+
+from ringweave.planning import balancing
+from ringweave.planning.balancing import Change, SpeedEstimator
+from ringweave.planning.balancing.shares import Shares
+from ringweave.training.control import Control, SpeedExchange
+from ringweave.training.timing import StepTimer
+
+EXCHANGE_EVERY = 2
+"""Borders from one exchange of speeds to the next. What is begun at a border is taken at the next: nobody waits."""
+
+
+class Balancer:
+    """Measures this rank, tells the others, and changes the shares when that pays.
+
+    All ranks count batches alike, get the same numbers and compute the same from them, so they agree without a leader.
+    A change holds from the first batch on whose samples no rank has handed to its loader's workers yet.
+    """
+
+    def __init__(
+        self,
+        shares: Shares,
+        timer: StepTimer,
+        control: Control | None,
+        *,
+        caps: Sequence[int] | None = None,
+        num_prefetched: int = 0,
+        on_change: Callable[[int, Change], object] = lambda _batch, _change: None,
+    ) -> None:
+        """`control` None keeps the first shares; `num_prefetched` is the most batches that any rank loads ahead."""
+        self._history: list[tuple[int, Shares]] = [(0, shares)]
+        self._timer, self._control, self._caps = timer, control, caps
+        self._num_prefetched = num_prefetched
+        self._on_change = on_change
+        self._estimator = SpeedEstimator()
+        self._pending: SpeedExchange | None = None
+
+    def shares_of(self, batch_number: int) -> Shares:
+        """The shares of a whole batch; batches are counted through all epochs."""
+        return next(shares for first, shares in reversed(self._history) if first <= batch_number)
+
+    @property
+    def latest(self) -> Shares:
+        """Those decided last; they may hold only a few batches from now."""
+        return self._history[-1][1]
+
+    def border(self, batch_number: int) -> None:
+        """Between two steps; `batch_number` is the batch that is asked for next."""
+        self._timer.end()
+        if self._control is None:
+            self._timer.take()
+            return
+        for num_samples, seconds in self._timer.take():
+            self._estimator.observe(num_samples, seconds)
+        if self._pending is not None:
+            self._decide(batch_number, self._pending)
+            self._pending = None
+        elif batch_number % EXCHANGE_EVERY == 0:
+            self._pending = self._control.start_exchange(self._estimator.speed)
+
+    def _decide(self, batch_number: int, exchange: SpeedExchange) -> None:
+        speeds = exchange.wait()
+        change = balancing.rebalance(self.latest, speeds, self._caps) if speeds else None
+        if change is None:
+            return
+        first = batch_number + self._num_prefetched
+        current = self.shares_of(batch_number)
+        kept = [(0, current), *(entry for entry in self._history if entry[0] > batch_number)]
+        self._history = [*kept, (first, change.shares)]
+        self._on_change(first, change)

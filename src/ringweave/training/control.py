@@ -1,0 +1,91 @@
+"""Small messages among all ranks beside the gradients: what they prepared, how fast they are, what they trained on."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringweave.errors import DisagreementError, explain
+from ringweave.planning.balancing import Account, Speed
+
+_HALF = 2**63
+
+
+class Control:
+    """A group of its own on the host library, so that its messages never queue behind a gradient's."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        self._group = group
+
+    def gather_json(self, document: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What each rank says, in the order of ranks. JSON, since nothing that comes from elsewhere is unpickled."""
+        own = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
+        lengths = self._gather(torch.tensor([len(own)]))
+        longest = max(int(length) for length in lengths)
+        texts = self._gather(torch.nn.functional.pad(own, (0, longest - len(own))))
+        return [json.loads(bytes(text[: int(length)].tolist())) for text, length in zip(texts, lengths, strict=True)]
+
+    def gather_accounts(self, own: Account) -> list[Account]:
+        """What each rank has trained on."""
+        found = self._gather(torch.tensor([own.num_samples, own.fingerprint - _HALF]))
+        return [Account(num_samples=int(pair[0]), fingerprint=int(pair[1]) + _HALF) for pair in found]
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Rank 0's tensor, which all others get in the place of theirs."""
+        dist.broadcast(tensor, 0, group=self._group)
+        return tensor
+
+    def start_exchange(self, own: Speed | None) -> "SpeedExchange":
+        """Begin to tell all ranks how fast this one is."""
+        values = (math.nan, math.nan) if own is None else (own.s_per_sample, own.overhead_samples)
+        message = torch.tensor(values, dtype=torch.float64)
+        found = [torch.empty_like(message) for _ in range(self.world_size)]
+        work = dist.all_gather(found, message, group=self._group, async_op=True)
+        assert work is not None
+        return SpeedExchange(work, found)
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(found, tensor, group=self._group)
+        return found
+
+
+class SpeedExchange:
+    """Speeds of all ranks, on their way."""
+
+    def __init__(self, work: dist.Work, found: list[Tensor]) -> None:
+        self._work, self._found = work, found
+
+    def wait(self) -> list[Speed] | None:
+        """Speeds of all ranks, the same on all of them; None as long as one of them has not measured enough."""
+        self._work.wait()
+        pairs = [(float(pair[0]), float(pair[1])) for pair in self._found]
+        if any(math.isnan(s_per_sample) for s_per_sample, _ in pairs):
+            return None
+        return [Speed(s_per_sample=each_s, overhead_samples=overhead) for each_s, overhead in pairs]
+
+
+def check_alike(said: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> None:
+    """Refuse to train when ranks have prepared different things, before they wait for each other for ever.
+
+    Raises:
+        DisagreementError: For the first key that differs, with the ranks and values.
+    """
+    for key in keys:
+        for rank, document in enumerate(said):
+            if document[key] != said[0][key]:
+                raise DisagreementError(
+                    explain(
+                        f"{key} of rank {rank}",
+                        got=document[key],
+                        expected=f"{said[0][key]!r} as on rank 0",
+                        do="Give prepare the same model, data and options on all ranks",
+                    )
+                )

@@ -1,0 +1,1 @@
+"""Loaders that give each rank its part of every batch."""

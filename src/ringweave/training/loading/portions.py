@@ -1,0 +1,31 @@
+"""This rank's part of a batch."""
+
+from dataclasses import dataclass
+
+from ringweave.planning import balancing
+from ringweave.planning.balancing.epochs import Indices
+from ringweave.planning.balancing.shares import Shares
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Portion:
+    """What a rank computes of one batch."""
+
+    indices: Indices
+    """Its samples, (num_samples,) int64; may be empty in a short last batch."""
+    num_total: int
+    """Samples of the batch over all ranks."""
+    stand_in: int
+    """A sample of the batch that a rank computes, and throws away, where it has none of its own."""
+
+    @property
+    def to_load(self) -> list[int]:
+        """What the data set is asked for: never nothing, since DDP wants a pass of every rank."""
+        return self.indices.tolist() or [self.stand_in]
+
+
+def portion(batch: Indices, shares: Shares, rank: int) -> Portion:
+    """A rank's portion of a batch, which may be smaller than the shares say, if it is the last one."""
+    if len(batch) < sum(shares):
+        shares = balancing.scale(shares, len(batch))
+    return Portion(indices=batch[balancing.cut(shares, rank)], num_total=len(batch), stand_in=int(batch[0]))

@@ -1,0 +1,120 @@
+"""`ringweave.prepare`: three lines of a script that trains alone, and it trains on all workers."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from ringweave.environment import WorkerEnvironment
+from ringweave.errors import TrainingError, explain
+from ringweave.planning import balancing, modes
+from ringweave.planning.balancing import Speed
+from ringweave.training import control, joining, reducing, timing
+from ringweave.training.balancer import Balancer
+from ringweave.training.control import Control
+from ringweave.training.loading import orders
+from ringweave.training.loading.loader import Parts, SharedLoader
+from ringweave.training.recording import Recorder
+from ringweave.training.reducing import GradientReducer, SampleWeights
+from ringweave.training.timing import CudaTimeline, HostTimeline, StepTimer
+
+REDUCTIONS = ("mean", "sum")
+_ALIKE = ("mode", "reduction", "order", "batch_samples", "num_samples", "drop_last")
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loader: DataLoader,
+    mode: str = modes.AUTO,
+    *,
+    reduction: str = "mean",
+    max_samples: int | None = None,
+    ddp: Mapping[str, Any] | None = None,
+) -> tuple[DistributedDataParallel, Optimizer, SharedLoader]:
+    """Returns what takes the place of the three: the loop stays as it is, and every step is that of one process.
+
+    The batch of a train step is the loader's, whatever the number of workers. Each worker computes its share of it, and
+    the gradient of the whole batch is sum b_i g_i / sum b_i, exactly. Works under any launcher, and without one.
+
+    Args:
+        model: A module, the same on all ranks but for its values, which become those of rank 0; or one under
+            DistributedDataParallel already.
+        optimizer: Made of the model's parameters; it is returned as it is.
+        loader: A DataLoader with batch_size (of the whole train step) and, if needed, a sampler. With a
+            DistributedSampler its batch_size is that of each rank.
+        mode: `sync`: equal shares. `balanced`: shares in proportion to measured speeds. `auto`: what `ringweave run
+            --mode` says, else balanced if there is more than one worker.
+        reduction: `mean` if the loss is a mean over the samples of a batch, `sum` if it is their sum. Exactness depends
+            on it; a weighted mean, or one over tokens of unequal numbers, is neither.
+        max_samples: The most samples of one batch that this rank's memory takes; may differ between ranks.
+        ddp: Further arguments of DistributedDataParallel.
+
+    Raises:
+        UsageError: No such mode, or one that is not there yet.
+        TrainingError: The batches of the loader cannot be shared in this way.
+        DisagreementError: Ranks have prepared different things.
+    """
+    _check_reduction(reduction)
+    environment = WorkerEnvironment.from_environ(os.environ)
+    reading = orders.read(loader)
+    modes.check_name(mode)
+    joining.join(os.environ)
+    messages = Control()
+    chosen, reason = modes.decide(mode, environment.mode, messages.world_size)
+    said = messages.gather_json(
+        {
+            **{key: getattr(reading, key) for key in ("order", "batch_samples", "num_samples", "drop_last")},
+            "mode": chosen,
+            "reduction": reduction,
+            "num_prefetched": reading.num_prefetched,
+            "seed": orders.seed_of(loader),
+            "cap": max_samples,
+            "speed": joining.assumed_speed(environment, os.environ),
+        }
+    )
+    control.check_alike(said, _ALIKE)
+    weights = SampleWeights(num_ranks=messages.world_size, is_mean=reduction == "mean")
+    timer = StepTimer(CudaTimeline() if _is_on_cuda(model) else HostTimeline())
+    recorder = Recorder(environment, messages.rank)
+    balancer = _balancer(chosen, said, timer, messages, recorder)
+    recorder.prepared(
+        mode=chosen, asked=mode, reason=reason, batch_samples=reading.batch_samples, shares=balancer.latest
+    )
+    parallel = reducing.attach(model, weights, GradientReducer(process_group=None, timer=timer), dict(ddp or {}))
+    timing.watch(timer, parallel, optimizer)
+    parts = Parts(control=messages, balancer=balancer, weights=weights, timer=timer, note=recorder.accounted)
+    return parallel, optimizer, SharedLoader(loader, reading, said[0]["seed"], parts)
+
+
+def _balancer(
+    mode: str, said: list[dict[str, Any]], timer: StepTimer, messages: Control, recorder: Recorder
+) -> Balancer:
+    """First shares: by the cluster file's speeds if they are to be balanced, else equal ones."""
+    batch_samples = said[0]["batch_samples"]
+    is_balanced = mode == modes.BALANCED
+    caps = [batch_samples if each["cap"] is None else each["cap"] for each in said]
+    speeds = [Speed(s_per_sample=1 / each["speed"] if is_balanced else 1.0) for each in said]
+    return Balancer(
+        balancing.apportion(batch_samples, speeds, caps),
+        timer,
+        messages if is_balanced else None,
+        caps=caps,
+        num_prefetched=max(each["num_prefetched"] for each in said),
+        on_change=recorder.shares_changed,
+    )
+
+
+def _is_on_cuda(model: nn.Module) -> bool:
+    return any(parameter.device.type == "cuda" for parameter in model.parameters()) and torch.cuda.is_available()
+
+
+def _check_reduction(reduction: str) -> None:
+    if reduction not in REDUCTIONS:
+        do = "Say how the loss of a batch follows from the losses of its samples"
+        raise TrainingError(explain("reduction", got=reduction, expected="mean or sum", do=do))

@@ -1,0 +1,71 @@
+"""What training leaves in the event log and the script's own log; rank 0 writes for all."""
+
+import logging
+
+from ringweave.environment import WorkerEnvironment
+from ringweave.planning.balancing import Change
+from ringweave.planning.balancing.shares import Shares
+from ringweave.telemetry import EventLog
+from ringweave.training.loading.loader import EpochAccount
+
+_LOGGER = logging.getLogger("ringweave")
+
+
+class Recorder:
+    """Writes events of rank 0, if there is a run directory; the rest of the ranks is silent."""
+
+    def __init__(self, environment: WorkerEnvironment, rank: int) -> None:
+        self._is_speaker = rank == 0
+        run_dir = environment.run_dir
+        self._log = EventLog(run_dir / "events.jsonl") if run_dir and self._is_speaker else None
+
+    def prepared(self, *, mode: str, asked: str, reason: str, batch_samples: int, shares: Shares) -> None:
+        """Training begins."""
+        self._say("mode %s, because %s; shares %s", mode, reason, shares)
+        if self._log:
+            self._log.write(
+                "training_prepared",
+                rank=0,
+                mode=mode,
+                asked=asked,
+                reason=reason,
+                batch_samples=batch_samples,
+                shares=list(shares),
+            )
+
+    def shares_changed(self, batch_number: int, change: Change) -> None:
+        """Other shares from a batch on."""
+        text = "shares %s from batch %d on; computing predicted to take %.3g s instead of %.3g s"
+        self._say(text, change.shares, batch_number, change.after_s, change.before_s)
+        if self._log:
+            self._log.write(
+                "shares_changed",
+                rank=0,
+                batch=batch_number,
+                shares=list(change.shares),
+                predicted_before_s=change.before_s,
+                predicted_after_s=change.after_s,
+            )
+
+    def accounted(self, account: EpochAccount) -> None:
+        """An epoch is complete."""
+        total, expected = account.total, account.expected
+        text = "epoch %d: %d of %d samples, %s"
+        verdict = "each exactly once" if account.is_exact else "not the right ones"
+        self._say(text, account.epoch, total.num_samples, expected.num_samples, verdict)
+        if self._log:
+            self._log.write(
+                "samples_accounted",
+                rank=0,
+                epoch=account.epoch,
+                samples=total.num_samples,
+                expected=expected.num_samples,
+                fingerprint=f"{total.fingerprint:016x}",
+                expected_fingerprint=f"{expected.fingerprint:016x}",
+                by_rank=[own.num_samples for own in account.by_rank],
+                exact=account.is_exact,
+            )
+
+    def _say(self, text: str, *values: object) -> None:
+        if self._is_speaker:
+            _LOGGER.info(text, *values)

@@ -1,0 +1,97 @@
+"""Gradients of unequal parts of a batch, added up to exactly the gradient of the whole batch.
+
+Two places take part. As soon as a parameter's gradient of this pass is there, and before it is added to what
+accumulated earlier, it is multiplied by N b_i / sum b (N ranks, b_i samples on this one). DDP's communication hook then
+takes the mean over the ranks of whatever accumulated. So passes without communication (`no_sync`) may have other shares
+than the last one, and passes with communication leave what is the same on all ranks as it is.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import unserializable_hook
+
+from ringweave.training.timing import StepTimer
+
+
+@dataclass(kw_only=True, slots=True)
+class SampleWeights:
+    """What this rank's part of the present batch counts for. The loader says how many samples it has."""
+
+    num_ranks: int
+    is_mean: bool
+    """The loss is a mean over the samples of a batch; else their sum."""
+    num_samples: int = 1
+    """On this rank."""
+    num_total: int = 0
+    """Over all ranks; 0 before the first batch, when all ranks count the same."""
+
+    def set(self, num_samples: int, num_total: int) -> None:
+        """The batch that the next passes compute."""
+        self.num_samples, self.num_total = num_samples, num_total
+
+    @property
+    def fraction(self) -> float:
+        """This rank's part of the batch: the sum over ranks of fraction times mean is the mean of all samples."""
+        return self.num_samples / self.num_total if self.num_total else 1 / self.num_ranks
+
+    @property
+    def factor(self) -> float:
+        """What gradients are multiplied by before the mean over ranks is taken."""
+        if self.num_total == 0:
+            return 1.0
+        if not self.is_mean:
+            return float(self.num_ranks if self.num_samples else 0)
+        return self.num_ranks * self.num_samples / self.num_total
+
+    @unserializable_hook
+    def weigh(self, gradient: Tensor) -> Tensor | None:
+        """The hook of every parameter."""
+        factor = self.factor
+        if factor == 1.0:
+            return None
+        if factor == 0.0:  # the sample is there only to keep DDP going; even its infinities do not count
+            return torch.zeros_like(gradient)
+        return gradient * factor
+
+
+@dataclass(kw_only=True, slots=True)
+class GradientReducer:
+    """State of DDP's communication hook: the one place where gradients of different ranks meet."""
+
+    process_group: dist.ProcessGroup | None
+    """None is the default group."""
+    timer: StepTimer
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Begin the mean over all ranks of one bucket, in place."""
+        if bucket.is_last():
+            self.timer.gradients_ready()
+        buffer = bucket.buffer()
+        buffer.div_(dist.get_world_size(self.process_group))
+        work = dist.all_reduce(buffer, group=self.process_group, async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda done: done.value()[0])
+
+
+def attach(
+    model: nn.Module, weights: SampleWeights, reducer: GradientReducer, ddp_options: dict[str, Any]
+) -> DistributedDataParallel:
+    """The model under DDP, its gradients weighed and its buckets reduced by us; one under DDP is kept as it is."""
+    parallel = model
+    if not isinstance(parallel, DistributedDataParallel):
+        parallel = DistributedDataParallel(model, process_group=reducer.process_group, **ddp_options)
+    for parameter in parallel.module.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(weights.weigh)
+    parallel.register_comm_hook(reducer, _reduce)
+    return parallel
+
+
+def _reduce(reducer: GradientReducer, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """What DDP calls: it wants a function with a name."""
+    return reducer.reduce(bucket)

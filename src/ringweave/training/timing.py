@@ -1,0 +1,158 @@
+"""How long a rank computes in a train step, apart from its waits for others.
+
+The time from asking for data to the last gradient, plus the update. All waits of DDP lie outside of it: between the
+last gradient and the end of the backward pass, and, where a model has buffers, at the begin of the forward pass, which
+is taken off. What the script itself waits for between two of these points (an allreduce of the loss before `backward`)
+is counted, so scripts should do that after the update.
+
+Time is the clock's on the wall and not the processor's: a rank that is throttled or shares its processor is slow.
+"""
+
+import abc
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+Span = tuple[Any, Any]
+"""Two marks of one timeline."""
+
+
+class Timeline(abc.ABC):
+    """Where marks are set, and how far they are apart."""
+
+    @abc.abstractmethod
+    def mark(self) -> Any:
+        """Now."""
+
+    @abc.abstractmethod
+    def has_passed(self, mark: Any) -> bool:
+        """Whether what was asked for before the mark is done."""
+
+    @abc.abstractmethod
+    def seconds(self, span: Span) -> float:
+        """From the first mark to the second, which have both passed."""
+
+
+class HostTimeline(Timeline):
+    """The clock: work is done when the call that does it returns."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+
+    def mark(self) -> float:
+        """Now."""
+        return self._clock()
+
+    def has_passed(self, mark: float) -> bool:
+        """Always."""
+        return True
+
+    def seconds(self, span: Span) -> float:
+        """The difference."""
+        return span[1] - span[0]
+
+
+class CudaTimeline(Timeline):
+    """Events of the current stream: calls return before the work is done, and the timer must not wait for it."""
+
+    def mark(self) -> torch.cuda.Event:
+        """An event that passes once the work before it is done."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def has_passed(self, mark: torch.cuda.Event) -> bool:
+        """Whether it has, without waiting."""
+        return mark.query()
+
+    def seconds(self, span: Span) -> float:
+        """Time on the device."""
+        return span[0].elapsed_time(span[1]) / 1e3
+
+
+@dataclass(kw_only=True, slots=True)
+class _Step:
+    """Marks of one train step."""
+
+    begin: Any
+    num_samples: int = 0
+    ready: Any = None
+    waits: list[Span] = field(default_factory=list)
+    updates: list[Span] = field(default_factory=list)
+
+
+class StepTimer:
+    """Told what happens in a train step; gives the time that each has taken, once it is known."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._step: _Step | None = None
+        self._opened: Any = None
+        self._ended: deque[_Step] = deque()
+
+    def begin(self) -> None:
+        """The loader is asked for the next batch; the step before has ended."""
+        self._step = _Step(begin=self._timeline.mark())
+
+    def give(self, num_samples: int) -> None:
+        """The batch is there."""
+        if self._step is not None:
+            self._step.num_samples = num_samples
+
+    def open(self, *_: object) -> None:
+        """Begin of something that must be told apart; also a hook of modules and optimizers."""
+        self._opened = self._timeline.mark()
+
+    def close_wait(self, *_: object) -> None:
+        """What was opened was a wait for others."""
+        if self._opened is not None and self._step is not None:
+            self._step.waits.append((self._opened, self._timeline.mark()))
+        self._opened = None
+
+    def close_update(self, *_: object) -> None:
+        """What was opened was an update. Computing that no other rank waits in the midst of."""
+        step = self._step
+        if self._opened is not None and step is not None and step.ready is not None:
+            step.updates.append((self._opened, self._timeline.mark()))
+        self._opened = None
+
+    def gradients_ready(self) -> None:
+        """All gradients of a pass are computed; what follows is communication."""
+        if self._step is not None:
+            self._step.ready = self._timeline.mark()
+
+    def end(self) -> None:
+        """The step is over. One that did not communicate was computing all the time."""
+        step, self._step = self._step, None
+        if step is None or step.num_samples == 0:
+            return
+        if step.ready is None:
+            step.ready = self._timeline.mark()
+        self._ended.append(step)
+
+    def take(self) -> list[tuple[int, float]]:
+        """(samples, seconds) of each step that has been measured since the last call."""
+        taken: list[tuple[int, float]] = []
+        while self._ended and self._has_passed(self._ended[0]):
+            step = self._ended.popleft()
+            seconds = self._timeline.seconds
+            computing = seconds((step.begin, step.ready)) + sum(map(seconds, step.updates))
+            taken.append((step.num_samples, computing - sum(map(seconds, step.waits))))
+        return taken
+
+    def _has_passed(self, step: _Step) -> bool:
+        return all(map(self._timeline.has_passed, (step.ready, *(end for _, end in step.updates))))
+
+
+def watch(timer: StepTimer, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    """Let model and optimizer tell the timer; gradients are told by the communication hook."""
+    if any(True for _ in model.module.buffers()):
+        model.register_forward_pre_hook(timer.open)
+        model.module.register_forward_pre_hook(timer.close_wait)
+    optimizer.register_step_pre_hook(timer.open)
+    optimizer.register_step_post_hook(timer.close_update)

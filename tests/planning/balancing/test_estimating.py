@@ -1,0 +1,79 @@
+"""What an estimator makes of steps of a rank whose speed is known."""
+
+import random
+
+import pytest
+
+from ringweave.planning.balancing import Speed, SpeedEstimator, apportion, rebalance
+from ringweave.planning.balancing.estimating import WARM_UP_STEPS, WINDOW
+
+
+def watch(estimator: SpeedEstimator, truth: Speed, num_samples: int, num_steps: int) -> None:
+    for _ in range(num_steps):
+        estimator.observe(num_samples, truth.seconds(num_samples))
+
+
+def test_the_first_steps_do_not_count() -> None:
+    estimator = SpeedEstimator()
+    watch(estimator, Speed(s_per_sample=100.0), 4, WARM_UP_STEPS)
+    watch(estimator, Speed(s_per_sample=2.0), 4, 2)
+    assert estimator.speed is None
+    watch(estimator, Speed(s_per_sample=2.0), 4, 1)
+    assert estimator.speed == Speed(s_per_sample=2.0)
+
+
+def test_stalls_are_no_change_of_speed() -> None:
+    estimator = SpeedEstimator()
+    watch(estimator, Speed(s_per_sample=2.0), 4, WARM_UP_STEPS + WINDOW)
+    watch(estimator, Speed(s_per_sample=50.0), 4, 2)
+    assert estimator.speed == Speed(s_per_sample=2.0)
+
+
+def test_a_lasting_change_shows_after_three_steps() -> None:
+    estimator = SpeedEstimator()
+    watch(estimator, Speed(s_per_sample=2.0), 4, WARM_UP_STEPS + WINDOW)
+    watch(estimator, Speed(s_per_sample=8.0), 4, 3)
+    assert estimator.speed == Speed(s_per_sample=8.0)
+
+
+def test_overhead_is_read_off_two_shares() -> None:
+    truth = Speed(s_per_sample=0.5, overhead_samples=6.0)
+    estimator = SpeedEstimator()
+    watch(estimator, truth, 20, WARM_UP_STEPS + WINDOW)
+    for share in (10, 20, 10, 20, 10, 20):
+        watch(estimator, truth, share, 3)
+    assert estimator.speed is not None
+    assert estimator.speed.overhead_samples == pytest.approx(6.0, rel=0.05)
+    assert estimator.speed.s_per_sample == pytest.approx(0.5, rel=0.05)
+
+
+def test_steps_without_samples_and_short_batches_do_not_count() -> None:
+    estimator = SpeedEstimator()
+    watch(estimator, Speed(s_per_sample=2.0), 4, WARM_UP_STEPS + WINDOW)
+    estimator.observe(0, 7.0)
+    estimator.observe(1, 2.0)
+    assert estimator.speed == Speed(s_per_sample=2.0)
+
+
+def converge(truth: list[Speed], num_steps: int, noise: float, seed: int) -> tuple[int, ...]:
+    """Shares after so many steps of ranks whose times are noisy, balanced as in training."""
+    generator = random.Random(seed)
+    shares = apportion(96, [Speed(s_per_sample=1.0)] * len(truth))
+    estimators = [SpeedEstimator() for _ in truth]
+    for _ in range(num_steps):
+        for estimator, speed, share in zip(estimators, truth, shares, strict=True):
+            estimator.observe(share, speed.seconds(share) * generator.uniform(1 - noise, 1 + noise))
+        known = [estimator.speed for estimator in estimators]
+        if all(known):
+            change = rebalance(shares, [speed for speed in known if speed])
+            shares = change.shares if change else shares
+    return shares
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("overhead", [0.0, 5.0])
+def test_shares_come_near_the_best_ones_from_noisy_times(overhead: float, seed: int) -> None:
+    truth = [Speed(s_per_sample=4.0 if rank == 7 else 1.0, overhead_samples=overhead) for rank in range(8)]
+    shares = converge(truth, num_steps=30, noise=0.03, seed=seed)
+    best = max(speed.seconds(share) for speed, share in zip(truth, apportion(96, truth), strict=True))
+    assert max(speed.seconds(share) for speed, share in zip(truth, shares, strict=True)) <= 1.1 * best
