@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import ringweave
-from ringweave.planning import balancing
-from ringweave.training import SharedLoader, preparing
-from ringweave.training.balancer import Balancer
+from ringweave.training import SharedLoader
 
 FEATURES = 6
 

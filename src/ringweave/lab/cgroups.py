@@ -76,6 +76,21 @@ def make(hierarchy: Hierarchy, lab: str, quotas: Quotas) -> None:
         ) from error
 
 
+def change(group: Path, quota_us: int, hierarchy: Hierarchy) -> None:
+    """Give the processes of a group another quota from now on.
+
+    Raises:
+        LabError: The kernel refuses, or the group is gone.
+    """
+    try:
+        _limit(hierarchy, group, quota_us)
+    except OSError as error:
+        what, do = f"CPU quota of {group.name}", "Give at least 1 ms of each 40 ms, and see whether the lab is still up"
+        raise LabError(
+            explain(what, got=quota_us, expected="microseconds that the kernel takes", do=do, where=str(group))
+        ) from error
+
+
 def remove(hierarchy: Hierarchy, lab: str) -> None:
     """Remove the groups of a lab, once the processes in them have ended.
 
@@ -110,6 +125,10 @@ def _make_parent(hierarchy: Hierarchy, lab: str) -> None:
 
 def _make_one(hierarchy: Hierarchy, group: Path, quota_us: int) -> None:
     group.mkdir(exist_ok=True)
+    _limit(hierarchy, group, quota_us)
+
+
+def _limit(hierarchy: Hierarchy, group: Path, quota_us: int) -> None:
     if hierarchy.version == 2:
         (group / "cpu.max").write_text(f"{quota_us} {PERIOD_US}", encoding="ascii")
     else:

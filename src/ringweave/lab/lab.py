@@ -81,6 +81,25 @@ class Lab:
         hierarchy = cgroups.find() if self.quotas is not None else None
         return str(hierarchy.of_device(self.name, node, device)) if hierarchy else None
 
+    def set_quota(self, node: str, device: int, quota_us: int) -> None:
+        """Give a device another CPU quota while programs run on it.
+
+        Args:
+            node: Name of the node.
+            device: Index of its device.
+            quota_us: Microseconds of each 40 ms, at least 1000.
+
+        Raises:
+            ClusterError: There is no such node.
+            PlacementError: The node has no such device.
+            LabError: The lab has no quotas, or the kernel refuses.
+        """
+        topology.device_of(self.cluster.node(node), device)
+        hierarchy = cgroups.find() if self.quotas is not None else None
+        if hierarchy is None:
+            raise LabError(f"CPU quotas of lab {self.name}: none, expected some. Bring it up with --quotas always.")
+        cgroups.change(hierarchy.of_device(self.name, node, device), quota_us, hierarchy)
+
     def bytes_on_links(self) -> dict[str, int]:
         """Link -> bytes sent on it since the lab is up: whole Ethernet frames, so about 5 % more than their content."""
         return {link: sum(entry["bytes"] for entry in entries) for link, entries in self._limits().items()}

@@ -44,7 +44,7 @@ class Control:
 
     def start_exchange(self, own: Speed | None) -> "SpeedExchange":
         """Begin to tell all ranks how fast this one is."""
-        values = (math.nan, math.nan) if own is None else (own.s_per_sample, own.overhead_samples)
+        values = (math.nan,) * 3 if own is None else (own.s_per_sample, own.overhead_samples, own.noise)
         message = torch.tensor(values, dtype=torch.float64)
         found = [torch.empty_like(message) for _ in range(self.world_size)]
         work = dist.all_gather(found, message, group=self._group, async_op=True)
@@ -66,10 +66,10 @@ class SpeedExchange:
     def wait(self) -> list[Speed] | None:
         """Speeds of all ranks, the same on all of them; None as long as one of them has not measured enough."""
         self._work.wait()
-        pairs = [(float(pair[0]), float(pair[1])) for pair in self._found]
-        if any(math.isnan(s_per_sample) for s_per_sample, _ in pairs):
+        values = [found.tolist() for found in self._found]
+        if any(math.isnan(each_s) for each_s, _, _ in values):
             return None
-        return [Speed(s_per_sample=each_s, overhead_samples=overhead) for each_s, overhead in pairs]
+        return [Speed(s_per_sample=each_s, overhead_samples=q, noise=noise) for each_s, q, noise in values]
 
 
 def check_alike(said: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> None:

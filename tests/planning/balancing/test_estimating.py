@@ -33,7 +33,8 @@ def test_a_lasting_change_shows_after_three_steps() -> None:
     estimator = SpeedEstimator()
     watch(estimator, Speed(s_per_sample=2.0), 4, WARM_UP_STEPS + WINDOW)
     watch(estimator, Speed(s_per_sample=8.0), 4, 3)
-    assert estimator.speed == Speed(s_per_sample=8.0)
+    assert estimator.speed is not None
+    assert estimator.speed.s_per_sample == 8.0
 
 
 def test_overhead_is_read_off_two_shares() -> None:
@@ -45,6 +46,24 @@ def test_overhead_is_read_off_two_shares() -> None:
     assert estimator.speed is not None
     assert estimator.speed.overhead_samples == pytest.approx(6.0, rel=0.05)
     assert estimator.speed.s_per_sample == pytest.approx(0.5, rel=0.05)
+
+
+def test_steps_shorter_than_a_period_of_the_kernel_are_put_together() -> None:
+    """A step of 10 ms at half the processor takes 0 or 20 ms more: the mean is its speed, each step alone is not."""
+    estimator = SpeedEstimator()
+    for number in range(200):
+        estimator.observe(10, 0.03 if number % 2 else 0.01)
+    assert estimator.speed is not None
+    assert estimator.speed.s_per_sample == pytest.approx(0.002, rel=0.1)
+    assert estimator.speed.noise < 0.1
+
+
+def test_noise_is_what_times_lie_apart() -> None:
+    estimator = SpeedEstimator()
+    watch(estimator, Speed(s_per_sample=2.0), 4, WARM_UP_STEPS)
+    for seconds in (8.0, 10.0, 8.0, 6.0, 4.0):
+        estimator.observe(4, seconds)
+    assert estimator.speed == Speed(s_per_sample=2.0, noise=0.25)
 
 
 def test_steps_without_samples_and_short_batches_do_not_count() -> None:

@@ -73,6 +73,13 @@ def test_shares_stay_until_others_are_clearly_better() -> None:
     assert rebalance(change.shares, [Speed(s_per_sample=1.0), Speed(s_per_sample=4.0)]) is None
 
 
+def test_within_the_noise_nothing_is_changed() -> None:
+    fast = Speed(s_per_sample=1.0)
+    assert rebalance((50, 50), [fast, Speed(s_per_sample=1.5, noise=0.3)]) is None
+    assert rebalance((50, 50), [fast, Speed(s_per_sample=1.5, noise=0.1)]) is not None
+    assert rebalance((50, 50), [fast, Speed(s_per_sample=20.0, noise=3.0)]) is not None
+
+
 def test_impossible_batches_are_refused() -> None:
     ranks = [Speed(s_per_sample=1.0)] * 3
     with pytest.raises(
@@ -87,5 +94,5 @@ def test_impossible_batches_are_refused() -> None:
 
 @pytest.mark.parametrize(("each_s", "overhead"), [(0.0, 0.0), (float("inf"), 0.0), (1.0, -1.0), (float("nan"), 0.0)])
 def test_impossible_speeds_are_refused(each_s: float, overhead: float) -> None:
-    with pytest.raises(ValueError, match=r"^speed of a rank: .*expected positive seconds per sample"):
+    with pytest.raises(ValueError, match=r"^speed of a rank: .*expected positive seconds per sample, overhead"):
         Speed(s_per_sample=each_s, overhead_samples=overhead)

@@ -7,14 +7,20 @@ from ringweave.planning.balancing.speeds import Speed
 
 WARM_UP_STEPS = 2
 """The first steps allocate, verify schedules, and rebuild DDP's buckets."""
+BLOCK_S = 0.1
+"""Steps shorter than this are put together: the kernel throttles in periods of 40 to 100 ms, so that of short steps
+each takes either nothing of that or all of it, and their median would be neither."""
 WINDOW = 5
-"""Steps that count. A lasting change shows after three of them; a stall of one or two steps never does."""
+"""Blocks that count. A lasting change shows after three of them; a stall in one or two never does."""
 _ENOUGH = 3
 _LEAST_APART = 0.3
 """Two shares must differ by this fraction before the fixed work of a step is read off from them: otherwise noise of a
 few per cent in the times would drown it."""
 _MOST_OVERHEAD = 3.0
 """Overhead in multiples of the smaller share. Guards the arithmetic: shares are measured again after each change."""
+
+Block = tuple[float, float]
+"""Samples and seconds, means over its steps."""
 
 
 class SpeedEstimator:
@@ -27,9 +33,10 @@ class SpeedEstimator:
 
     def __init__(self) -> None:
         self._num_seen = 0
-        self._recent: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        self._unfinished: list[Block] = []
+        self._recent: deque[Block] = deque(maxlen=WINDOW)
         self._overhead_samples = 0.0
-        self._before: tuple[int, float] | None = None
+        self._before: Block | None = None
         self._has_compared = False
 
     def observe(self, num_samples: int, seconds: float) -> None:
@@ -42,10 +49,11 @@ class SpeedEstimator:
         self._num_seen += 1
         if self._num_seen <= WARM_UP_STEPS or num_samples < 1 or seconds <= 0:
             return
-        if self._recent and num_samples != self._recent[-1][0]:
-            self._share_changes()
-        self._recent.append((num_samples, seconds))
-        self._compare()
+        self._unfinished.append((num_samples, seconds))
+        samples, times_s = zip(*self._unfinished, strict=True)
+        if sum(times_s) >= BLOCK_S:
+            self._complete((statistics.fmean(samples), statistics.fmean(times_s)))
+            self._unfinished.clear()
 
     @property
     def speed(self) -> Speed | None:
@@ -54,15 +62,20 @@ class SpeedEstimator:
             return None
         q = self._overhead_samples
         each_s = [seconds / (q + samples) for samples, seconds in self._recent]
-        return Speed(s_per_sample=statistics.median(each_s), overhead_samples=q)
+        middle = statistics.median(each_s)
+        apart = statistics.median(abs(seconds - middle) for seconds in each_s)
+        return Speed(s_per_sample=middle, overhead_samples=q, noise=apart / middle)
 
-    def _share_changes(self) -> None:
-        settled = self._settled()
-        if settled is not None:
-            self._before, self._has_compared = settled, False
+    def _complete(self, block: Block) -> None:
+        if self._recent and block[0] != self._recent[-1][0]:
+            settled = self._settled()
+            if settled is not None:
+                self._before, self._has_compared = settled, False
+        self._recent.append(block)
+        self._compare()
 
-    def _settled(self) -> tuple[int, float] | None:
-        """The latest share and its median time, if there are enough steps with it in a row."""
+    def _settled(self) -> Block | None:
+        """The latest share and its median time, if there are enough blocks with it."""
         share = self._recent[-1][0]
         times_s = [seconds for samples, seconds in self._recent if samples == share]
         return (share, statistics.median(times_s)) if len(times_s) >= _ENOUGH else None

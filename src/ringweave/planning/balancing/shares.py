@@ -11,6 +11,9 @@ from ringweave.planning.balancing.speeds import Speed
 MIN_GAIN = 0.05
 """A change must be predicted to shorten the step by this fraction: measured speeds are good to a few per cent."""
 
+MAX_NOISE = 0.5
+"""However noisy the times, a step that can be halved is halved."""
+
 Shares = tuple[int, ...]
 """Samples of each rank in one batch."""
 
@@ -74,7 +77,7 @@ def apportion(num_samples: int, speeds: Sequence[Speed], caps: Sequence[int] | N
 def rebalance(
     current: Shares, speeds: Sequence[Speed], caps: Sequence[int] | None = None, min_gain: float = MIN_GAIN
 ) -> Change | None:
-    """Better shares for the same batch; None if they would not be better by at least `min_gain`.
+    """Better shares for the same batch; None if they would not be better by at least `min_gain`, or within the noise.
 
     Args:
         current: The shares that hold now, or are decided already.
@@ -84,7 +87,8 @@ def rebalance(
     """
     shares = apportion(sum(current), speeds, caps)
     before_s, after_s = step_s(current, speeds), step_s(shares, speeds)
-    if after_s > before_s * (1 - min_gain):
+    slowest = max(zip(speeds, current, strict=True), key=lambda pair: pair[0].seconds(pair[1]))[0]
+    if after_s > before_s * (1 - max(min_gain, min(slowest.noise, MAX_NOISE))):
         return None
     return Change(shares=shares, before_s=before_s, after_s=after_s)
 

@@ -18,14 +18,16 @@ class Speed:
     """Seconds of one more sample; positive."""
     overhead_samples: float = 0.0
     """The fixed work of a step (the update, calling kernels) as the number of samples that take as long."""
+    noise: float = 0.0
+    """How far measured times lie apart, as a fraction: a smaller gain than that is no reason to change anything."""
 
     def __post_init__(self) -> None:
-        if not (0 < self.s_per_sample < math.inf and 0 <= self.overhead_samples < math.inf):
+        if not (0 < self.s_per_sample < math.inf and 0 <= self.overhead_samples < math.inf and self.noise >= 0):
             raise ValueError(
                 explain(
                     "speed of a rank",
-                    got=(self.s_per_sample, self.overhead_samples),
-                    expected="positive seconds per sample and an overhead of zero samples or more",
+                    got=(self.s_per_sample, self.overhead_samples, self.noise),
+                    expected="positive seconds per sample, overhead and noise of zero or more",
                     do="Measure it again",
                 )
             )
