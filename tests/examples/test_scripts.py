@@ -14,6 +14,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("[0-9]*.py"))
+PREPARED = "03_unequal.py"
 STEPS, KILL_AFTER = 120, 50
 TINY = "--layers 1 --width 32 --heads 2 --context 32 --batch 8 --max-bytes 300000 --held-out-windows 16"
 OFTEN = f"--steps {STEPS} --checkpoint-every 20 --evaluate-every 40"
@@ -98,7 +99,17 @@ def test_too_little_training_is_a_failure_and_needs_no_launcher():
     assert "expected more than 95%. Try more --steps." in done.stderr
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_digits_are_learned_with_three_lines_more(tmp_path):
+    output = run(PREPARED, 3, f"--epochs 8 --out {tmp_path}")
+    accuracy = json.loads((tmp_path / "run.json").read_text())["test_accuracy"]
+    assert accuracy > 0.95
+    assert f"test accuracy: {accuracy:.1%}" in output
+    assert "samples/s (measured), shares (" in output
+
+
+@pytest.mark.parametrize("script", [path for path in SCRIPTS if path.name != PREPARED], ids=lambda path: path.name)
 def test_examples_are_ordinary_scripts(script):
     sources = [script, *(EXAMPLES / "support").glob("*.py")]
     assert not [path.name for path in sources if "ringweave" in path.read_text().lower()]

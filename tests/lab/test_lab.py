@@ -210,9 +210,29 @@ def test_devices_of_unequal_speed_get_cpu_quotas(up) -> None:
         unequal.command("a", ["true"], device=2)
 
 
+def test_a_quota_can_be_changed_while_programs_run(up) -> None:
+    unequal = up(UNEQUAL)
+    group = Path(unequal.control_group("a", 1) or "")
+    unequal.set_quota("a", 1, 20_000)
+    limits = [
+        path.read_text().split()[0] for name in ("cpu.max", "cpu.cfs_quota_us") if (path := group / name).exists()
+    ]
+    assert limits == ["20000"]
+    with pytest.raises(
+        LabError, match=r"^CPU quota of rw-a:1: 10, expected microseconds that the kernel takes\. Give at"
+    ):
+        unequal.set_quota("a", 1, 10)
+    with pytest.raises(PlacementError, match="local rank on node a: 2, expected 0 to 1"):
+        unequal.set_quota("a", 2, 20_000)
+
+
 def test_equal_speeds_get_no_quotas_by_default(up) -> None:
     pair = up(PAIR)
     assert pair.quotas is None
+    with pytest.raises(
+        LabError, match=r"^CPU quotas of lab .*: none, expected some\. Bring it up with --quotas always"
+    ):
+        pair.set_quota("a", 0, 20_000)
     assert pair.control_group("a", 0) is None
     assert pair.command("a", ["true"], device=0) == pair.command("a", ["true"])
 

@@ -39,6 +39,7 @@ def test_other_events_count_nothing() -> None:
         "plan": [],
         "plan_versions": [],
         "tuned": [],
+        "training": None,
     }
 
 
@@ -73,6 +74,20 @@ def test_every_agreement_is_listed_once() -> None:
         {"group": "world", "schedule": "ring", "digest": "ab", "bytes": 100},
         {"group": "world", "schedule": "ring", "digest": "ab", "bytes": 200},
     ]
+
+
+def test_training_is_summed_up() -> None:
+    prepared = {"mode": "balanced", "asked": "auto", "reason": "r", "batch_samples": 20, "shares": [10, 10]}
+    events = [
+        {"kind": "training_prepared", "rank": 0, **prepared},
+        {"kind": "shares_changed", "shares": [16, 4]},
+        {"kind": "samples_accounted", "exact": True},
+        {"kind": "samples_accounted", "exact": True},
+    ]
+    expected = {**prepared, "shares": [16, 4], "changes": 1, "epochs_accounted": 2, "exact": True}
+    assert records.sum_up_training(events) == expected
+    lost = [{"kind": "samples_accounted", "exact": False}, {"kind": "samples_accounted", "exact": True}]
+    assert records.sum_up_training([*events, *lost])["exact"] is False
 
 
 def test_keys_of_others_survive_an_update(tmp_path: Path) -> None:

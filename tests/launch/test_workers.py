@@ -17,7 +17,8 @@ class Node:
 
 def laid_out(*counts: int, num_cpus: int = 8, order: Order = BLOCK):
     nodes = [Node(f"a{index}", (0,) * count) for index, count in enumerate(counts)]
-    common = WorkerEnvironment(cluster_path=Path("/c.yaml"), run_dir=Path("/r"), schedule="ring", tuning=False)
+    told = {"schedule": "ring", "tuning": False, "mode": "sync"}
+    common = WorkerEnvironment(cluster_path=Path("/c.yaml"), run_dir=Path("/r"), **told)
     return lay_out(nodes, ("python", "x.py"), Meeting(host="h", port=5), num_cpus=num_cpus, common=common, order=order)
 
 
@@ -57,6 +58,7 @@ def test_a_worker_is_told_all_it_needs() -> None:
         "RINGWEAVE_RUN_DIR": "/r",
         "RINGWEAVE_SCHEDULE": "ring",
         "RINGWEAVE_TUNING": "0",
+        "RINGWEAVE_MODE": "sync",
     }
 
 

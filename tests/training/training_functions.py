@@ -1,6 +1,10 @@
 """Training on several ranks, against the same training in one process: run by real processes."""
 
-from collections.abc import Callable, Iterable, Iterator
+import dataclasses
+import math
+import multiprocessing
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import ringweave
+from ringweave.errors import DisagreementError
+from ringweave.planning.balancing import Change
 from ringweave.training import SharedLoader
 
 FEATURES = 6
@@ -21,7 +27,7 @@ class Case:
 
     num_samples: int = 47
     batch: int = 12
-    num_steps: int = 30
+    num_steps: int = 100
     accumulate: int = 1
     uses_no_sync: bool = False
     clips: bool = False
@@ -99,33 +105,139 @@ def weights_of(model: nn.Module) -> Tensor:
     return nn.utils.parameters_to_vector(model.parameters()).detach().double()
 
 
-def change_shares(loader: SharedLoader, every: int, shares: list[tuple[int, ...]]) -> Callable[[], Any]:
-    """Give batches other shares at every few borders, as rebalancing does."""
+def change_shares(loader: SharedLoader, every: int, shares: list[tuple[int, ...]]) -> None:
+    """Give batches other shares every few borders, in the way in which rebalancing does."""
     balancer = loader._parts.balancer
     border = balancer.border
 
     def change(batch_number: int) -> None:
         border(batch_number)
         if batch_number % every == 0:
-            now = shares[batch_number // every % len(shares)]
-            first = batch_number + balancer._num_prefetched
-            balancer._history = [*balancer._history, (first, now)]
+            found = Change(shares=shares[batch_number // every % len(shares)], before_s=1.0, after_s=0.5)
+            balancer._change(batch_number, found)
 
     balancer.border = change
-    return change
 
 
-def distance_from_one_process(case: Case, shares: list[tuple[int, ...]], every: int = 3) -> tuple[float, bool]:
+def distance_from_one_process(case: Case, shares: list[tuple[int, ...]], every: int = 2) -> tuple[float, bool]:
     """(largest relative difference of a weight from the training in one process, every account is exact)."""
+    multiprocessing.current_process()._config["daemon"] = False  # the loader has workers of its own
     model, optimizer, loader = make(case)
     train(model, optimizer, loader, case)
     alone = weights_of(model)
     parallel, optimizer, shared = ringweave.prepare(*make(case), mode="sync", reduction=case.reduction)
+    accounts = watch_accounts(shared)
     change_shares(shared, every, shares)
     train(parallel, optimizer, shared, case)
     together = weights_of(parallel.module)
-    everywhere = [torch.empty_like(together) for _ in range(dist.get_world_size())]
-    dist.all_gather(everywhere, together)
-    assert all(torch.equal(other, together) for other in everywhere), "the same bits on all ranks"
-    is_exact = shared.account is not None and shared.account.is_exact
-    return ((together - alone).abs().max() / alone.abs().max()).item(), is_exact
+    assert_same_everywhere(together)
+    return ((together - alone).abs().max() / alone.abs().max()).item(), all(accounts)
+
+
+def watch_accounts(loader: SharedLoader) -> list[bool]:
+    """Whether each account of an epoch is exact, as they come."""
+    found: list[bool] = []
+    note = loader._parts.note
+    loader._parts = dataclasses.replace(
+        loader._parts, note=lambda account: (note(account), found.append(account.is_exact))
+    )
+    return found
+
+
+def assert_same_everywhere(weights: Tensor) -> None:
+    """The same bits on all ranks."""
+    everywhere = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, weights)
+    assert all(torch.equal(other, weights) for other in everywhere)
+
+
+def train_balanced(slow_rank: int, sleep_s: float, num_steps: int) -> tuple[list[tuple[int, ...]], float]:
+    """Shares at each step where one rank sleeps for each sample, and how far the weights are from one process."""
+    case = Case(num_samples=480, batch=48, num_steps=num_steps)
+    model, optimizer, loader = make(case)
+    train(model, optimizer, loader, case)
+    alone = weights_of(model)
+    model, optimizer, loader = make(case)
+    slowness = 4 if dist.get_rank() == slow_rank else 1
+    model[0].register_forward_hook(lambda _layer, inputs, _output: time.sleep(sleep_s * slowness * len(inputs[0])))
+    parallel, optimizer, shared = ringweave.prepare(model, optimizer, loader, mode="balanced")
+    seen: list[tuple[int, ...]] = []
+    parallel.register_forward_pre_hook(lambda *_: seen.append(shared.shares))
+    train(parallel, optimizer, shared, case)
+    together = weights_of(parallel.module)
+    assert_same_everywhere(together)
+    return seen, ((together - alone).abs().max() / alone.abs().max()).item()
+
+
+def resume(first: int, second: int) -> None:
+    """Trained in two parts, with a state in between, is trained in one part."""
+    case = Case()
+    whole = ringweave.prepare(*make(case), mode="sync")
+    train(*whole, dataclasses.replace(case, num_steps=first + second))
+    parallel, optimizer, loader = ringweave.prepare(*make(case), mode="sync")
+    train(parallel, optimizer, loader, dataclasses.replace(case, num_steps=first))
+    state = loader.state_dict()
+    other = ringweave.prepare(*make(case), mode="sync")[2]
+    other.load_state_dict(state)
+    train(parallel, optimizer, other, dataclasses.replace(case, num_steps=second))
+    assert torch.equal(weights_of(parallel), weights_of(whole[0]))
+
+
+def scale_gradients(num_steps: int, casts: bool) -> float:
+    """Mixed precision with a GradScaler, unequal parts: the relative difference of a weight from one process."""
+    case = Case(dtype=torch.float32 if casts else torch.float64, num_steps=num_steps)
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable) -> Tensor:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for number, (x, y) in enumerate(forever(loader, num_steps)):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=casts):
+                loss = nn.functional.cross_entropy(model(x), y)
+            if number == 3:
+                loss = loss * (math.inf if not dist.get_rank() else 1.0)  # all ranks must skip this update
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 2.0**9
+        return weights_of(model)
+
+    model, optimizer, loader = make(case)
+    if dist.get_rank() == 0:
+        alone = loop(model, optimizer, loader)
+    parallel, optimizer, shared = ringweave.prepare(*make(case), mode="sync")
+    change_shares(shared, 2, [(1, 2, 9), (7, 4, 1)])
+    together = loop(parallel, optimizer, shared)
+    assert_same_everywhere(together)
+    return ((together - alone).abs().max() / alone.abs().max()).item() if dist.get_rank() == 0 else 0.0
+
+
+def batch_norm(num_steps: int) -> None:
+    """A model with buffers, on unequal ranks: it trains, and evaluation counts every sample once."""
+    case = Case(num_samples=49, num_steps=num_steps)
+    model, _, loader = make(case)
+    model.insert(1, nn.BatchNorm1d(16).double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parallel, optimizer, shared = ringweave.prepare(model, optimizer, loader, mode="sync")
+    change_shares(shared, 2, [(2, 4, 6), (6, 4, 2)])
+    train(parallel, optimizer, shared, case)
+    assert_same_everywhere(weights_of(parallel))
+    seen = torch.cat([x for x, _ in shared.split(loader)])
+    counts = torch.tensor([len(seen)])
+    dist.all_reduce(counts)
+    total = seen.sum()
+    dist.all_reduce(total)
+    assert counts.item() == 49
+    assert torch.isclose(total, loader.dataset.tensors[0].sum())
+
+
+def prepare_differently(what: str) -> str:
+    """The error where one rank prepares something else."""
+    case = Case(batch=12 + (dist.get_rank() if what == "batch" else 0))
+    mode = "balanced" if what == "mode" and dist.get_rank() else "sync"
+    try:
+        ringweave.prepare(*make(case), mode=mode)
+    except DisagreementError as error:
+        return str(error)
+    return ""

@@ -63,8 +63,10 @@ class Balancer:
     def _decide(self, batch_number: int, exchange: SpeedExchange) -> None:
         speeds = exchange.wait()
         change = balancing.rebalance(self.latest, speeds, self._caps) if speeds else None
-        if change is None:
-            return
+        if change is not None:
+            self._change(batch_number, change)
+
+    def _change(self, batch_number: int, change: Change) -> None:
         first = batch_number + self._num_prefetched
         current = self.shares_of(batch_number)
         kept = [(0, current), *(entry for entry in self._history if entry[0] > batch_number)]

@@ -10,6 +10,8 @@ WARM_UP_STEPS = 2
 BLOCK_S = 0.1
 """Steps shorter than this are put together: the kernel throttles in periods of 40 to 100 ms, so that of short steps
 each takes either nothing of that or all of it, and their median would be neither."""
+BLOCK_STEPS = 4
+"""But no more steps than these: a fast rank computes for a small part of each step, and all must have measured."""
 WINDOW = 5
 """Blocks that count. A lasting change shows after three of them; a stall in one or two never does."""
 _ENOUGH = 3
@@ -51,7 +53,7 @@ class SpeedEstimator:
             return
         self._unfinished.append((num_samples, seconds))
         samples, times_s = zip(*self._unfinished, strict=True)
-        if sum(times_s) >= BLOCK_S:
+        if sum(times_s) >= BLOCK_S or len(times_s) >= BLOCK_STEPS:
             self._complete((statistics.fmean(samples), statistics.fmean(times_s)))
             self._unfinished.clear()
 

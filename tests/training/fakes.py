@@ -1,0 +1,63 @@
+"""All ranks in one process: what a rank would hear from the others is computed."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from ringweave.planning.balancing import Account, Speed
+from ringweave.training.balancer import Balancer
+from ringweave.training.loading import orders
+from ringweave.training.loading.loader import EpochAccount, Parts, SharedLoader
+from ringweave.training.reducing import SampleWeights
+from ringweave.training.timing import HostTimeline, StepTimer
+
+
+class FakeExchange:
+    """An exchange that has arrived."""
+
+    def __init__(self, speeds: list[Speed] | None) -> None:
+        self._speeds = speeds
+
+    def wait(self) -> list[Speed] | None:
+        return self._speeds
+
+
+class FakeControl:
+    """One rank's end; accounts of the others are not known, so each rank's is gathered alone."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.speeds: list[Speed] | None = None
+        self.num_exchanges = 0
+        self.accounts: list[Account] = []
+
+    def start_exchange(self, own: Speed | None) -> FakeExchange:
+        self.num_exchanges += 1
+        return FakeExchange(self.speeds)
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def gather_accounts(self, own: Account) -> list[Account]:
+        self.accounts.append(own)
+        return [own]
+
+
+def loaders(
+    loader: DataLoader, world_size: int, shares: tuple[int, ...], num_prefetched: int = 0
+) -> list[SharedLoader]:
+    """One for each rank; accounts are not compared, since no rank hears of the others."""
+    made = []
+    for rank in range(world_size):
+        control: Any = FakeControl(rank, world_size)
+        timer = StepTimer(HostTimeline())
+        balancer = Balancer(shares, timer, control, num_prefetched=num_prefetched)
+        weights = SampleWeights(num_ranks=world_size, is_mean=True)
+        parts = Parts(control=control, balancer=balancer, weights=weights, timer=timer, note=_ignore)
+        made.append(SharedLoader(loader, orders.read(loader), 5, parts))
+    return made
+
+
+def _ignore(account: EpochAccount) -> None:
+    del account

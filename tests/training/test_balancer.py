@@ -1,0 +1,66 @@
+"""When shares change: what is measured, heard and decided at the borders of steps."""
+
+from typing import Any
+
+from ringweave.planning.balancing import Change, Speed
+from ringweave.training.balancer import EXCHANGE_EVERY, Balancer
+from ringweave.training.timing import HostTimeline, StepTimer
+from tests.training.fakes import FakeControl
+
+FAST, SLOW = Speed(s_per_sample=1.0), Speed(s_per_sample=4.0)
+
+
+def make(control: Any, **settings: Any) -> tuple[Balancer, list[tuple[int, Change]]]:
+    changes: list[tuple[int, Change]] = []
+    timer = StepTimer(HostTimeline())
+    return Balancer((10, 10), timer, control, on_change=lambda *found: changes.append(found), **settings), changes
+
+
+def test_shares_follow_what_is_heard() -> None:
+    control = FakeControl(0, 2)
+    balancer, changes = make(control)
+    balancer.border(0)
+    balancer.border(1)
+    assert changes == [], "nobody has measured enough"
+    control.speeds = [FAST, SLOW]
+    balancer.border(2)
+    assert balancer.latest == (10, 10), "on their way"
+    balancer.border(3)
+    assert balancer.latest == (16, 4)
+    assert changes == [(3, Change(shares=(16, 4), before_s=40.0, after_s=16.0))]
+    assert [balancer.shares_of(number) for number in (2, 3, 99)] == [(10, 10), (16, 4), (16, 4)]
+    assert control.num_exchanges == 2
+    for number in range(4, 12):
+        balancer.border(number)
+    assert len(changes) == 1, "what is heard again changes nothing"
+    assert control.num_exchanges == 2 + 8 // EXCHANGE_EVERY
+
+
+def test_what_is_loaded_ahead_keeps_its_shares() -> None:
+    control = FakeControl(0, 2)
+    control.speeds = [FAST, SLOW]
+    balancer, changes = make(control, num_prefetched=5)
+    for number in range(4):
+        balancer.border(number)
+    assert changes[0][0] == 6
+    assert [balancer.shares_of(number) for number in (1, 5, 6)] == [(10, 10), (10, 10), (16, 4)]
+    control.speeds = [SLOW, FAST]
+    for number in range(4, 6):
+        balancer.border(number)
+    assert [balancer.shares_of(number) for number in (5, 6, 9, 10)] == [(10, 10), (16, 4), (16, 4), (4, 16)]
+
+
+def test_memory_limits_shares() -> None:
+    control = FakeControl(0, 2)
+    control.speeds = [FAST, SLOW]
+    balancer, _ = make(control, caps=[12, 20])
+    balancer.border(0)
+    balancer.border(1)
+    assert balancer.latest == (12, 8)
+
+
+def test_in_mode_sync_nothing_is_exchanged() -> None:
+    balancer, changes = make(None)
+    for number in range(6):
+        balancer.border(number)
+    assert (balancer.latest, changes) == ((10, 10), [])

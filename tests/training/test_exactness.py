@@ -1,0 +1,81 @@
+"""Unequal parts of a batch, changing over time, against one process on the whole batch: float64, 100 steps, AdamW."""
+
+import dataclasses
+
+import pytest
+
+from ringweave.testing.ranks import run_ranks
+from tests.training import training_functions
+from tests.training.training_functions import Case
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+SHARES = [(1, 2, 9), (4, 4, 4), (7, 4, 1)]
+CASES = {
+    "uneven last batch": Case(),
+    "last batch of one sample": Case(num_samples=49),
+    "last batch dropped": Case(drop_last=True),
+    "accumulation": Case(accumulate=3),
+    "accumulation without communication": Case(accumulate=3, uses_no_sync=True),
+    "sum": Case(reduction="sum"),
+    "sum, accumulation": Case(reduction="sum", accumulate=2),
+    "clipping and schedule": Case(clips=True, schedules=True),
+    "a term of the loss without samples": Case(has_regularizer=True),
+    "loader with workers": Case(num_workers=1, num_samples=100, num_steps=40),
+    "stream": Case(streams=True),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_weights_equal_those_of_one_process(case: Case) -> None:
+    for distance, is_accounted in run_ranks(training_functions.distance_from_one_process, 3, case, SHARES):
+        assert distance < 1e-9
+        assert is_accounted
+
+
+def test_a_wrong_weight_would_show() -> None:
+    """The check can fail: a sum that is taken for a mean is far away."""
+    case = dataclasses.replace(CASES["uneven last batch"], num_steps=20)
+    model, optimizer, loader = training_functions.make(case)
+    training_functions.train(model, optimizer, loader, case)
+    other, optimizer, loader = training_functions.make(dataclasses.replace(case, batch=11))
+    training_functions.train(other, optimizer, loader, case)
+    difference = training_functions.weights_of(model) - training_functions.weights_of(other)
+    assert difference.abs().max() > 1e-3
+
+
+def test_a_rank_that_is_slow_gets_less_and_the_weights_stay_those_of_one_process() -> None:
+    found = run_ranks(training_functions.train_balanced, 3, 2, 2e-3, 30)
+    assert all(shares == found[0][0] for shares, _ in found), "all ranks change at the same step"
+    shares, _ = found[0]
+    assert shares[0] == (16, 16, 16)
+    fast, other, slow = shares[-1]
+    assert min(fast, other) > 2.5 * slow
+    assert fast + other + slow == 48
+    assert max(distance for _, distance in found) < 1e-9
+
+
+def test_mixed_precision_skips_an_update_on_all_ranks() -> None:
+    assert max(run_ranks(training_functions.scale_gradients, 3, 12, False)) < 1e-9
+    assert max(run_ranks(training_functions.scale_gradients, 3, 12, True)) < 0.1, "bfloat16 rounds to 8 bits"
+
+
+@pytest.mark.parametrize("first", [2, 4, 7])
+def test_resumed_in_the_midst_and_at_the_end_of_an_epoch(first: int) -> None:
+    run_ranks(training_functions.resume, 2, first, 6)
+
+
+def test_a_model_with_buffers_and_an_evaluation() -> None:
+    run_ranks(training_functions.batch_norm, 3, 12)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("batch", "batch_samples of rank 1: 13, expected 12 as on rank 0. Give prepare the same model, data and "),
+        ("mode", "mode of rank 1: 'balanced', expected 'sync' as on rank 0. Give prepare the same model, data and "),
+    ],
+)
+def test_ranks_that_prepare_different_things_are_told_so(what: str, text: str) -> None:
+    for said in run_ranks(training_functions.prepare_differently, 2, what):
+        assert said == text + "options on all ranks."

@@ -1,0 +1,74 @@
+"""What `prepare` refuses, what it leaves in the run's files, and that `import ringweave` stays light."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ringweave
+from ringweave.errors import TrainingError, UsageError
+from ringweave.training.reducing import SampleWeights
+
+
+def things() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader]:
+    model = nn.Linear(2, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+
+
+def test_importing_ringweave_does_not_bring_torch() -> None:
+    code = "import sys, ringweave; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    with pytest.raises(AttributeError, match=r"^module 'ringweave' has no attribute 'prepared'$"):
+        _ = ringweave.prepared  # pyrefly: ignore
+
+
+@pytest.mark.parametrize("mode", ["ps-hra", "ps"])
+def test_modes_that_are_not_there_yet_are_refused(mode: str) -> None:
+    with pytest.raises(UsageError, match=rf"^mode: '{mode}', expected one of auto, sync, balanced\. {mode} needs"):
+        ringweave.prepare(*things(), mode=mode)
+
+
+def test_an_unknown_reduction_is_refused() -> None:
+    text = r"^reduction: 'max', expected mean or sum\. Say how the loss of a batch follows from the losses"
+    with pytest.raises(TrainingError, match=text):
+        ringweave.prepare(*things(), reduction="max")
+
+
+@pytest.mark.parametrize(
+    ("is_mean", "num_samples", "factor"), [(True, 6, 2.0), (True, 0, 0.0), (False, 6, 4.0), (False, 0, 0.0)]
+)
+def test_gradients_count_by_samples(is_mean: bool, num_samples: int, factor: float) -> None:
+    weights = SampleWeights(num_ranks=4, is_mean=is_mean)
+    assert weights.factor == 1.0
+    assert weights.fraction == 0.25
+    weights.set(num_samples, 12)
+    assert weights.factor == factor
+    assert weights.fraction == num_samples / 12
+    gradient = torch.tensor([1.0, float("inf")])
+    weighed = weights.weigh(gradient)
+    assert weighed is not None
+    assert weighed.tolist() == ([0.0, 0.0] if factor == 0 else [factor, float("inf")])
+
+
+SCRIPT = """
+import torch, ringweave
+from torch.utils.data import DataLoader, TensorDataset
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.ones(6, 2)), batch_size=3)
+model, optimizer, loader = ringweave.prepare(model, optimizer, loader)
+for (x,) in loader:
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+print(loader.account.is_exact, loader.account.total.num_samples)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_nobody_launched_trains_alone_and_ends_in_silence() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True 6\n", "")

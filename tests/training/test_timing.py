@@ -1,0 +1,96 @@
+"""What a timer makes of a train step, on a clock that is moved by hand."""
+
+from typing import Any
+
+import pytest
+
+from ringweave.training.timing import HostTimeline, StepTimer, Timeline
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def timer(clock: Clock) -> StepTimer:
+    return StepTimer(HostTimeline(clock))
+
+
+def test_waits_for_others_are_left_out(clock: Clock, timer: StepTimer) -> None:
+    timer.begin()
+    clock.now += 1  # loading
+    timer.give(8)
+    timer.open()
+    clock.now += 100  # buffers of rank 0 come
+    timer.close_wait()
+    clock.now += 2  # forward and backward
+    timer.gradients_ready()
+    clock.now += 100  # allreduce
+    timer.open()
+    clock.now += 4  # update
+    timer.close_update()
+    clock.now += 100  # the script logs
+    timer.end()
+    assert timer.take() == [(8, 7.0)]
+    assert timer.take() == []
+
+
+def test_a_step_without_communication_is_computing_all_the_time(clock: Clock, timer: StepTimer) -> None:
+    timer.begin()
+    timer.give(8)
+    clock.now += 3
+    timer.end()
+    assert timer.take() == [(8, 3.0)]
+
+
+def test_steps_without_samples_and_what_is_outside_of_steps_do_not_count(clock: Clock, timer: StepTimer) -> None:
+    timer.end()
+    timer.open()
+    timer.close_update()
+    timer.gradients_ready()
+    timer.begin()
+    timer.give(0)
+    clock.now += 3
+    timer.end()
+    assert timer.take() == []
+
+
+class Device(Timeline):
+    """A device on which nothing is done before `done` says so."""
+
+    def __init__(self) -> None:
+        self.num_marks, self.done = 0, 0
+
+    def mark(self) -> int:
+        self.num_marks += 1
+        return self.num_marks
+
+    def has_passed(self, mark: int) -> bool:
+        return mark <= self.done
+
+    def seconds(self, span: tuple[Any, Any]) -> float:
+        return float(span[1] - span[0])
+
+
+def test_what_a_device_has_not_done_yet_is_told_later() -> None:
+    device = Device()
+    timer = StepTimer(device)
+    for num_samples in (8, 9):
+        timer.begin()
+        timer.give(num_samples)
+        timer.gradients_ready()
+        timer.end()
+    assert timer.take() == []
+    device.done = 2
+    assert timer.take() == [(8, 1.0)]
+    device.done = 4
+    assert timer.take() == [(9, 1.0)]
