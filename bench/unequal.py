@@ -81,7 +81,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rows", default=",".join(ROWS), help="which, separated by commas")
     parser.add_argument("--turns", type=int, default=4, help="turns of each contender")
     parser.add_argument("--steps", type=int, default=4, help="train steps of a turn")
-    parser.add_argument("--batch", type=int, default=2048, help="samples of a train step over all ranks")
+    parser.add_argument("--batch", type=int, default=4096, help="samples of a train step over all ranks")
     parser.add_argument("--channels", type=int, default=64, help="of the convolutions: work of a sample")
     parser.add_argument("--out", type=Path, default=Path("runs/unequal"), help="folder for the runs")
     parser.add_argument("--changes", action="store_true", help=argparse.SUPPRESS)
@@ -177,7 +177,7 @@ def make(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer,
         *(nn.Conv2d(1, wide, 3, padding=1), nn.ReLU(), nn.Conv2d(wide, wide, 3, padding=1), nn.ReLU()),
         *(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16 * wide, 10)),
     )
-    samples = TensorDataset((images.float() / 16).repeat(8, 1).unflatten(1, (8, 8)), labels.repeat(8))
+    samples = TensorDataset((images.float() / 16).repeat(16, 1).unflatten(1, (8, 8)), labels.repeat(16))
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), samples
 
 

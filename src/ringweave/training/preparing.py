@@ -1,5 +1,6 @@
 """`ringweave.prepare`: three lines of a script that trains alone, and it trains on all workers."""
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -61,43 +62,41 @@ def prepare(
         DisagreementError: Ranks have prepared different things.
     """
     _check_reduction(reduction)
-    environment = WorkerEnvironment.from_environ(os.environ)
-    reading = orders.read(loader)
     modes.check_name(mode)
+    reading = orders.read(loader)
+    environment = WorkerEnvironment.from_environ(os.environ)
     joining.join(os.environ)
     messages = Control()
     chosen, reason = modes.decide(mode, environment.mode, messages.world_size)
-    said = messages.gather_json(
-        {
-            **{key: getattr(reading, key) for key in ("order", "batch_samples", "num_samples", "drop_last")},
-            "mode": chosen,
-            "reduction": reduction,
-            "num_prefetched": reading.num_prefetched,
-            "seed": orders.seed_of(loader),
-            "cap": max_samples,
-            "speed": joining.assumed_speed(environment, os.environ),
-        }
-    )
+    own = {
+        "mode": chosen,
+        "reduction": reduction,
+        "seed": orders.seed_of(loader),
+        "cap": max_samples,
+        "speed": joining.assumed_speed(environment, os.environ),
+    }
+    said = messages.gather_json({**dataclasses.asdict(reading), **own})
     control.check_alike(said, _ALIKE)
-    weights = SampleWeights(num_ranks=messages.world_size, is_mean=reduction == "mean")
-    timer = StepTimer(CudaTimeline() if _is_on_cuda(model) else HostTimeline())
     recorder = Recorder(environment, messages.rank)
-    balancer = _balancer(chosen, said, timer, messages, recorder)
-    recorder.prepared(
-        mode=chosen, asked=mode, reason=reason, batch_samples=reading.batch_samples, shares=balancer.latest
+    timer = StepTimer(CudaTimeline() if _is_on_cuda(model) else HostTimeline())
+    parts = Parts(
+        control=messages,
+        balancer=_balancer(said, timer, messages, recorder),
+        weights=SampleWeights(num_ranks=messages.world_size, is_mean=reduction == "mean"),
+        timer=timer,
+        note=recorder.accounted,
     )
-    parallel = reducing.attach(model, weights, GradientReducer(process_group=None, timer=timer), dict(ddp or {}))
+    recorder.prepared(mode=chosen, asked=mode, reason=reason, shares=parts.balancer.latest)
+    reducer = GradientReducer(process_group=None, timer=timer)
+    parallel = reducing.attach(model, parts.weights, reducer, dict(ddp or {}))
     timing.watch(timer, parallel, optimizer)
-    parts = Parts(control=messages, balancer=balancer, weights=weights, timer=timer, note=recorder.accounted)
     return parallel, optimizer, SharedLoader(loader, reading, said[0]["seed"], parts)
 
 
-def _balancer(
-    mode: str, said: list[dict[str, Any]], timer: StepTimer, messages: Control, recorder: Recorder
-) -> Balancer:
+def _balancer(said: list[dict[str, Any]], timer: StepTimer, messages: Control, recorder: Recorder) -> Balancer:
     """First shares: by the cluster file's speeds if they are to be balanced, else equal ones."""
     batch_samples = said[0]["batch_samples"]
-    is_balanced = mode == modes.BALANCED
+    is_balanced = said[0]["mode"] == modes.BALANCED
     caps = [batch_samples if each["cap"] is None else each["cap"] for each in said]
     speeds = [Speed(s_per_sample=1 / each["speed"] if is_balanced else 1.0) for each in said]
     return Balancer(

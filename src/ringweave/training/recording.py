@@ -19,7 +19,7 @@ class Recorder:
         run_dir = environment.run_dir
         self._log = EventLog(run_dir / "events.jsonl") if run_dir and self._is_speaker else None
 
-    def prepared(self, *, mode: str, asked: str, reason: str, batch_samples: int, shares: Shares) -> None:
+    def prepared(self, *, mode: str, asked: str, reason: str, shares: Shares) -> None:
         """Training begins."""
         self._say("mode %s, because %s; shares %s", mode, reason, shares)
         if self._log:
@@ -29,7 +29,7 @@ class Recorder:
                 mode=mode,
                 asked=asked,
                 reason=reason,
-                batch_samples=batch_samples,
+                batch_samples=sum(shares),
                 shares=list(shares),
             )
 

@@ -37,6 +37,15 @@ def test_a_lasting_change_shows_after_three_steps() -> None:
     assert estimator.speed.s_per_sample == 8.0
 
 
+def test_of_noise_much_is_averaged_and_nothing_forgotten() -> None:
+    estimator, generator = SpeedEstimator(), random.Random(1)
+    for _ in range(WARM_UP_STEPS + WINDOW):
+        estimator.observe(4, 8.0 * generator.uniform(0.8, 1.2))
+    assert estimator.speed is not None
+    assert estimator.speed.s_per_sample == pytest.approx(2.0, rel=0.05)
+    assert estimator.speed.noise == pytest.approx(0.1, abs=0.06)
+
+
 def test_overhead_is_read_off_two_shares() -> None:
     truth = Speed(s_per_sample=0.5, overhead_samples=6.0)
     estimator = SpeedEstimator()

@@ -12,9 +12,12 @@ BLOCK_S = 0.1
 each takes either nothing of that or all of it, and their median would be neither."""
 BLOCK_STEPS = 4
 """But no more steps than these: a fast rank computes for a small part of each step, and all must have measured."""
-WINDOW = 5
-"""Blocks that count. A lasting change shows after three of them; a stall in one or two never does."""
+WINDOW = 15
+"""Blocks that count, as long as the speed stays the same: medians of many are steady."""
 _ENOUGH = 3
+"""Blocks that are needed, and that must agree to be taken for another speed; a stall in one or two is none."""
+_ANOTHER_SPEED = 1.25
+"""How far all of the latest blocks must lie on one side of the median for the older ones to be forgotten."""
 _LEAST_APART = 0.3
 """Two shares must differ by this fraction before the fixed work of a step is read off from them: otherwise noise of a
 few per cent in the times would drown it."""
@@ -63,7 +66,7 @@ class SpeedEstimator:
         if len(self._recent) < _ENOUGH:
             return None
         q = self._overhead_samples
-        each_s = [seconds / (q + samples) for samples, seconds in self._recent]
+        each_s = self._each_s()
         middle = statistics.median(each_s)
         apart = statistics.median(abs(seconds - middle) for seconds in each_s)
         return Speed(s_per_sample=middle, overhead_samples=q, noise=apart / middle)
@@ -74,7 +77,19 @@ class SpeedEstimator:
             if settled is not None:
                 self._before, self._has_compared = settled, False
         self._recent.append(block)
+        self._forget()
         self._compare()
+
+    def _each_s(self) -> list[float]:
+        """Seconds of a sample by each block."""
+        return [seconds / (self._overhead_samples + samples) for samples, seconds in self._recent]
+
+    def _forget(self) -> None:
+        """Drop what was measured before the speed changed."""
+        each_s = self._each_s()
+        middle, latest = statistics.median(each_s), each_s[-_ENOUGH:]
+        if len(each_s) > _ENOUGH and (min(latest) > middle * _ANOTHER_SPEED or max(latest) < middle / _ANOTHER_SPEED):
+            self._recent = deque(list(self._recent)[-_ENOUGH:], maxlen=WINDOW)
 
     def _settled(self) -> Block | None:
         """The latest share and its median time, if there are enough blocks with it."""
