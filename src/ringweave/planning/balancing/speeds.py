@@ -19,7 +19,7 @@ class Speed:
     overhead_samples: float = 0.0
     """The fixed work of a step (the update, calling kernels) as the number of samples that take as long."""
     noise: float = 0.0
-    """How far measured times lie apart, as a fraction: a smaller gain than that is no reason to change anything."""
+    """How uncertain it is, as a fraction: a smaller gain than that is no reason to change anything."""
 
     def __post_init__(self) -> None:
         if not (0 < self.s_per_sample < math.inf and 0 <= self.overhead_samples < math.inf and self.noise >= 0):
