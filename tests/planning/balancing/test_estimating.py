@@ -45,7 +45,7 @@ def test_of_noise_much_is_averaged_and_nothing_forgotten() -> None:
         estimator.observe(4, 8.0 * generator.uniform(0.8, 1.2))
     assert estimator.speed is not None
     assert estimator.speed.s_per_sample == pytest.approx(2.0, rel=0.05)
-    assert estimator.speed.noise == pytest.approx(0.1, abs=0.06)
+    assert estimator.speed.noise == pytest.approx(0.2, abs=0.12)
 
 
 def test_overhead_is_read_off_two_shares() -> None:
@@ -66,7 +66,7 @@ def test_steps_shorter_than_a_period_of_the_kernel_are_put_together() -> None:
         estimator.observe(10, 0.03 if number % 2 else 0.01)
     assert estimator.speed is not None
     assert estimator.speed.s_per_sample == pytest.approx(0.002, rel=0.1)
-    assert estimator.speed.noise < 0.1
+    assert estimator.speed.noise < 0.2
 
 
 def test_noise_is_what_times_lie_apart() -> None:
@@ -74,7 +74,7 @@ def test_noise_is_what_times_lie_apart() -> None:
     watch(estimator, Speed(s_per_sample=2.0), 4, WARM_UP_STEPS)
     for seconds in (8.0, 10.0, 8.0, 6.0, 4.0):
         estimator.observe(4, seconds)
-    assert estimator.speed == Speed(s_per_sample=2.0, noise=0.25)
+    assert estimator.speed == Speed(s_per_sample=2.0, noise=0.5)
 
 
 def test_few_measurements_are_uncertain() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ringweave.errors import TrainingError, explain
 from ringweave.planning.balancing.speeds import Speed
 
-MIN_GAIN = 0.05
+MIN_GAIN = 0.08
 """A change must be predicted to shorten the step by this fraction: measured speeds are good to a few per cent."""
 
 MAX_NOISE = 0.5
