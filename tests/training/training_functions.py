@@ -1,6 +1,7 @@
 """Training on several ranks, against the same training in one process: run by real processes."""
 
 import dataclasses
+import itertools
 import math
 import multiprocessing
 import time
@@ -91,14 +92,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Iterable, 
 
 
 def forever(loader: Iterable, num_steps: int) -> Iterator[Any]:
-    """Batches of one epoch after the other."""
-    given = 0
-    while given < num_steps:
-        for batch in loader:
-            if given == num_steps:
-                return
-            given += 1
-            yield batch
+    """So many batches, of one epoch after the other; none more is asked for."""
+    return itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), num_steps)
 
 
 def weights_of(model: nn.Module) -> Tensor:
@@ -131,6 +126,7 @@ def distance_from_one_process(case: Case, shares: list[tuple[int, ...]], every: 
     train(parallel, optimizer, shared, case)
     together = weights_of(parallel.module)
     assert_same_everywhere(together)
+    assert accounts
     return ((together - alone).abs().max() / alone.abs().max()).item(), all(accounts)
 
 
