@@ -134,7 +134,7 @@ def _fit_proved(evidence: Evidence, had_its_trial: Callable[[Cut], object]) -> F
             out
             for out, back in pairs
             if (had_its_trial(out) and found.num_proofs(out) + found.num_proofs(back) < _LEAST_PROOFS)
-            or max(_pressure(found, out), _pressure(found, back)) < _LEAST_PRESSURE
+            or min(_pressure(found, out), _pressure(found, back)) < _LEAST_PRESSURE
         }
         if not failed:
             return found
@@ -144,7 +144,8 @@ def _fit_proved(evidence: Evidence, had_its_trial: Callable[[Cut], object]) -> F
 def _pressure(found: Fit, cut: Cut) -> float:
     """How many times what a cut carries the links on its sides would let through.
 
-    What carries about as much as they do is no link of its own, only their sum.
+    What carries about as much as they do, in one direction at least, is no link of its own, only their sum: a cable has
+    one rate for both directions, and what starved in one of them was held back by chance.
     """
     rates = dict(zip(found.cuts, found.capacities.tolist(), strict=True))
     return min(sum(side.values()) for side in room(rates, cut, found.num_nodes)) / rates[cut]
