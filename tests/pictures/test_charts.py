@@ -48,3 +48,11 @@ def test_pictures(tmp_path: Path, suffix: str, begin: bytes) -> None:
     content = path.read_bytes()
     assert content.startswith(begin)
     assert len(content) > 5000
+
+
+@pytest.mark.parametrize(("count", "lengths"), [(0, []), (1, [1]), (6, [6]), (7, [3, 4]), (13, [4, 4, 5])])
+def test_many_groups_are_drawn_in_rows(count: int, lengths: list[int]) -> None:
+    found = [charts.Group(label=str(index), bars=()) for index in range(count)]
+    rows = charts._rows(found)
+    assert [len(row) for row in rows] == lengths
+    assert [group for row in rows for group in row] == found

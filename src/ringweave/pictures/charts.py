@@ -12,6 +12,8 @@ from ringweave.units import format_bytes
 _COLOURS = {"ringweave": "#d1495b", "gloo": "#30638e", "openmpi": "#5f9e6e", "mpich": "#c8a13a"}
 _LABELS = {"ringweave": "ringweave", "gloo": "Gloo", "openmpi": "Open MPI", "mpich": "MPICH"}
 
+_MOST_IN_A_ROW = 6
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
@@ -53,7 +55,9 @@ def draw(documents: Sequence[dict[str, Any]], path: Path) -> None:
     """Write the picture; its format is that of the file's name."""
     bounded, relative = groups(documents)
     panels = [
-        (found, draw_panel) for found, draw_panel in ((bounded, _draw_bounded), (relative, _draw_relative)) if found
+        (row, draw_panel)
+        for found, draw_panel in ((bounded, _draw_bounded), (relative, _draw_relative))
+        for row in _rows(found)
     ]
     widest = max(sum(len(group.bars) + 1 for group in found) for found, _ in panels)
     figure, axes = plotting.new_figure(
@@ -67,6 +71,12 @@ def draw(documents: Sequence[dict[str, Any]], path: Path) -> None:
     }
     figure.legend(handles.values(), handles.keys(), ncols=4, frameon=False, fontsize=9, loc="outside upper left")
     plotting.save(figure, path)
+
+
+def _rows(found: Sequence[Group]) -> list[Sequence[Group]]:
+    """Rows of about equal length, none so wide that its labels could not be read on a page."""
+    num_rows = -(-len(found) // _MOST_IN_A_ROW)
+    return [found[row * len(found) // num_rows : (row + 1) * len(found) // num_rows] for row in range(num_rows)]
 
 
 def _bars(found: Sequence[dict[str, Any]], best_s: float) -> tuple[Bar, ...]:
