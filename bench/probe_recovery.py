@@ -130,7 +130,7 @@ def _allreduces(name: str, folder: Path, num_jobs: int) -> dict[str, Any]:
     for number in range(num_jobs):
         for kind, flags in (("with_file_s", []), ("without_file_s", ["--no-cluster-file"])):
             run_dir = folder / f"{kind}-{number}"
-            _run(name, run_dir, *flags, script, "--rounds", "7")
+            _run(name, run_dir, "--no-tuning", *flags, script, "--rounds", "7")  # trials would be among the rounds
             lines = (run_dir / "logs" / "rank-0.log").read_text().splitlines()
             document = json.loads(next(line for line in reversed(lines) if line.startswith("{")))
             seconds[kind].append(document["ringweave"]["median_s"])
