@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,12 @@ from hypothesis import settings
 # How long an example takes depends on what else the machine does; pytest's own time-out ends what hangs.
 settings.register_profile("ringweave", deadline=None)
 settings.load_profile("ringweave")
+
+
+def pytest_configure() -> None:
+    """Who starts tests in the background or under nohup has them ignore signals, and so would all that tests start."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
