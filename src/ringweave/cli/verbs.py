@@ -38,6 +38,9 @@ VERBS: Mapping[str, Verb] = {
     "simulate": Verb(
         module="simulate", help="Simulate an allreduce on a cluster, with stragglers and failures.", answers=True
     ),
+    "partition": Verb(
+        module="partition", help="Cut a model into pipeline stages for unequal devices and links.", answers=True
+    ),
     "bench": Verb(
         module="bench",
         help="Measure ringweave beside Gloo, Open MPI and MPICH.",
