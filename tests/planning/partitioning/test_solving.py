@@ -36,7 +36,7 @@ def test_equal_to_brute_force() -> None:
         if expected is None:
             num_without += 1
             assert recurrence(problem) == ((), float("inf"))
-            with pytest.raises(UsageError, match="memory of (block|device)"):
+            with pytest.raises(UsageError, match=r"^memory of (block|device)"):
                 solve(problem, num_microbatches)
             continue
         found, quickest = solve(problem), solve(problem, num_microbatches)
@@ -116,8 +116,9 @@ def full(limit: tuple[float, ...], state: tuple[float, ...]) -> Memory:
         ),
         (
             full((2, 1), (1, 1, 1, 1)),
-            "memory of devices: 'full after block 3 of 4', expected room for block 4 (1 on device 2) and what follows "
-            "it. Add a device, give the devices more memory, hold fewer microbatches in flight, or recompute activations.",
+            "memory of devices: 'full after block 3 of 4', expected room for block 4 (1 on device 2) and what "
+            "follows it. Add a device, give the devices more memory, hold fewer microbatches in flight, or "
+            "recompute activations.",
         ),
         (
             full((4, 1), (1, 1, 1, 2)),
@@ -126,8 +127,8 @@ def full(limit: tuple[float, ...], state: tuple[float, ...]) -> Memory:
         (
             full((6, 1), (1, 1, 1, 2)),
             "memory of devices: 'no way to give each device a block', expected blocks that fit devices 1 to 2 in this "
-            "order. Allow empty stages (--allow-empty), give the devices more memory, hold fewer microbatches in flight, "
-            "or put the devices in another order.",
+            "order. Allow empty stages (--allow-empty), give the devices more memory, hold fewer microbatches in "
+            "flight, or put the devices in another order.",
         ),
     ],
 )
