@@ -49,9 +49,7 @@ def main() -> int:
             print(f"case {case}: {problem}\n{difference}")
             return 1
     seconds = time.perf_counter() - start
-    print(
-        f"{asked.cases} cases equal brute force, {without} of them without a partition, seed {asked.seed}, {seconds:.0f} s"
-    )
+    print(f"{asked.cases} cases equal brute force, {without} without a partition, seed {asked.seed}, {seconds:.0f} s")
     return 0
 
 
