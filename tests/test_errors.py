@@ -51,6 +51,7 @@ def test_an_object_with_a_long_repr_is_shortened_to_one_line():
     [
         (errors.UsageError, 2),
         (errors.ClusterError, 2),
+        (errors.JobError, 2),
         (errors.PlacementError, 1),
         (errors.ScheduleError, 1),
         (errors.LaunchError, 1),

@@ -3,7 +3,8 @@
 ```text
 RingweaveError                something ringweave refuses or cannot do       exit code 1
 ├── UsageError                wrong usage or input of a command              exit code 2
-│   └── ClusterError          a cluster file, or a fact about it, is wrong
+│   ├── ClusterError          a cluster file, or a fact about it, is wrong
+│   └── JobError              a job's request, or what is asked of a job, is refused
 ├── PlacementError            a rank cannot be put on a node of the cluster
 ├── ScheduleError             a schedule is malformed or does not compute its collective
 ├── LaunchError               workers could not be started or stopped
@@ -40,6 +41,10 @@ class UsageError(RingweaveError):
 
 class ClusterError(UsageError):
     """A cluster file, or a value in it, is wrong."""
+
+
+class JobError(UsageError):
+    """A job's request is wrong or refused, or a job cannot do what is asked of it."""
 
 
 class PlacementError(RingweaveError):

@@ -47,5 +47,6 @@ VERBS: Mapping[str, Verb] = {
         answers=False,
         answering=("allreduce",),
     ),
+    "split": Verb(module="split", help="Share GPUs out over unequal nodes, at least three on each.", answers=True),
     "doctor": Verb(module="doctor", help="Say what is here and works, and how to mend what does not.", answers=True),
 }

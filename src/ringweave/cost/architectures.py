@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ringweave.errors import UsageError, explain
-from ringweave.topology import problems
+from ringweave.files import problems
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringweave.errors import ClusterError, explain
+from ringweave.files.problems import closest
 from ringweave.topology import Cluster, link_name
-from ringweave.topology.problems import closest
 from ringweave.topology.rules import CORE
 
 Floats = NDArray[np.float64]

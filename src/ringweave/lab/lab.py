@@ -9,13 +9,13 @@ from typing import Any
 
 from ringweave import topology
 from ringweave.errors import ClusterError, LabError, UsageError, explain
+from ringweave.files.problems import closest, listed
 from ringweave.lab import bringing, cgroups, layout, processes, state, tools
 from ringweave.lab.addresses import Addresses
 from ringweave.lab.bringing import Progress
 from ringweave.lab.layout import Layout
 from ringweave.lab.quotas import Mode, Quotas
 from ringweave.topology import Cluster
-from ringweave.topology.problems import closest, listed
 
 _ENTERED = 'cd "$1" && shift && exec "$@"'
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from ringweave.cost import Network, vertices
 from ringweave.cost.network import Ints
 from ringweave.errors import PlacementError, UsageError, explain
-from ringweave.topology.problems import closest
+from ringweave.files.problems import closest
 
 
 class Routes:

@@ -6,10 +6,10 @@ from typing import TypeVar
 
 from ringweave import units
 from ringweave.errors import UsageError
+from ringweave.files.problems import Path, Problem, ProblemsError, refuse_any
 from ringweave.topology import rules
 from ringweave.topology.cluster import DEFAULT_LATENCY_S, Cluster, Device, Nic, Node, Switch
 from ringweave.topology.entries import ClusterEntry, NicEntry, NodeEntry, SwitchEntry
-from ringweave.topology.problems import Path, Problem, ProblemsError, refuse_any
 
 SHORT_FORM_NIC = "eth0"
 """Name of the NIC that `nic: 400Mbit/s` stands for."""

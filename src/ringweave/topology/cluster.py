@@ -11,8 +11,9 @@ from typing import Protocol
 
 from ringweave import errors
 from ringweave.errors import ClusterError
+from ringweave.files.problems import closest, listed
 from ringweave.topology import describing, rules, tree
-from ringweave.topology.problems import closest, listed, refuse_any
+from ringweave.topology.problems import refuse_any
 from ringweave.topology.rules import CORE
 
 DEFAULT_LATENCY_S = 50e-6

@@ -6,8 +6,8 @@ from collections.abc import Collection
 from ringweave import errors
 from ringweave.environment import NODE
 from ringweave.errors import PlacementError
+from ringweave.files.problems import closest, listed
 from ringweave.topology.cluster import Cluster, Device, Node
-from ringweave.topology.problems import closest, listed
 
 
 def place_rank(cluster: Cluster, *, node_name: str | None, host_name: str, addresses: Collection[str]) -> Node:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ringweave import errors
-from ringweave.topology.problems import Path, Problem, closest
+from ringweave.files.problems import Path, Problem, closest
 
 if TYPE_CHECKING:
     from ringweave.topology.cluster import Device, Link, Nic, Node, Switch

@@ -8,8 +8,9 @@ import ipaddress
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ringweave.files.problems import Path, Problem, closest, listed
 from ringweave.topology import rules
-from ringweave.topology.problems import Path, Problem, closest, listed, refuse_any
+from ringweave.topology.problems import refuse_any
 from ringweave.topology.rules import CORE
 
 if TYPE_CHECKING:

@@ -1,14 +1,13 @@
 """The cluster file written: `Cluster` in, YAML out; reading the text gives an equal cluster."""
 
-import io
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
 from ringweave import units
+from ringweave.files import yaml_text
 from ringweave.topology.building import SHORT_FORM_NIC
 from ringweave.topology.cluster import Cluster, Device, Nic, Node, Switch
 
@@ -20,12 +19,7 @@ def dumps(cluster: Cluster) -> str:
     if cluster.switches:
         content["switches"] = [_switch(switch) for switch in cluster.switches]
     content["latency"] = units.format_seconds(cluster.latency_s)
-    yaml = YAML(typ="rt", pure=True)
-    yaml.indent(mapping=2, sequence=4, offset=2)
-    yaml.width = 4096
-    stream = io.StringIO()
-    yaml.dump(content, stream)
-    return stream.getvalue()
+    return yaml_text.dumps(content)
 
 
 def _groups(nodes: tuple[Node, ...]) -> Iterator[tuple[Node, int]]:

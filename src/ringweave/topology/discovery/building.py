@@ -4,9 +4,9 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ringweave.files.problems import listed
 from ringweave.topology.discovery import pci
 from ringweave.topology.discovery.machine import Interface, Machine, NvLinks, Part, Worker
-from ringweave.topology.problems import listed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from ringweave import errors, units
 from ringweave.errors import UsageError
+from ringweave.files.problems import closest, listed
 from ringweave.topology.discovery import distances
 from ringweave.topology.discovery.distances import Way
 from ringweave.topology.discovery.machine import Interface, Machine, Worker
-from ringweave.topology.problems import closest, listed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

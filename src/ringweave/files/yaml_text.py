@@ -1,9 +1,10 @@
-"""YAML text as plain Python values, with the line of every key; refuses what a cluster file has no use for.
+"""YAML text as plain Python values and back, with the line of every key; refuses what our files have no use for.
 
 Works on ruamel.yaml's node graph, which still has marks and tags. An alias is refused: `count` repeats nodes, and
 without aliases the values are never larger than the text.
 """
 
+import io
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
-from ringweave.topology.problems import Path, Problem, ProblemsError
+from ringweave.files.problems import Path, Problem, ProblemsError
 
 _WELL_FORMED = "well-formed YAML"
 _SYNTAX = "Check quotes, brackets and indentation on this line and the line above; indent with spaces, not with tabs"
@@ -59,6 +60,16 @@ def read(text: str) -> Document:
     except RecursionError as error:
         raise ProblemsError((_depth_problem(text),)) from error
     return document
+
+
+def dumps(content: Any) -> str:
+    """The values as the house writes YAML; maps and lists of ruamel.yaml keep the style that was set for them."""
+    yaml = YAML(typ="rt", pure=True)
+    yaml.indent(mapping=2, sequence=4, offset=2)
+    yaml.width = 4096
+    stream = io.StringIO()
+    yaml.dump(content, stream)
+    return stream.getvalue()
 
 
 def _compose(text: str) -> Node | None:
