@@ -1,0 +1,82 @@
+"""Admission in the order of the specification: is the name free, may they, within their limit, and can it be split."""
+
+from ringweave.errors import JobError, explain
+from ringweave.jobs.admission.permissions import Permission, PermissionCache
+from ringweave.jobs.life import records
+from ringweave.jobs.life.records import Job
+from ringweave.jobs.requests.request import Request
+
+
+def admit(
+    request: Request,
+    *,
+    requester: str,
+    taken_by: Job | None,
+    permissions: PermissionCache,
+    gpus_in_use: int,
+    now: float,
+) -> Job:
+    """The job that a request becomes; nothing of it exists yet.
+
+    Args:
+        request: What is asked for, already well-formed.
+        requester: Who asks, as the place says (OS user, Kubernetes user), never as a flag says.
+        taken_by: The job that has the name; None where it is free. A place must still make the name and the job in one
+            step: whoever loses that race gets `name_taken` of the winner.
+        permissions: Who may do what.
+        gpus_in_use: GPUs of the requester's jobs that have not ended.
+        now: Seconds on the place's clock.
+
+    Raises:
+        JobError: It is refused; nothing has changed.
+    """
+    if taken_by is not None:
+        raise name_taken(taken_by, now)
+    permission = check_permission("submit", requester=requester, owner=requester, permissions=permissions, now=now)
+    if request.device == "cuda":
+        _check_limit(request, requester, permission, gpus_in_use)
+    split = request.split
+    if split.counts is None:
+        raise JobError(split.refusal(f"job {request.name}"))
+    return records.new_job(request, requester=requester, counts=split.counts, now=now)
+
+
+def name_taken(job: Job, now: float) -> JobError:
+    """The refusal of a name that a job has already."""
+    got = f"taken by {job.requester} {_age(now - job.created_s)} ago ({job.record.state})"
+    do = f"Take another name, or remove that job first with ringweave delete {job.request.name}"
+    return JobError(explain(f"job name {job.request.name}", got=got, expected="a free name", do=do))
+
+
+def check_permission(verb: str, *, requester: str, owner: str, permissions: PermissionCache, now: float) -> Permission:
+    """The permission to use the verb on a job of the owner.
+
+    Raises:
+        JobError: There is none.
+    """
+    permission = permissions.permission(requester, verb, now)
+    if not permission.allowed:
+        do = f"Ask whoever runs this place to let {requester} {verb}"
+        raise JobError(explain(f"{verb} by {requester}", got=permission.text, expected="a permission", do=do))
+    if requester != owner and not permission.any_owner:
+        do = f"Ask {owner} to do it, or whoever runs this place for a rule with jobs: all"
+        got = f"the job is {owner}'s"
+        raise JobError(explain(f"{verb} by {requester}", got=got, expected="a job of their own", do=do))
+    return permission
+
+
+def _check_limit(request: Request, requester: str, permission: Permission, gpus_in_use: int) -> None:
+    limit = permission.max_gpus
+    if limit is not None and request.num_workers + gpus_in_use > limit:
+        free = max(0, limit - gpus_in_use)
+        do = f"Ask for at most {free}" if free else "Wait for one of those jobs to end, or stop one"
+        expected = f"at most {limit} GPUs in all jobs of {requester}, of which {gpus_in_use} are in use"
+        raise JobError(explain("GPUs in all", got=request.num_workers, expected=expected, do=do))
+
+
+def _age(seconds: float) -> str:
+    """`3 h`: as people say it."""
+    for unit_s, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit_s:
+            return f"{int(seconds // unit_s)} {unit}"
+    return f"{max(0, int(seconds))} s"

@@ -1,0 +1,179 @@
+"""What is known of a job after another look at its place. Pure, and settled: a second look at the same changes nothing."""
+
+from dataclasses import replace
+
+from ringweave.jobs.life import failing, telling
+from ringweave.jobs.life.observing import Cause, Group, Observed, Phase
+from ringweave.jobs.life.records import Ended, Job, NodeRecord, Record
+from ringweave.jobs.life.states import JobState, Reason, reason
+
+Groups = dict[tuple[int, int], Group]
+
+
+def advance(job: Job, observed: Observed, now: float) -> Record:
+    """The record after this look.
+
+    Args:
+        job: The job with the record as it was saved last.
+        observed: What its place holds; looked at after the record was read.
+        now: Seconds on the clock of `created_s` and of the groups' `ended_s`.
+    """
+    groups = {(group.node, group.attempt): group for group in observed.groups}
+    record = _looked(job, groups)
+    record = replace(record, deleting=_is_to_go(job, record, now))
+    if not record.deleting:
+        record = _decided(job, record, observed, now)
+        record = _tried_again(job, record)
+        if is_to_run(job, record):
+            record = _renewed(job, record, groups)
+    return _told(job, record, observed, now)
+
+
+def is_to_run(job: Job, record: Record) -> bool:
+    """Its worker groups are wanted."""
+    return not record.deleting and record.outcome is None and not job.desired.suspend
+
+
+def _looked(job: Job, groups: Groups) -> Record:
+    """What is seen for the first time, and how far the groups have come."""
+    nodes = list(job.record.nodes)
+    for node in job.used_nodes:
+        known = nodes[node]
+        group = groups.get((node, known.attempt))
+        if group is not None:
+            iterations = known.iterations if group.iterations is None else group.iterations
+            last_loss = known.last_loss if group.last_loss is None else group.last_loss
+            nodes[node] = replace(known, seen=True, iterations=iterations, last_loss=last_loss)
+    return replace(job.record, nodes=tuple(nodes))
+
+
+def _is_to_go(job: Job, record: Record, now: float) -> bool:
+    expiry_s = expires_s(job, record)
+    return record.deleting or job.desired.delete or (expiry_s is not None and now >= expiry_s)
+
+
+def expires_s(job: Job, record: Record) -> float | None:
+    """When the TTL ends; None where nothing is decided yet, or the job is kept."""
+    return record.ended_s + job.request.ttl_s if record.ended_s is not None and job.request.ttl_s is not None else None
+
+
+def _decided(job: Job, record: Record, observed: Observed, now: float) -> Record:
+    """The outcome where there is one; else what suspension or failures make of the attempts."""
+    groups = {(group.node, group.attempt): group for group in observed.groups}
+    if record.outcome is not None:
+        return record
+    finished_s = _finished_s(job, record, groups, now)
+    if finished_s is not None:
+        return _ended(record, JobState.SUCCEEDED, reason("Finished", job=job.request.name), finished_s)
+    if job.desired.stop_run >= record.run:
+        return _ended(record, JobState.STOPPED, reason("Stopped", job=job.request.name), now)
+    if job.desired.suspend:
+        return _given_up(job, record, Cause.SUSPENDED, "the job was suspended")
+    return _after_failures(job, record, observed, groups, now)
+
+
+def _finished_s(job: Job, record: Record, groups: Groups, now: float) -> float | None:
+    """When the last of all groups finished; None where not all have."""
+    current = [groups.get((node, record.nodes[node].attempt)) for node in job.used_nodes]
+    ends_s = [
+        now if group.ended_s is None else group.ended_s
+        for node, group in zip(job.used_nodes, current, strict=True)
+        if group is not None
+        and group.phase is Phase.SUCCEEDED
+        and group.round == record.round
+        and record.nodes[node].ended is None
+    ]
+    return max(ends_s) if len(ends_s) == len(current) else None
+
+
+def _ended(record: Record, outcome: JobState, why: Reason, at_s: float) -> Record:
+    return replace(record, outcome=outcome, outcome_reason=why, ended_s=at_s)
+
+
+def _given_up(job: Job, record: Record, cause: Cause, text: str) -> Record:
+    """All attempts that have begun are over, and the next ones gather in another round."""
+    nodes = list(record.nodes)
+    for node in job.used_nodes:
+        known = nodes[node]
+        if known.seen and known.ended is None:
+            ended = Ended(attempt=known.attempt, cause=cause, charged=False, text=text)
+            nodes[node] = replace(known, ended=ended)
+    changed = tuple(nodes) != record.nodes
+    return replace(record, nodes=tuple(nodes), round=record.round + changed, round_cause="")
+
+
+def _after_failures(job: Job, record: Record, observed: Observed, groups: Groups, now: float) -> Record:
+    verdict = failing.judge(failing.failures(job, record, groups), record, observed, now)
+    nodes = list(record.nodes)
+    for node, ended in verdict.ends.items():
+        nodes[node] = _failed(nodes[node], ended, job.request.nodes[node].max_retries)
+    record = replace(record, nodes=tuple(nodes))
+    if verdict.program_failed:
+        why = telling.failed("ProgramFailed", job, verdict.program_failed, verdict.ends)
+        return _ended(record, JobState.FAILED, why, now)
+    spent = tuple(
+        node
+        for node, ended in verdict.ends.items()
+        if ended.charged and job.record.nodes[node].retries >= job.request.nodes[node].max_retries
+    )
+    if spent:
+        return _ended(record, JobState.FAILED, telling.failed("RetriesSpent", job, spent, verdict.ends), now)
+    charged = {node: ended for node, ended in verdict.ends.items() if ended.charged}
+    if charged:
+        record = replace(record, round=record.round + 1, round_cause=telling.failures(job, record, charged))
+    return _finished_too_early(job, record, groups)
+
+
+def _failed(known: NodeRecord, ended: Ended, max_retries: int) -> NodeRecord:
+    is_retry = ended.charged and known.retries < max_retries
+    return replace(known, ended=ended, retries=known.retries + is_retry)
+
+
+def _finished_too_early(job: Job, record: Record, groups: Groups) -> Record:
+    """Groups that finished a round which has to be run again by all."""
+    nodes = list(record.nodes)
+    for node in job.used_nodes:
+        known = nodes[node]
+        group = groups.get((node, known.attempt))
+        if group and known.ended is None and group.phase is Phase.SUCCEEDED and group.round < record.round:
+            text = "it had finished, and another node failed before all had"
+            ended = Ended(attempt=known.attempt, cause=Cause.ROUND, charged=False, text=text, exit_code=0)
+            nodes[node] = replace(known, ended=ended)
+    return replace(record, nodes=tuple(nodes))
+
+
+def _tried_again(job: Job, record: Record) -> Record:
+    """Another run, where one is asked for after a bad end."""
+    if record.outcome not in (JobState.FAILED, JobState.STOPPED) or job.desired.retry_run != record.run:
+        return record
+    record = _given_up(job, record, Cause.RETRIED, "the job was tried again")
+    nodes = tuple(replace(known, retries=0) for known in record.nodes)
+    return replace(
+        record,
+        nodes=nodes,
+        run=record.run + 1,
+        round=record.round + 1,
+        outcome=None,
+        outcome_reason=None,
+        ended_s=None,
+    )
+
+
+def _renewed(job: Job, record: Record, groups: Groups) -> Record:
+    """The next attempt of each node whose last one is over and gone."""
+    nodes = list(record.nodes)
+    for node in job.used_nodes:
+        known = nodes[node]
+        if known.ended is not None and (node, known.attempt) not in groups:
+            history = (*known.history, known.ended)
+            nodes[node] = replace(known, attempt=known.attempt + 1, seen=False, ended=None, history=history)
+    return replace(record, nodes=tuple(nodes))
+
+
+def _told(job: Job, record: Record, observed: Observed, now: float) -> Record:
+    """States and reasons, for people; nothing above depends on them."""
+    nodes = telling.nodes(job, record, observed)
+    record = replace(record, nodes=nodes)
+    state, why = telling.job_state(job, record, observed)
+    since_s = record.since_s if state is record.state else now
+    return replace(record, state=state, reason=why, since_s=since_s)

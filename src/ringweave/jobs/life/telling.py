@@ -1,0 +1,169 @@
+"""States and reasons of a job and its nodes, in words: what is waited for, and what would help. Pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from ringweave.files.problems import listed
+from ringweave.jobs.life.observing import Cause, Group, Observed, Phase
+from ringweave.jobs.life.records import Ended, Job, NodeRecord, Record
+from ringweave.jobs.life.states import JobState, NodeState, Reason, reason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _View:
+    """A job as it is to be told."""
+
+    job: Job
+    record: Record
+    observed: Observed
+    groups: Mapping[tuple[int, int], Group]
+
+    def group(self, node: int) -> Group | None:
+        """The group of the node's current attempt."""
+        return self.groups.get((node, self.record.nodes[node].attempt))
+
+    def is_ready(self, node: int) -> bool:
+        """It is at the gate of this round, or beyond."""
+        group = self.group(node)
+        if group is None or self.record.nodes[node].ended is not None or group.round != self.record.round:
+            return False
+        return group.is_at_gate
+
+    def names(self, nodes: Iterable[int]) -> str:
+        """`node n0`, `nodes n0, n1 and 7 more`."""
+        chosen = list(nodes)
+        word = "node" if len(chosen) == 1 else "nodes"
+        return f"{word} {listed((self.job.node_name(node) for node in chosen), len(chosen))}"
+
+
+def _view(job: Job, record: Record, observed: Observed) -> _View:
+    groups = {(group.node, group.attempt): group for group in observed.groups}
+    return _View(job=job, record=record, observed=observed, groups=groups)
+
+
+def failed(code: str, job: Job, nodes: tuple[int, ...], ends: Mapping[int, Ended]) -> Reason:
+    """The reason of a job that failed on these nodes."""
+    names = [job.node_name(node) for node in nodes]
+    word = "node" if len(names) == 1 else "nodes"
+    text = f"{word} {listed(names, len(names))}"
+    return reason(code, job=job.request.name, nodes=text, node=names[0], detail=ends[nodes[0]].text)
+
+
+def failures(job: Job, record: Record, charged: Mapping[int, Ended]) -> str:
+    """`node n1 failed (killed by SIGKILL), retry 1 of 3`, for the first of those that failed, and how many more."""
+    node = min(charged)
+    count, most = record.nodes[node].retries, job.request.nodes[node].max_retries
+    more = f", and {len(charged) - 1} more nodes failed" if len(charged) > 1 else ""
+    return f"node {job.node_name(node)} failed ({charged[node].text}), retry {count} of {most}{more}"
+
+
+def nodes(job: Job, record: Record, observed: Observed) -> tuple[NodeRecord, ...]:
+    """The nodes' records with state and reason."""
+    view = _view(job, record, observed)
+    waited_for = [node for node in job.used_nodes if not view.is_ready(node)]
+    told = []
+    for node, known in enumerate(record.nodes):
+        state, code, detail = _node(view, node)
+        others = view.names(waited_for) if code == "NodeAtGate" else ""
+        words = {"job": job.request.name, "node": job.node_name(node), "attempt": known.attempt}
+        why = reason(code, **words, detail=detail, nodes=others) if code else None
+        told.append(replace(known, state=state, reason=why))
+    return tuple(told)
+
+
+def _node(view: _View, node: int) -> tuple[NodeState, str, str]:
+    """State, code of the reason, and detail of one node."""
+    known, group = view.record.nodes[node], view.group(node)
+    if not view.job.counts[node]:
+        return NodeState.UNUSED, "NodeUnused", ""
+    if view.record.outcome is not None:
+        return _ended_node(view, known)
+    if known.ended is not None:
+        if view.job.desired.suspend:
+            return NodeState.WAITING, "NodeSuspended", ""
+        return NodeState.WAITING, "NodeLeaving", known.ended.text
+    if group is None:
+        return NodeState.WAITING, "NodeSuspended" if view.job.desired.suspend else "NodeToMake", ""
+    return _living_node(view, group)
+
+
+def _ended_node(view: _View, known: NodeRecord) -> tuple[NodeState, str, str]:
+    if view.record.outcome is JobState.SUCCEEDED:
+        return NodeState.SUCCEEDED, "NodeFinished", ""
+    if known.ended is not None and known.ended.cause in (Cause.PROGRAM, Cause.PLACE):
+        return NodeState.FAILED, "NodeFailed", known.ended.text
+    return NodeState.STOPPED, "NodeStopped", ""
+
+
+def _living_node(view: _View, group: Group) -> tuple[NodeState, str, str]:
+    detail = group.text or "the place says no more"
+    if group.round < view.record.round and group.phase.is_alive:
+        return NodeState.INTERRUPTED, "NodeCalledBack", ""
+    if group.phase is Phase.READY:
+        is_open = view.observed.gate >= view.record.round or all(map(view.is_ready, view.job.used_nodes))
+        return NodeState.READY, "NodeMayStart" if is_open else "NodeAtGate", ""
+    if group.phase is Phase.RUNNING:
+        return NodeState.RUNNING, "", ""
+    table = {
+        Phase.PENDING: (NodeState.PENDING, "NodePending"),
+        Phase.SUCCEEDED: (NodeState.SUCCEEDED, "NodeFinished"),
+        Phase.INTERRUPTED: (NodeState.INTERRUPTED, "NodeFailing"),
+        Phase.FAILED: (NodeState.FAILED, "NodeFailing"),
+        Phase.STOPPED: (NodeState.FAILED, "NodeFailing"),
+    }
+    state, code = table[group.phase]
+    return state, code, detail
+
+
+def job_state(job: Job, record: Record, observed: Observed) -> tuple[JobState, Reason | None]:
+    """State and reason of the job; its nodes have been told already."""
+    view = _view(job, record, observed)
+    name = job.request.name
+    if record.deleting:
+        left = sorted({group.node for group in observed.groups})
+        return JobState.DELETING, reason("Deleting", nodes=view.names(left) if left else "its config")
+    living = sorted({group.node for group in observed.groups if group.phase.is_alive})
+    if record.outcome is not None:
+        return JobState.ENDING if living else record.outcome, record.outcome_reason
+    if job.desired.suspend:
+        nodes = view.names(living)
+        return JobState.SUSPENDED, reason("Suspending", nodes=nodes) if living else reason("Suspended", job=name)
+    return _gathering(view)
+
+
+def _gathering(view: _View) -> tuple[JobState, Reason | None]:
+    """Of a job that is to run."""
+    record, used = view.record, view.job.used_nodes
+    states = {node: record.nodes[node].state for node in used}
+    failing = [node for node in used if _code(record, node) == "NodeFailing"]
+    if failing:
+        return JobState.RETRYING, _of(view, "FindingCause", failing)
+    missing = [node for node in used if not view.is_ready(node)]
+    if missing:
+        return JobState.RETRYING if record.round_cause else JobState.PENDING, _waits(view, missing)
+    idle = [node for node in used if states[node] is NodeState.READY]
+    return (JobState.STARTING, _of(view, "GateOpen", idle)) if idle else (JobState.RUNNING, None)
+
+
+def _waits(view: _View, missing: list[int]) -> Reason:
+    pending = [node for node in missing if view.record.nodes[node].state is NodeState.PENDING]
+    if view.record.round_cause:
+        return _of(view, "Replacing", missing, detail=view.record.round_cause)
+    if pending:
+        return _of(view, "NotPlaced", pending, detail=_detail(view, pending[0]))
+    return _of(view, "NotReady", missing)
+
+
+def _of(view: _View, code: str, nodes: list[int], detail: str | None = None) -> Reason:
+    words = {"job": view.job.request.name, "node": view.job.node_name(nodes[0]), "nodes": view.names(nodes)}
+    return reason(code, **words, detail=_detail(view, nodes[0]) if detail is None else detail)
+
+
+def _detail(view: _View, node: int) -> str:
+    group = view.group(node)
+    return group.text if group and group.text else "the place says no more"
+
+
+def _code(record: Record, node: int) -> str:
+    why = record.nodes[node].reason
+    return why.code if why else ""

@@ -1,0 +1,177 @@
+"""A request for training: what its author asks for, checked when it is made."""
+
+import enum
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ringweave.errors import JobError
+from ringweave.files import problems
+from ringweave.files.problems import Path, Problem, closest
+from ringweave.jobs import splitting
+from ringweave.jobs.splitting import MIN_PER_NODE, Split
+
+MAX_NODES = 100_000
+MAX_WORKERS = 2**31 - 1
+MAX_RETRIES = 1000
+MAX_TTL_S = 10 * 365 * 86400.0
+MODES = ("auto", "sync", "balanced", "ps-hra", "ps")
+"""Ways of training; `auto` leaves the choice to the planner."""
+
+NAME = "lower-case letters, digits and hyphens, at most 40, beginning with a letter and not ending in a hyphen"
+NODE_NAME = "a host name: lower-case letters, digits, hyphens and dots, at most 63"
+COUNT = f"a whole number from 1 to {MAX_WORKERS}"
+CAPACITY = f"a whole number from 0 to {MAX_WORKERS}: how many GPUs (or CPU workers) the node may run"
+RETRIES = (
+    f"a whole number from 0 to {MAX_RETRIES}: how often the node is replaced after a failure that is not the script's"
+)
+POLICY = "one of delete, keep, keep-on-failure"
+MODE = f"one of {', '.join(MODES)}"
+TTL = "a time with a unit, such as 3600s (ns, us, ms, s; at most ten years)"
+ENVIRONMENT = "names (letters, digits, underscores) with text as values"
+
+_NAME = re.compile(r"[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?")
+_NODE_NAME = re.compile(r"(?=.{1,63}\Z)[a-z0-9](?:[a-z0-9-]*[a-z0-9])?(?:\.[a-z0-9](?:[a-z0-9-]*[a-z0-9])?)*")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
+RESERVED = "RINGWEAVE_"
+"""Variables that launchers set begin so."""
+
+
+class DeletionPolicy(enum.StrEnum):
+    """What becomes of a node's worker group when the job has ended; a TTL or `ringweave delete` removes all."""
+
+    DELETE = "delete"
+    KEEP = "keep"
+    KEEP_ON_FAILURE = "keep-on-failure"
+
+
+class RequestProblemsError(problems.ProblemsError, JobError):
+    """A JobError that still has its problems as data."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeRequest:
+    """One node on which the job may run."""
+
+    name: str
+    """In the local place a name only; on Slurm and Kubernetes the host that is meant, where the author gave it."""
+    capacity: int
+    """How many GPUs, or CPU workers, it may run."""
+    max_retries: int = 3
+    """How often its worker group is replaced after a failure that is not the script's. Three, as in Kubernetes' habit of
+    a small number: a node that fails a fourth time is broken."""
+    deletion: DeletionPolicy = DeletionPolicy.DELETE
+    """What becomes of its worker group in the end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A job as its author asks for it; prints as the job file that reads back equal. Who asks is never part of it."""
+
+    name: str
+    """The job's name, unique in the place where it runs."""
+    num_workers: int
+    """GPUs in all, or CPU workers in all."""
+    script: str
+    """The program, a path below `directory` where there is one."""
+    nodes: tuple[NodeRequest, ...]
+    """In node order; the split takes the nodes it needs."""
+    device: str = "cuda"
+    """`cuda`: workers are GPUs. `cpu`: they are processes without one."""
+    directory: str | None = None
+    """The folder that the script needs around it; None where the script is alone."""
+    arguments: tuple[str, ...] = ()
+    """What the script is called with."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the workers."""
+    data: str | None = None
+    """Where the training data is; workers see it as RINGWEAVE_DATA. None where the script knows."""
+    image: str | None = None
+    """The container image; None where the place has what is needed."""
+    mode: str = "auto"
+    """How to train."""
+    min_per_node: int = MIN_PER_NODE
+    """The least that a used node gets."""
+    ttl_s: float | None = None
+    """Seconds after its end at which the job is removed with all it left; None keeps it until it is deleted."""
+    suspend: bool = False
+    """Submitted, checked, and not started until it is resumed."""
+
+    def __post_init__(self) -> None:
+        problems.refuse_any(_problems(self), error=RequestProblemsError)
+
+    def __str__(self) -> str:
+        from ringweave.jobs.requests import job_file
+
+        return job_file.dumps(self)
+
+    @property
+    def split(self) -> Split:
+        """The total shared out over the nodes."""
+        capacities = [node.capacity for node in self.nodes]
+        return splitting.split(self.num_workers, capacities, min_per_node=self.min_per_node)
+
+
+def _problems(request: Request) -> Iterator[Problem]:
+    yield from _text(("name",), "name of the job", request.name, _NAME, NAME)
+    yield from _count(("num_workers",), "GPUs in all", request.num_workers, (1, MAX_WORKERS), COUNT)
+    yield from _count(("min_per_node",), "minimum per node", request.min_per_node, (1, MAX_WORKERS), COUNT)
+    yield from _path(("script",), "script", request.script, "a path, such as train.py")
+    for key in ("directory", "data", "image"):
+        if getattr(request, key) is not None:
+            yield from _path((key,), key, getattr(request, key), "text on one line")
+    if request.device not in ("cpu", "cuda"):
+        yield _wrong(("device",), "device", request.device, "one of cpu, cuda", "Write cpu for workers without a GPU")
+    if request.mode not in MODES:
+        do = closest(request.mode, MODES) or "Leave it out for auto"
+        yield _wrong(("mode",), "mode", request.mode, MODE, do)
+    if request.ttl_s is not None and not 0 <= request.ttl_s <= MAX_TTL_S:
+        yield _wrong(("ttl_s",), "ttl", request.ttl_s, TTL, "Leave the key out to keep the job until it is deleted")
+    yield from _environment_problems(request.environment)
+    yield from _node_problems(request.nodes)
+
+
+def _environment_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
+    for name, value in environment.items():
+        path = ("environment", name)
+        if not _VARIABLE.fullmatch(name) or "\0" in value:
+            yield _wrong(path, "environment variable", name, ENVIRONMENT, "Rename the variable")
+        elif name.startswith(RESERVED):
+            do = "Rename the variable: launchers set those"
+            yield _wrong(path, "environment variable", name, f"a name that does not begin with {RESERVED}", do)
+
+
+def _node_problems(nodes: tuple[NodeRequest, ...]) -> Iterator[Problem]:
+    if not 1 <= len(nodes) <= MAX_NODES:
+        do = 'Add "nodes: [{capacity: 8}]"'
+        yield _wrong(("nodes",), "nodes", f"{len(nodes)} of them", f"1 to {MAX_NODES} nodes", do)
+    seen: set[str] = set()
+    for index, node in enumerate(nodes):
+        path: Path = ("nodes", index)
+        yield from _text((*path, "name"), "name of a node", node.name, _NODE_NAME, NODE_NAME)
+        if node.name in seen:
+            do = "Give each node its own name"
+            yield _wrong((*path, "name"), "name of a node", node.name, "a name used once", do)
+        seen.add(node.name)
+        what = f"of node {problems.dotted((node.name,))}"
+        yield from _count((*path, "capacity"), f"capacity {what}", node.capacity, (0, MAX_WORKERS), CAPACITY)
+        yield from _count((*path, "max_retries"), f"max_retries {what}", node.max_retries, (0, MAX_RETRIES), RETRIES)
+
+
+def _text(path: Path, what: str, got: str, pattern: re.Pattern[str], expected: str) -> Iterator[Problem]:
+    if not pattern.fullmatch(got):
+        yield _wrong(path, what, got, expected, "Rename it; names become parts of host names")
+
+
+def _path(path: Path, what: str, got: str, expected: str) -> Iterator[Problem]:
+    if not got.strip() or not got.isprintable():
+        yield _wrong(path, what, got, expected, "Write it plainly, on one line")
+
+
+def _count(path: Path, what: str, got: int, limits: tuple[int, int], expected: str) -> Iterator[Problem]:
+    if not limits[0] <= got <= limits[1]:
+        yield _wrong(path, what, got, expected, "Correct the number")
+
+
+def _wrong(path: Path, what: str, got: object, expected: str, do: str) -> Problem:
+    return Problem(path=path, what=what, got=got, expected=expected, do=do)
