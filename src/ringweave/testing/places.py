@@ -5,6 +5,7 @@ place may ever do, so that a test only has to ask `broken_rules`.
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ringweave.jobs.life import actions
 from ringweave.jobs.life.actions import Action
@@ -81,9 +82,7 @@ class FakePlace:
         elif group.phase is Phase.READY and self.gate >= group.round:
             assert self.job is not None
             missing = set(self.job.used_nodes) - self._ready[group.round]
-            self._rule(
-                not missing, f"node {group.node} started round {group.round} before {sorted(missing)} were ready"
-            )
+            self._rule(not missing, f"node {group.node} started round {group.round} before {missing} were ready")
             self.groups[key] = replace(group, phase=Phase.RUNNING)
 
     def end(self, key: Key, cause: Cause | None = None, text: str = "") -> None:
@@ -94,7 +93,12 @@ class FakePlace:
             self._change(key, phase=Phase.SUCCEEDED, ended_s=self.clock_s, exit_code=0)
             return
         exit_code = 1 if cause is Cause.PROGRAM else None
-        ended = {"cause": cause, "text": text or f"ended by {cause}", "exit_code": exit_code, "ended_s": self.clock_s}
+        ended: dict[str, Any] = {
+            "cause": cause,
+            "text": text or f"ended by {cause}",
+            "exit_code": exit_code,
+            "ended_s": self.clock_s,
+        }
         self._change(key, phase=Phase.FAILED, **ended)
         if was_running:
             for other, peer in self.groups.items():
@@ -119,7 +123,7 @@ class FakePlace:
     def _was_unseen(self, key: Key) -> bool:
         return self.job is not None and not self.job.record.nodes[key[0]].seen
 
-    def _change(self, key: Key, **changes: object) -> None:
+    def _change(self, key: Key, **changes: Any) -> None:
         if key in self.groups and not self.groups[key].leaving:
             self.groups[key] = replace(self.groups[key], **changes)
 

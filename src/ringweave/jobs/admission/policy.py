@@ -1,4 +1,4 @@
-"""The policy file: who may use which verbs, on whose jobs, and with how many GPUs. docs/jobs.md describes the format."""
+"""The policy file: who may use which verbs, on whose jobs, and with how many GPUs. The format is in docs/jobs.md."""
 
 import os
 from collections.abc import Iterator

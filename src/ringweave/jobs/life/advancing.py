@@ -1,4 +1,4 @@
-"""What is known of a job after another look at its place. Pure, and settled: a second look at the same changes nothing."""
+"""What is known of a job after another look at its place. Pure; a second look at the same changes nothing."""
 
 from dataclasses import replace
 

@@ -88,11 +88,9 @@ def judge(found: list[Failure], record: Record, observed: Observed, now: float) 
     ends = {failure.node: failure.judged(Cause.PLACE, charged=True) for failure in _own(found)}
     late = [failure for failure in found if failure.node not in ends and _round(failure, record) < record.round]
     fresh = [failure for failure in found if failure.node not in ends and failure not in late]
-    ends |= {failure.node: failure.judged(Cause.PEER, charged=False) for failure in _over(late)}
+    ends |= _followers(late)
     if any(end.charged for end in ends.values()):
-        return Verdict(
-            ends=ends | {failure.node: failure.judged(Cause.PEER, charged=False) for failure in _over(fresh)}
-        )
+        return Verdict(ends=ends | _followers(fresh))
     if not fresh:
         return Verdict(ends=ends)
     decide_at_s = min(failure.ended_s for failure in fresh) + SETTLE_S
@@ -105,17 +103,17 @@ def judge(found: list[Failure], record: Record, observed: Observed, now: float) 
     # All blame another, and no other failed: the first one pays, so that this cannot go on for ever.
     first = min(fresh, key=lambda failure: (failure.ended_s, failure.node))
     ends[first.node] = first.judged(Cause.PLACE, charged=True)
-    others = [failure for failure in fresh if failure is not first]
-    return Verdict(ends=ends | {failure.node: failure.judged(Cause.PEER, charged=False) for failure in _over(others)})
+    return Verdict(ends=ends | _followers([failure for failure in fresh if failure is not first]))
 
 
 def _own(found: list[Failure]) -> Iterator[Failure]:
     return (failure for failure in found if failure.cause is Cause.PLACE)
 
 
-def _over(found: list[Failure]) -> Iterator[Failure]:
-    """Those whose group has ended; what is only interrupted is called back to the gate and keeps its attempt."""
-    return (failure for failure in found if failure.group and not failure.group.phase.is_alive)
+def _followers(found: list[Failure]) -> dict[int, Ended]:
+    """The ends of those whose group is over; what is only interrupted goes back to the gate, its attempt goes on."""
+    over = [failure for failure in found if failure.group and not failure.group.phase.is_alive]
+    return {failure.node: failure.judged(Cause.PEER, charged=False) for failure in over}
 
 
 def _round(failure: Failure, record: Record) -> int:

@@ -1,8 +1,8 @@
 """The one decision that all launchers share: what to do now for a job, given what its place holds.
 
 `reconcile` first settles what is known (`advance`), then compares what is known with what is there (`_converge`). The
-second part looks at nothing else, so an action that was lost in a crash is asked for again, and one that was done is not:
-all that has to survive is the record, which is saved before anything follows from it.
+second part looks at nothing else, so an action that was lost in a crash is asked for again, and one that was done is
+not: all that has to survive is the record, which is saved before anything follows from it.
 """
 
 from collections.abc import Iterable, Iterator

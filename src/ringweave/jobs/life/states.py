@@ -1,4 +1,4 @@
-"""The states of jobs and nodes, the ways between them, and the reasons: one table each, from which the docs are made."""
+"""The states of jobs and nodes, the ways between them, and the reasons: tables, from which the docs are made."""
 
 import enum
 from collections.abc import Mapping
@@ -209,7 +209,7 @@ def reason(code: str, **words: object) -> Reason:
 
 
 def to_mermaid() -> str:
-    """The state diagram of a job, as docs/jobs.md shows it. DELETING, which follows every state, is left out but once."""
+    """The state diagram of docs/jobs.md. DELETING can follow every state, and is drawn behind the ends only."""
     lines = ["stateDiagram-v2", "    [*] --> Pending", "    [*] --> Suspended"]
     for state, after in TRANSITIONS.items():
         lines += [f"    {state} --> {other}" for other in after if other is not JobState.DELETING or state.is_end]

@@ -1,4 +1,4 @@
-"""The job file read and written, and flags put over it; every mistake is a JobError that names file, line and key, or flag.
+"""The job file read and written, flags put over it; every mistake is a JobError that names line and key, or flag.
 
 The format is described in docs/jobs.md.
 """

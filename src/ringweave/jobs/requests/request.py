@@ -22,9 +22,7 @@ NAME = "lower-case letters, digits and hyphens, at most 40, beginning with a let
 NODE_NAME = "a host name: lower-case letters, digits, hyphens and dots, at most 63"
 COUNT = f"a whole number from 1 to {MAX_WORKERS}"
 CAPACITY = f"a whole number from 0 to {MAX_WORKERS}: how many GPUs (or CPU workers) the node may run"
-RETRIES = (
-    f"a whole number from 0 to {MAX_RETRIES}: how often the node is replaced after a failure that is not the script's"
-)
+RETRIES = f"a whole number from 0 to {MAX_RETRIES}: how often it is replaced after a failure not of the script's doing"
 POLICY = "one of delete, keep, keep-on-failure"
 MODE = f"one of {', '.join(MODES)}"
 TTL = "a time with a unit, such as 3600s (ns, us, ms, s; at most ten years)"
@@ -58,8 +56,8 @@ class NodeRequest:
     capacity: int
     """How many GPUs, or CPU workers, it may run."""
     max_retries: int = 3
-    """How often its worker group is replaced after a failure that is not the script's. Three, as in Kubernetes' habit of
-    a small number: a node that fails a fourth time is broken."""
+    """How often its worker group is replaced after a failure that is not the script's. Three: a node that fails
+    a fourth time needs mending, not another try."""
     deletion: DeletionPolicy = DeletionPolicy.DELETE
     """What becomes of its worker group in the end."""
 

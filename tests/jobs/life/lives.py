@@ -1,0 +1,215 @@
+"""Lives of jobs for the tests: requests, a driver that does what `reconcile` says, and lives that are written down."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ringweave.jobs.life import actions, records, verbs
+from ringweave.jobs.life.observing import Cause, Phase
+from ringweave.jobs.life.reconciling import reconcile
+from ringweave.jobs.life.records import Job
+from ringweave.jobs.requests.request import DeletionPolicy, NodeRequest, Request
+from ringweave.testing.places import FakePlace
+
+KEEP, ON_FAILURE, DELETE = DeletionPolicy.KEEP, DeletionPolicy.KEEP_ON_FAILURE, DeletionPolicy.DELETE
+
+
+def a_job(
+    policies=(DELETE, DELETE),
+    *,
+    max_retries: int = 1,
+    ttl_s: float | None = None,
+    suspend: bool = False,
+    now: float = 0.0,
+) -> Job:
+    """A job that gets three workers on each of its nodes."""
+    nodes = tuple(
+        NodeRequest(name=f"n{index}", capacity=3, max_retries=max_retries, deletion=policy)
+        for index, policy in enumerate(policies)
+    )
+    request = Request(
+        name="text", num_workers=3 * len(nodes), script="train.py", nodes=nodes, ttl_s=ttl_s, suspend=suspend
+    )
+    counts = request.split.counts
+    assert counts is not None
+    return records.new_job(request, requester="ann", counts=counts, now=0.0)
+
+
+def look(place: FakePlace) -> list[actions.Action]:
+    """What is to be done now; and everything that must hold of every answer does."""
+    if place.job is None:
+        return []
+    observed = place.observe()
+    found = list(reconcile(place.job, observed, place.clock_s))
+    for action in found:
+        if isinstance(action, actions.SaveRecord):
+            saved = replace(place.job, record=action.record)
+            again = reconcile(saved, observed, place.clock_s)
+            rest = [other for other in found if other is not action]
+            assert list(again) == rest, "a second look at the same must only ask for what is not done yet"
+            assert records.parse_record(records.dump_record(action.record)) == action.record
+    return found
+
+
+def settle(place: FakePlace, *, crash_after: int | None = None) -> int:
+    """Look and do until nothing is to be done; the number of actions done. Crashing, it ends after some of them."""
+    done = 0
+    for _ in range(20):
+        asked = [action for action in look(place) if not isinstance(action, actions.Wake)]
+        if not asked:
+            return done
+        for action in asked:
+            if done == crash_after:
+                return done
+            place.do(action)
+            done += 1
+    raise AssertionError(f"never settles: {asked}")
+
+
+def ask(place: FakePlace, verb: str) -> None:
+    """What somebody types."""
+    assert place.job is not None
+    place.job = replace(place.job, desired=verbs.ask(verb, place.job))
+
+
+@dataclass(frozen=True)
+class Life:
+    """A life that is written down: what the world does, told by what it looks like, never by the time."""
+
+    name: str
+    make: Callable[[], Job]
+    script: tuple[tuple[Callable[[FakePlace], bool], Callable[[FakePlace], None]], ...]
+    """(when, what) in order: each happens once, when its turn has come and the world looks like it."""
+
+    def place(self) -> FakePlace:
+        return FakePlace(job=self.make())
+
+
+def all_run(place: FakePlace) -> bool:
+    assert place.job is not None
+    known = [(node, place.job.record.nodes[node]) for node in place.job.used_nodes]
+    current = [place.groups.get((node, record.attempt)) for node, record in known if record.ended is None]
+    return len(current) == len(known) and all(group and group.phase is Phase.RUNNING for group in current)
+
+
+def in_state(*names: str) -> Callable[[FakePlace], bool]:
+    return lambda place: place.job is not None and place.job.record.state in names
+
+
+def quiet(*names: str) -> Callable[[FakePlace], bool]:
+    """In one of these states, and nothing of it lives or is about to go."""
+    reached = in_state(*names)
+    return lambda place: (
+        reached(place) and not any(group.leaving or group.phase.is_alive for group in place.groups.values())
+    )
+
+
+def end(*keys: tuple[int, int], cause: Cause | None = None) -> Callable[[FakePlace], None]:
+    def happen(place: FakePlace) -> None:
+        for key in keys:
+            place.end(key, cause)
+
+    return happen
+
+
+def end_all(place: FakePlace) -> None:
+    for key, group in list(place.groups.items()):
+        if group.phase is Phase.RUNNING:
+            place.end(key)
+
+
+def verb(name: str) -> Callable[[FakePlace], None]:
+    return lambda place: ask(place, name)
+
+
+def made(node: int, attempt: int) -> Callable[[FakePlace], bool]:
+    return lambda place: (node, attempt) in place.groups
+
+
+LIVES = (
+    Life("finishes", a_job, ((all_run, end_all),)),
+    Life("finishes and is forgotten", lambda: a_job(ttl_s=5.0), ((all_run, end_all),)),
+    Life("three nodes, kept by policy", lambda: a_job((KEEP, ON_FAILURE, DELETE)), ((all_run, end_all),)),
+    Life("a node is killed", a_job, ((all_run, end((1, 1), cause=Cause.PLACE)), (all_run, end_all))),
+    Life(
+        "a node vanishes",
+        lambda: a_job((DELETE, DELETE, DELETE)),
+        ((all_run, lambda place: place.lose((1, 1))), (all_run, end_all)),
+    ),
+    Life(
+        "retries are spent",
+        lambda: a_job((ON_FAILURE, DELETE)),
+        ((all_run, end((0, 1), cause=Cause.PLACE)), (all_run, end((0, 2), cause=Cause.PLACE))),
+    ),
+    Life(
+        "the script fails, is mended and tried again",
+        lambda: a_job((KEEP, DELETE)),
+        ((all_run, end((0, 1), cause=Cause.PROGRAM)), (quiet("Failed"), verb("retry")), (all_run, end_all)),
+    ),
+    Life(
+        "fails before it starts",
+        a_job,
+        ((made(0, 1), end((0, 1), cause=Cause.PLACE)), (all_run, end_all)),
+    ),
+    Life(
+        "one had finished already",
+        a_job,
+        ((all_run, end((0, 1))), (made(0, 1), end((1, 1), cause=Cause.PLACE)), (all_run, end_all)),
+    ),
+    Life(
+        "suspended and resumed",
+        a_job,
+        ((all_run, verb("suspend")), (quiet("Suspended"), verb("resume")), (all_run, end_all)),
+    ),
+    Life(
+        "submitted suspended", lambda: a_job(suspend=True), ((quiet("Suspended"), verb("resume")), (all_run, end_all))
+    ),
+    Life("stopped", lambda: a_job((KEEP, DELETE)), ((all_run, verb("stop")),)),
+    Life(
+        "stopped and tried again",
+        a_job,
+        ((all_run, verb("stop")), (quiet("Stopped"), verb("retry")), (all_run, end_all)),
+    ),
+    Life("deleted while it runs", lambda: a_job((KEEP, DELETE)), ((all_run, verb("delete")),)),
+    Life("deleted while it gathers", a_job, ((made(1, 1), verb("delete")),)),
+    Life(
+        "its config is removed by somebody",
+        a_job,
+        ((all_run, lambda place: place.do(actions.DeleteConfig())), (all_run, end_all)),
+    ),
+)
+
+
+def live(life: Life, *, crash_after: int | None = None, always_crash: bool = False, ticks: int = 60) -> FakePlace:
+    """Lead the life to its end; what is left.
+
+    Args:
+        life: Which one.
+        crash_after: The supervisor dies after so many actions in all, and is started again after a tick.
+        always_crash: It dies after every single action.
+        ticks: How long to go on.
+    """
+    place, done, script = life.place(), 0, list(life.script)
+    for _ in range(ticks * (8 if always_crash else 1)):
+        limit = 1 if always_crash else None if crash_after is None or done > crash_after else crash_after - done
+        done += settle(place, crash_after=limit)
+        if crash_after is not None and done == crash_after:
+            done += 1
+        elif place.job is not None and script and script[0][0](place):
+            script.pop(0)[1](place)
+        place.pass_time()
+    assert not script, f"the life stops before {len(script)} more things could happen"
+    settle(place)
+    return place
+
+
+def end_state(place: FakePlace) -> tuple:
+    """What must not depend on crashes."""
+    left = {key: group.phase for key, group in place.groups.items()}
+    if place.job is None:
+        return (None, left, place.config)
+    record = place.job.record
+    nodes = [
+        (known.attempt, known.retries, known.state, [end.cause for end in known.history]) for known in record.nodes
+    ]
+    job = (record.state, record.outcome, record.run, record.round)
+    return (job, nodes, left, place.config, sorted(place.created))

@@ -1,0 +1,148 @@
+"""Random events in random order: every state stays legal, the gang starts together, budgets are exact."""
+
+import contextlib
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from ringweave.errors import JobError
+from ringweave.jobs.life import actions, verbs
+from ringweave.jobs.life.observing import Cause, Phase
+from ringweave.jobs.life.states import REASONS, TRANSITIONS, JobState, NodeState
+from ringweave.jobs.requests.request import DeletionPolicy
+from ringweave.testing.places import FakePlace
+from tests.jobs.life import lives
+
+CAUSES = [Cause.PLACE, Cause.PROGRAM, Cause.PEER]
+
+
+class Lives(RuleBasedStateMachine):
+    """A job, its place, a supervisor that may die after any action, and somebody who types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        policies = (DeletionPolicy.DELETE, DeletionPolicy.KEEP, DeletionPolicy.KEEP_ON_FAILURE)
+        self.place = FakePlace(job=lives.a_job(policies, max_retries=2, ttl_s=30.0))
+        self.states = [self.place.job.record.state]
+
+    @rule(num_actions=st.integers(0, 6))
+    def supervise(self, num_actions: int) -> None:
+        """Look once, and die after so many actions."""
+        for action in lives.look(self.place)[:num_actions]:
+            self.place.do(action)
+            if isinstance(action, actions.SaveRecord):
+                self.states.append(action.record.state)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, 60.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.place.pass_time(seconds)
+
+    @precondition(lambda self: self.place.groups)
+    @rule(choice=st.randoms(use_true_random=False), cause=st.sampled_from([None, *CAUSES]))
+    def a_group_ends(self, choice: random.Random, cause: Cause | None) -> None:
+        key = choice.choice(sorted(self.place.groups))
+        phase = self.place.groups[key].phase
+        if phase.is_alive and (cause is not None or phase is Phase.RUNNING):
+            self.place.end(key, cause)
+
+    @precondition(lambda self: self.place.groups)
+    @rule(choice=st.randoms(use_true_random=False))
+    def a_group_vanishes(self, choice: random.Random) -> None:
+        self.place.lose(choice.choice(sorted(self.place.groups)))
+
+    @precondition(lambda self: self.place.job is not None)
+    @rule(verb=st.sampled_from(verbs.NAMES[:-1]))
+    def somebody_types(self, verb: str) -> None:
+        with contextlib.suppress(JobError):
+            self.place.job = replace(self.place.job, desired=verbs.ask(verb, self.place.job))
+
+    @invariant()
+    def nothing_illegal(self) -> None:
+        assert self.place.broken_rules == []
+        for before, after in zip(self.states, self.states[1:], strict=False):
+            assert after is before or after in TRANSITIONS[before], f"{before} -> {after}"
+
+    @invariant()
+    def reasons_are_there(self) -> None:
+        if self.place.job is None:
+            return
+        record = self.place.job.record
+        if len(self.states) > 1:
+            assert (record.reason is None) == (record.state is JobState.RUNNING)
+            for known in record.nodes:
+                assert (known.reason is None) == (known.state is NodeState.RUNNING)
+                assert known.reason is None or known.reason.helps
+        for known in record.nodes:
+            assert known.retries <= 2
+            charged = [end for end in [*known.history, *([known.ended] if known.ended else [])] if end.charged]
+            assert len(charged) <= 3 * record.run
+
+    def teardown(self) -> None:
+        """Whatever happened, it can be deleted, and nothing is left."""
+        if self.place.job is not None:
+            lives.ask(self.place, "delete")
+        for _ in range(10):
+            lives.settle(self.place)
+            self.place.pass_time()
+        assert (self.place.job, self.place.groups, self.place.config) == (None, {}, False)
+
+
+class TestLives(Lives.TestCase):
+    settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+TestLives = pytest.mark.slow(TestLives)
+
+
+@pytest.mark.slow
+def test_gang_start_in_a_thousand_random_lives_with_restarts() -> None:
+    seen: set[str] = set()
+    retries = starts = 0
+    for seed in range(1000):
+        place = random_life(random.Random(seed))
+        assert place.broken_rules == [], seed
+        assert place.job is not None
+        record = place.job.record
+        assert record.state.is_end, (seed, record.state)
+        seen.add(str(record.state))
+        retries += sum(known.retries for known in record.nodes)
+        starts += record.round
+    assert seen == {"Succeeded", "Failed"}
+    assert retries > 300
+    assert starts > 1300
+
+
+def random_life(chance: random.Random) -> FakePlace:
+    """A job with failures of all kinds and a supervisor that dies at random, to its end."""
+    place = FakePlace(
+        job=lives.a_job((DeletionPolicy.DELETE,) * chance.randint(2, 6), max_retries=chance.randint(0, 3))
+    )
+    for _ in range(400):
+        if place.job is None or place.job.record.state.is_end:
+            break
+        for action in lives.look(place)[: chance.choice([0, 1, 2, 3, 99, 99])]:
+            place.do(action)
+        place.clock_s += 0.5
+        place.groups = {key: group for key, group in place.groups.items() if not group.leaving or chance.random() < 0.3}
+        for key in chance.sample(sorted(place.groups), len(place.groups)):
+            group, fate = place.groups[key], chance.random()
+            if group.phase.is_alive and not group.leaving and fate < 0.01:
+                place.end(key, chance.choice([Cause.PLACE, Cause.PLACE, Cause.PEER, Cause.PROGRAM]))
+            elif fate < 0.015:
+                place.lose(key)
+            elif group.phase is Phase.RUNNING and fate < 0.3:
+                place.end(key)
+            elif fate < 0.7:
+                place.step(key)
+    return place
+
+
+def test_every_reason_can_be_said() -> None:
+    for code, kind in REASONS.items():
+        assert kind.of in ("job", "node"), code
+        states = {str(state) for state in (JobState if kind.of == "job" else NodeState)}
+        assert set(kind.states.split(", ")) <= states, code
