@@ -86,9 +86,8 @@ class _Teller:
         if item["type"] == "missing":
             what, expected = f"missing key {_place(path[:-1])}", f"{key} ({description})"
             return Problem(path=path, what=what, got=got, expected=expected, do=f'Add "{key}: {example}"')
-        named = dotted(path) if isinstance(path[-1], int) else key
-        if named != key:
-            key = _last_key(path)
+        named = dotted(path) if self._is_free(path) else key
+        key = self._key(path)
         return Problem(path=path, what=named, got=got, expected=description, do=f'Write it like "{key}: {example}"')
 
     def _path(self, location: Path) -> Path:
@@ -99,6 +98,15 @@ class _Teller:
         if not path:
             return True
         return isinstance(path[-1], int) and _model_of(self._info(path).annotation) is not None
+
+    def _is_free(self, path: Path) -> bool:
+        """It leads to an item of a list, or to a key that the author chose."""
+        return path[-1] != self._key(path)
+
+    def _key(self, path: Path) -> str:
+        """The last key on the path that a model has."""
+        known = [part for end, part in enumerate(path) if isinstance(part, str) and part in self._fields(path[:end])]
+        return str(known[-1])
 
     def _described(self, path: Path) -> tuple[str, str]:
         info = self._info(path)
@@ -126,10 +134,6 @@ def _model_of(annotation: Any) -> type[Entry] | None:
     if isinstance(annotation, type) and issubclass(annotation, Entry):
         return annotation
     return next(filter(None, map(_model_of, typing.get_args(annotation))), None)
-
-
-def _last_key(path: Path) -> str:
-    return next(str(part) for part in reversed(path) if isinstance(part, str))
 
 
 def _place(path: Path) -> str:

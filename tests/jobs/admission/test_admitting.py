@@ -1,0 +1,79 @@
+from dataclasses import replace
+
+import pytest
+
+from ringweave.errors import JobError
+from ringweave.jobs.admission import admitting, policy
+from ringweave.jobs.admission.permissions import Permission, PermissionCache
+from ringweave.jobs.life.states import JobState
+from ringweave.jobs.requests.request import NodeRequest, Request
+from tests.jobs.life import lives
+
+REQUEST = Request(
+    name="text",
+    num_workers=15,
+    script="train.py",
+    nodes=(NodeRequest(name="n0", capacity=10), NodeRequest(name="n1", capacity=5)),
+)
+
+
+def admitted(request: Request = REQUEST, *, rules: str | None = None, taken_by=None, in_use: int = 0, now=100.0):
+    found = policy.OPEN if rules is None else policy.loads(rules)
+    permissions = PermissionCache(found.permission)
+    return admitting.admit(
+        request, requester="ann", taken_by=taken_by, permissions=permissions, gpus_in_use=in_use, now=now
+    )
+
+
+def test_an_admitted_job_knows_its_split_and_who_asked() -> None:
+    job = admitted()
+    assert (job.counts, job.requester, job.created_s, job.record.state) == ((10, 5), "ann", 100.0, JobState.PENDING)
+    assert admitted(replace(REQUEST, suspend=True)).record.state is JobState.SUSPENDED
+
+
+@pytest.mark.parametrize(
+    ("age_s", "age"), [(3.5, "3 s"), (119, "119 s"), (240, "4 min"), (7300, "2 h"), (2e5, "2 days")]
+)
+def test_a_taken_name_comes_first_and_says_whose_it_is(age_s: float, age: str) -> None:
+    impossible = replace(REQUEST, num_workers=16)
+    with pytest.raises(JobError) as caught:
+        admitted(impossible, rules="rules: []", taken_by=lives.a_job(), now=age_s)
+    assert str(caught.value) == (
+        f"job name text: 'taken by ann {age} ago (Pending)', expected a free name. "
+        "Take another name, or remove that job first with ringweave delete text."
+    )
+
+
+def test_a_permission_comes_second() -> None:
+    with pytest.raises(JobError) as caught:
+        admitted(replace(REQUEST, num_workers=16), rules="rules: [{users: [bob]}]")
+    assert str(caught.value) == (
+        "submit by ann: 'no rule of the policy lets ann submit', expected a permission. "
+        "Ask whoever runs this place to let ann submit."
+    )
+
+
+@pytest.mark.parametrize(
+    ("in_use", "do"), [(4, r"Ask for at most 8\."), (12, r"Wait for one of those jobs to end, or stop one\.")]
+)
+def test_the_limit_comes_third(in_use: int, do: str) -> None:
+    rules = "rules: [{users: ['*'], max_gpus: 12}]"
+    with pytest.raises(JobError, match=rf"GPUs in all: 16, expected at most 12 GPUs in all jobs of ann, .*{do}"):
+        admitted(replace(REQUEST, num_workers=16), rules=rules, in_use=in_use)
+
+
+def test_processes_without_gpus_are_not_counted() -> None:
+    assert admitted(replace(REQUEST, device="cpu"), rules="rules: [{users: ['*'], max_gpus: 0}]").counts == (10, 5)
+
+
+def test_the_split_comes_last() -> None:
+    with pytest.raises(JobError, match=r"split: 16, expected .*Ask for 15, the nearest that can be\. \[job text\]"):
+        admitted(replace(REQUEST, num_workers=16))
+
+
+def test_other_peoples_jobs_need_a_rule_of_their_own() -> None:
+    permissions = PermissionCache(policy.OPEN.permission)
+    with pytest.raises(JobError, match=r"stop by bob: \"the job is ann's\", expected a job of their own\. Ask ann"):
+        admitting.check_permission("stop", requester="bob", owner="ann", permissions=permissions, now=0)
+    wide = PermissionCache(lambda requester, verb: Permission(allowed=True, text="", any_owner=True))
+    assert admitting.check_permission("stop", requester="bob", owner="ann", permissions=wide, now=0).allowed

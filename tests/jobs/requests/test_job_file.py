@@ -1,0 +1,183 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringweave.errors import JobError
+from ringweave.jobs.requests import job_file
+from ringweave.jobs.requests.job_file import Flag
+from ringweave.jobs.requests.request import MODES, DeletionPolicy, NodeRequest, Request
+
+FULL = """\
+name: text
+gpus: 15
+script: train.py
+directory: src
+arguments: [--epochs, "3"]
+environment: {SEED: "1"}
+data: /data/text
+image: registry.example/train:1
+mode: balanced
+nodes:
+  - {name: big, capacity: 10, max_retries: 5, deletion: keep-on-failure}
+  - {name: small, capacity: 5, count: 2}
+  - {capacity: 4}
+min_per_node: 2
+ttl: 3600s
+suspend: true
+"""
+SHORT = "name: text\ncpu_workers: 4\nscript: train.py\nnodes: [{capacity: 4}]\n"
+
+
+def test_a_full_file() -> None:
+    assert job_file.loads(FULL) == Request(
+        name="text",
+        num_workers=15,
+        script="train.py",
+        directory="src",
+        arguments=("--epochs", "3"),
+        environment={"SEED": "1"},
+        data="/data/text",
+        image="registry.example/train:1",
+        mode="balanced",
+        nodes=(
+            NodeRequest(name="big", capacity=10, max_retries=5, deletion=DeletionPolicy.KEEP_ON_FAILURE),
+            NodeRequest(name="small-0", capacity=5),
+            NodeRequest(name="small-1", capacity=5),
+            NodeRequest(name="n3", capacity=4),
+        ),
+        min_per_node=2,
+        ttl_s=3600.0,
+        suspend=True,
+    )
+
+
+def test_a_short_file_asks_for_processes_without_gpus() -> None:
+    request = job_file.loads(SHORT)
+    assert (request.device, request.num_workers, request.nodes[0].name) == ("cpu", 4, "n0")
+    assert request.split.counts == (4,)
+    assert str(request) == "name: text\ncpu_workers: 4\nscript: train.py\nnodes:\n  - {name: n0, capacity: 4}\n"
+
+
+def test_a_file_on_disk(tmp_path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(SHORT)
+    assert job_file.load(path) == job_file.loads(SHORT)
+    with pytest.raises(JobError, match=r"job file: 'No such file.*expected a YAML file.*Did you mean \".*job\.yaml\""):
+        job_file.load(tmp_path / "jobs.yaml")
+
+
+names = st.from_regex(r"[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?", fullmatch=True)
+lines = st.text(st.characters(categories=["L", "N", "P", "S"]), min_size=1, max_size=20)
+texts = st.text(max_size=20).filter(lambda text: "\0" not in text and text.isprintable())
+nodes = st.builds(
+    NodeRequest,
+    name=names,
+    capacity=st.integers(0, 2**31 - 1),
+    max_retries=st.integers(0, 1000),
+    deletion=st.sampled_from(DeletionPolicy),
+)
+requests = st.builds(
+    Request,
+    name=names,
+    num_workers=st.integers(1, 2**31 - 1),
+    script=lines,
+    nodes=st.lists(nodes, min_size=1, max_size=4, unique_by=lambda node: node.name).map(tuple),
+    device=st.sampled_from(["cpu", "cuda"]),
+    directory=st.none() | lines,
+    arguments=st.lists(texts, max_size=3).map(tuple),
+    environment=st.dictionaries(st.from_regex(r"[A-Q_]\w{0,9}", fullmatch=True).filter(str.isascii), texts, max_size=3),
+    data=st.none() | lines,
+    image=st.none() | lines,
+    mode=st.sampled_from(MODES),
+    min_per_node=st.integers(1, 2**31 - 1),
+    ttl_s=st.none() | st.floats(0, 3e8),
+    suspend=st.booleans(),
+)
+
+
+@pytest.mark.slow
+@given(requests)
+def test_a_printed_request_reads_back_equal(request_: Request) -> None:
+    assert job_file.loads(str(request_)) == request_
+
+
+def test_flags_replace_what_the_file_says() -> None:
+    flags = {
+        "gpus": Flag(name="--gpus", value=11),
+        "nodes": Flag(name="--capacity", value=[{"capacity": 10}, {"capacity": 5}]),
+        "arguments": Flag(name="ARGUMENTS", value=["--fast"]),
+    }
+    request = job_file.loads(SHORT, flags)
+    assert (request.device, request.num_workers, request.arguments) == ("cuda", 11, ("--fast",))
+    assert request.split.counts == (8, 3)
+
+
+def test_flags_alone_make_a_request() -> None:
+    values = {"name": "text", "cpu_workers": 4, "script": "train.py", "nodes": [{"capacity": 4}]}
+    flags = {key: Flag(name=f"--{key}", value=value) for key, value in values.items()}
+    assert job_file.from_flags(flags) == job_file.loads(SHORT)
+    del flags["name"]
+    with pytest.raises(JobError, match=r"missing key at the top of the file.*\[command line\]"):
+        job_file.from_flags(flags)
+
+
+def test_a_wrong_flag_is_named_as_it_was_typed() -> None:
+    with pytest.raises(JobError, match=r"mode: 'synch', expected one of .* Did you mean \"sync\"\? \[--mode\]"):
+        job_file.loads(SHORT, {"mode": Flag(name="--mode", value="synch")})
+
+
+def put(old: str, new: str) -> str:
+    assert old in FULL
+    return FULL.replace(old, new)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", r"job file: 'nothing', expected a map with the keys name, gpus .*Begin with \"name: my-job\"\. \[j:1\]"),
+        ("- a", r"job file: \['a'\], expected a map with the keys name, gpus"),
+        (
+            put("script:", "scirpt:"),
+            r"unknown key at the top of the file: 'scirpt', expected one of name, .*"
+            r"Did you mean \"script\"\? \[j:3: scirpt\]",
+        ),
+        (
+            put("capacity: 10", "capactiy: 10"),
+            r"unknown key in nodes\.0: 'capactiy', expected one of name, capacity, .*"
+            r"Did you mean \"capacity\"\? \[j:11: nodes\.0\.capactiy\]",
+        ),
+        (
+            put("gpus: 15\n", ""),
+            r"total of the job: 'neither', expected either gpus or cpu_workers\. Write \"gpus:",
+        ),
+        (put("gpus: 15", "gpus: 15\ncpu_workers: 3"), r"total of the job: 'both', .*\[j:3: cpu_workers\]"),
+        (put("gpus: 15", "gpus: 0"), r"GPUs in all: 0, expected a whole number from 1 to .*\[j:2: gpus\]"),
+        (
+            put("gpus: 15", 'gpus: "15"'),
+            r"gpus: '15', expected a whole number .*Write it like .*\[j:2: gpus\]",
+        ),
+        (put("name: text", "name: Text"), r"name of the job: 'Text', expected lower-case letters.*\[j:1: name\]"),
+        (put("balanced", "sinc"), r"mode: 'sinc', expected one of auto, sync, .*Did you mean \"sync\"\? \[j:9: mode\]"),
+        (put('"3"]', "3]"), r"arguments\.1: 3, expected a list of texts; numbers in quotes\. Write it like .*\[j:5: "),
+        (put('"1"}', "1}"), r"environment\.SEED: 1, expected names .* with text as values"),
+        (put("SEED", "RINGWEAVE_X"), r"environment variable: 'RINGWEAVE_X', expected a name that does not begin with"),
+        (put("3600s", "3600"), r"ttl: '?3600'?, expected a time with a unit.*\[j:15: ttl\]"),
+        (put("keep-on-failure", "never"), r"deletion policy: 'never', expected one of delete, keep, keep-on-failure"),
+        (put("capacity: 5", "capacity: -5"), r"capacity of node small-.: -5, expected .*\[j:12: nodes\.1\.capacity\]"),
+        (put("retries: 5", "retries: -1"), r"max_retries of node big: -1, expected .*\[j:11: nodes\.0\.max_retries\]"),
+        (put("count: 2", "count: 0"), r"count: 0, expected 1 to 100000 nodes in all\. .*\[j:12: nodes\.1\.count\]"),
+        (
+            put("name: small", "name: Small"),
+            r"name of a node: 'Small-.', expected a host name.*\[j:12: nodes\.1\.",
+        ),
+        (put("name: small, capacity: 5, count: 2", "name: big, capacity: 5"), r"'big', expected a name used once"),
+        (put("directory: src", "directory:"), r"directory: None, expected the folder that the script needs"),
+        (put("suspend: true", "suspend: yes"), r"suspend: 'yes', expected true or false\. .*\[j:16: suspend\]"),
+        (put("script: train.py", 'script: ""'), r"script: '', expected a path, such as train\.py\. .*\[j:3: script\]"),
+        (put("min_per_node: 2", "min_per_node: 0"), r"minimum per node: 0, expected a whole number"),
+        (FULL + "requester: root\n", r"unknown key at the top of the file: 'requester', expected one of"),
+    ],
+)
+def test_wrong_files(text: str, told: str) -> None:
+    with pytest.raises(JobError, match=told):
+        job_file.loads(text, source="j")
