@@ -203,6 +203,15 @@ def test_a_ttl_ends_to_the_second_and_takes_everything() -> None:
     assert (place.job, place.groups, place.config) == (None, {}, False)
 
 
+def test_an_end_that_is_seen_only_after_the_ttl_removes_the_job_at_once() -> None:
+    place = running(ttl_s=10.0)
+    lives.end_all(place)
+    place.clock_s += 60.0
+    saved, *rest = lives.look(place)
+    assert saved.record.state is JobState.DELETING
+    assert rest == [actions.DeleteGroup(node=0, attempt=1), actions.DeleteGroup(node=1, attempt=1)]
+
+
 def test_what_is_not_ours_is_removed() -> None:
     place = running()
     stray = Group(node=7, attempt=1, round=1, phase=Phase.RUNNING)

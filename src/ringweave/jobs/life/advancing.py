@@ -20,12 +20,14 @@ def advance(job: Job, observed: Observed, now: float) -> Record:
     """
     groups = {(group.node, group.attempt): group for group in observed.groups}
     record = _looked(job, groups)
+    if not _is_to_go(job, record, now):
+        record = _decided(job, record, observed, now)
+    # Again, since an end that is seen late may be longer ago than the TTL.
     record = replace(record, deleting=_is_to_go(job, record, now))
     if not record.deleting:
-        record = _decided(job, record, observed, now)
         record = _tried_again(job, record)
-        if is_to_run(job, record):
-            record = _renewed(job, record, groups)
+    if is_to_run(job, record):
+        record = _renewed(job, record, groups)
     return _told(job, record, observed, now)
 
 

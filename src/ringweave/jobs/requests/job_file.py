@@ -4,7 +4,7 @@ The format is described in docs/jobs.md.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -198,7 +198,7 @@ def _build(value: Any) -> Request:
 _AS_THEY_ARE = {"script", "directory", "environment", "data", "image", "mode", "min_per_node", "suspend"}
 
 
-def _early_problems(entry: RequestEntry) -> Any:
+def _early_problems(entry: RequestEntry) -> Iterator[Problem]:
     """What can be said only while the words of the file are at hand."""
     if (entry.gpus is None) == (entry.cpu_workers is None):
         got = "neither" if entry.gpus is None else "both"
