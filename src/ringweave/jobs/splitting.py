@@ -81,10 +81,8 @@ def split(total: int, capacities: Sequence[int], *, min_per_node: int = MIN_PER_
     Source: the training platform's patent; the exact rule is ours, since greedy filling breaks the minimum.
     """
     _check(total, capacities, min_per_node)
-    by_size = sorted(
-        (node for node, capacity in enumerate(capacities) if capacity >= min_per_node),
-        key=lambda node: -capacities[node],
-    )
+    usable = [node for node, capacity in enumerate(capacities) if capacity >= min_per_node]
+    by_size = sorted(usable, key=capacities.__getitem__, reverse=True)  # still in node order among equals
     spans = list(_spans([capacities[node] for node in by_size], min_per_node))
     fitting = next((k for k, (least, most) in enumerate(spans, 1) if least <= total <= most), None)
     asked = {"total": total, "capacities": tuple(capacities), "min_per_node": min_per_node}

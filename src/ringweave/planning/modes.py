@@ -1,7 +1,7 @@
 """How workers train together: the names that users type, and which of them `auto` means."""
 
 from ringweave.errors import UsageError, explain
-from ringweave.topology.problems import closest
+from ringweave.files.problems import closest
 
 AUTO, SYNC, BALANCED = "auto", "sync", "balanced"
 NAMES = (AUTO, SYNC, BALANCED)
