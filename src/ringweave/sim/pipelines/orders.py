@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ringweave.errors import ScheduleError, UsageError, explain
+from ringweave.files.problems import closest
 from ringweave.sim.pipelines.actions import Action, Kind, parse_action
-from ringweave.topology.problems import closest
 
 NAMES = ("gpipe", "1f1b", "1f1b-overlap")
 
