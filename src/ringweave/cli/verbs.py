@@ -32,14 +32,22 @@ VERBS: Mapping[str, Verb] = {
         answers=True,
     ),
     "plan": Verb(
-        module="plan", help="Say what a cluster allows at best, and which schedule is chosen for it.", answers=True
+        module="planning.plan",
+        help="Say what a cluster allows at best, and which schedule is chosen for it.",
+        answers=True,
     ),
-    "cost": Verb(module="cost", help="Predict a training round by the formulas of four architectures.", answers=True),
+    "cost": Verb(
+        module="planning.cost", help="Predict a training round by the formulas of four architectures.", answers=True
+    ),
     "simulate": Verb(
-        module="simulate", help="Simulate an allreduce on a cluster, with stragglers and failures.", answers=True
+        module="planning.simulate",
+        help="Simulate an allreduce on a cluster, with stragglers and failures.",
+        answers=True,
     ),
     "partition": Verb(
-        module="partition", help="Cut a model into pipeline stages for unequal devices and links.", answers=True
+        module="planning.partition",
+        help="Cut a model into pipeline stages for unequal devices and links.",
+        answers=True,
     ),
     "bench": Verb(
         module="bench",
@@ -47,6 +55,8 @@ VERBS: Mapping[str, Verb] = {
         answers=False,
         answering=("allreduce",),
     ),
-    "split": Verb(module="split", help="Share GPUs out over unequal nodes, at least three on each.", answers=True),
+    "split": Verb(
+        module="planning.split", help="Share GPUs out over unequal nodes, at least three on each.", answers=True
+    ),
     "doctor": Verb(module="doctor", help="Say what is here and works, and how to mend what does not.", answers=True),
 }

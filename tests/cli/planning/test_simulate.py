@@ -5,7 +5,7 @@ import pytest
 
 from ringweave.cli import main
 
-GOLDEN = Path(__file__).parent / "golden" / "simulate"
+GOLDEN = Path(__file__).parents[1] / "golden" / "simulate"
 RACKS = "examples/clusters/two-racks.yaml"
 
 

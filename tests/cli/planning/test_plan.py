@@ -5,7 +5,7 @@ import pytest
 
 from ringweave.cli import main
 
-GOLDEN = Path(__file__).parent / "golden" / "plan"
+GOLDEN = Path(__file__).parents[1] / "golden" / "plan"
 RACKS = "examples/clusters/two-racks.yaml"
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from ringweave.cli import main
 
-GOLDEN = Path(__file__).parent / "golden" / "partition"
+GOLDEN = Path(__file__).parents[1] / "golden" / "partition"
 EQUAL = ["--work", ",".join("1" * 10), "--capability", "2,3,2,3"]
 UNEQUAL = ["--work", "4,1,2,2,3,5", "--capability", "2,1,2", "--activation", "4,1,9,2,8,0", "--bandwidth", "2,0.25"]
 

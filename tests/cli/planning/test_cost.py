@@ -5,7 +5,7 @@ import pytest
 
 from ringweave.cli import main
 
-GOLDEN = Path(__file__).parent / "golden" / "cost"
+GOLDEN = Path(__file__).parents[1] / "golden" / "cost"
 SETTING = ["--bytes", "100MB", "--rate", "1Gbit/s", "--reduce-s-per-byte", "0"]
 
 

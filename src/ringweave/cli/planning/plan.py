@@ -40,7 +40,7 @@ def command(
     """
     _check_asked(cluster_path, run_dir, picture)
     if run_dir is not None:
-        from ringweave.cli import plan_run
+        from ringweave.cli.planning import plan_run
 
         return plan_run.show(run_dir, as_json=as_json)
     num_bytes = units.parse_bytes(size)
