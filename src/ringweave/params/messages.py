@@ -1,0 +1,177 @@
+"""What rings and the parameter server say to each other. Every message carries the term of the server that is meant.
+
+A server that takes over begins a higher term, and refuses messages of an earlier one, so that whoever has slept through
+the change can do no harm.
+"""
+
+import math
+from typing import ClassVar, Literal
+
+import pydantic
+
+from ringweave import wire
+
+Option = bool | int | float | str | list[float] | None
+Count = pydantic.NonNegativeInt
+
+
+class TensorSpec(pydantic.BaseModel):
+    """One parameter of the model."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    name: str
+    shape: list[Count]
+    dtype: str
+    """As torch prints it, without `torch.`: `float32`."""
+
+    @property
+    def num_elements(self) -> int:
+        """Product of the shape."""
+        return math.prod(self.shape)
+
+
+class Group(pydantic.BaseModel):
+    """A group of parameters with the same options of the optimizer."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True, ser_json_inf_nan="constants")
+
+    parameters: list[Count]
+    """Their places among the tensors."""
+    options: dict[str, Option]
+
+
+class Setup(pydantic.BaseModel):
+    """All that the server has to know of a job."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True, ser_json_inf_nan="constants")
+
+    tensors: list[TensorSpec]
+    optimizer: str
+    """Class of `torch.optim`."""
+    groups: list[Group]
+    rings: list[list[Count]]
+    """Global ranks of each ring; the first is its representative at the start."""
+    overlaps: bool
+    compensation: float
+
+
+class Start(wire.Message):
+    """The job begins; with the initial parameters, one buffer for each dtype. Rank 0 sends it once."""
+
+    kind: ClassVar[str] = "params.start"
+
+    term: Count
+    setup: Setup
+
+
+class Pushed(wire.Message):
+    """A push was applied: now, or when it came for the first time."""
+
+    kind: ClassVar[str] = "params.pushed"
+
+    version: Count
+    staleness_versions: Count
+    damping: float
+    is_repeat: bool
+
+
+class Push(wire.Message):
+    """What a ring has computed; one buffer for each dtype."""
+
+    kind: ClassVar[str] = "params.push"
+    reply: ClassVar[type[wire.Message]] = Pushed
+
+    term: Count
+    ring: Count
+    sequence: pydantic.PositiveInt
+    base_version: Count
+    content: Literal["gradient", "change"]
+    """A mean gradient over the ring's samples, or by how much its parameters changed in its local steps."""
+    num_samples: Count
+    batch_share: float = pydantic.Field(ge=0, allow_inf_nan=False)
+    """The ring's part of a train step of all rings: what the push counts for."""
+    absent: list[Count] = pydantic.Field(default_factory=list)
+    """Places of parameters that have no gradient."""
+    options: list[dict[str, Option]] = pydantic.Field(default_factory=list)
+    """Of each group, as they are now: schedulers change them. Empty with a change."""
+
+
+class Pulled(wire.Message):
+    """The parameters; one buffer for each dtype."""
+
+    kind: ClassVar[str] = "params.pulled"
+
+    version: Count
+
+
+class Pull(wire.Message):
+    """Asks for the parameters, once the ring's push of that number is applied and no ring is left too far behind."""
+
+    kind: ClassVar[str] = "params.pull"
+    reply: ClassVar[type[wire.Message]] = Pulled
+
+    term: Count
+    ring: Count
+    after_sequence: Count
+
+
+class Taken(wire.Message):
+    """Samples `first` to `first + num_samples - 1` of the epoch's order; none when it is used up."""
+
+    kind: ClassVar[str] = "params.taken"
+
+    first: Count
+    num_samples: Count
+
+
+class Take(wire.Message):
+    """Asks for the samples that a ring computes next."""
+
+    kind: ClassVar[str] = "params.take"
+    reply: ClassVar[type[wire.Message]] = Taken
+
+    term: Count
+    ring: Count
+    number: pydantic.PositiveInt
+    epoch: Count
+    num_samples: pydantic.PositiveInt
+    epoch_samples: Count
+
+
+class Leave(wire.Message):
+    """The ring computes nothing until it pulls again, so that nobody waits for it."""
+
+    kind: ClassVar[str] = "params.leave"
+
+    term: Count
+    ring: Count
+    is_for_good: bool
+    """It has done its last push."""
+
+
+class Status(wire.Message):
+    """What the server has done so far."""
+
+    kind: ClassVar[str] = "params.status"
+
+    version: Count
+    staleness: dict[str, Count]
+    """Staleness in versions -> how many pushes were that old."""
+    pushes: dict[str, Count]
+    """Ring -> pushes applied."""
+    samples: Count
+    repeats: Count
+    received_bytes: Count
+    sent_bytes: Count
+    most_peers: Count
+    """Most connections at once that belonged to rings."""
+    memory_bytes: Count
+    """Tensors held: parameters, copies that rings compute on, the optimizer's state."""
+
+
+class Ask(wire.Message):
+    """Asks for that."""
+
+    kind: ClassVar[str] = "params.ask"
+    reply: ClassVar[type[wire.Message]] = Status

@@ -1,0 +1,139 @@
+"""The process of a parameter server: `python -m ringweave.params.serving.main`, which `ringweave server` becomes."""
+
+import argparse
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ringweave import wire
+from ringweave.errors import RingweaveError
+from ringweave.params.messages import Status
+from ringweave.params.serving import optimizers, snapshots
+from ringweave.params.serving.service import ParameterService
+from ringweave.telemetry import EventLog
+
+_TICK_S = 0.2
+_COUNT_EVERY_S = 5.0
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments of the process; `ringweave server --help` explains them."""
+    parser = argparse.ArgumentParser(prog="ringweave server")
+    parser.add_argument("--credentials", required=True)
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--node", default="")
+    parser.add_argument("--run-dir", type=Path)
+    parser.add_argument("--snapshots", type=Path)
+    parser.add_argument("--snapshot-every-s", type=float, default=60.0)
+    parser.add_argument("--resume", type=Path)
+    parser.add_argument("--term", type=int, default=0)
+    return parser.parse_args(argv)
+
+
+def load_credentials(where: str) -> wire.Credentials:
+    """From `fd:N`, a descriptor that was inherited, or from the path of a file that only its owner may read."""
+    kind, _, number = where.partition(":")
+    if kind == "fd" and number.isdecimal():
+        return wire.Credentials.from_descriptor(int(number))
+    return wire.Credentials.load(Path(where))
+
+
+class Process:
+    """Serves until it is told to end, or all rings have left."""
+
+    def __init__(self, asked: argparse.Namespace) -> None:
+        self._asked = asked
+        self._log = EventLog(asked.run_dir / "events.jsonl") if asked.run_dir else None
+        self._stop = threading.Event()
+        optimizers.warm_up()
+        credentials = load_credentials(asked.credentials)
+        self.service = ParameterService(term=asked.term, num_peers=lambda: len(self.server.peers()))
+        if asked.resume:
+            self.service.resume(snapshots.load(asked.resume))
+        self.server = wire.Server(
+            wire.Tls(credentials),
+            self.service.handlers(),
+            roles=("worker",),
+            record=self._log.write if self._log else None,
+            complain=_complain,
+        )
+
+    def stop(self, *_: object) -> None:
+        """End soon; also what signals call."""
+        self._stop.set()
+
+    def run(self) -> None:
+        """Until the end."""
+        with self.server.start(self._asked.host, self._asked.port):
+            print(f"parameter server listens on {self._asked.host}:{self.server.port}", flush=True)
+            counted_s = saved_s = time.monotonic()
+            while not self._stop.wait(_TICK_S) and not self.service.is_done:
+                now_s = time.monotonic()
+                if now_s - counted_s >= _COUNT_EVERY_S and self.service.version:
+                    counted_s = now_s
+                    self._count(is_last=False)
+                if self._asked.snapshots and now_s - saved_s >= self._asked.snapshot_every_s:
+                    saved_s = now_s
+                    self._save()
+            if self._asked.snapshots:
+                self._save()
+        self._count(is_last=True)
+
+    def _count(self, *, is_last: bool) -> None:
+        status = self.service.status()
+        if self._log:
+            self._log.write("params_counted", node=self._asked.node, last=is_last, **status.model_dump())
+        if is_last and status.version:
+            with contextlib.suppress(BrokenPipeError):
+                print(to_text(status), flush=True)
+
+    def _save(self) -> None:
+        path = self._asked.snapshots / "server.safetensors"
+        started_s = time.monotonic()
+        try:
+            version = self.service.snapshot(path)
+        except OSError as error:
+            text = f"snapshot of the parameter server: {error}. Training goes on. [{path.name}]"
+            print(text, file=sys.stderr, flush=True)
+            return
+        if self._log and version is not None:
+            seconds = round(time.monotonic() - started_s, 3)
+            self._log.write("params_saved", node=self._asked.node, version=version, path=str(path), seconds=seconds)
+
+
+def to_text(status: Status) -> str:
+    """The counts, for people."""
+    ages = ", ".join(f"{age}: {number}" for age, number in status.staleness.items())
+    rings = ", ".join(f"{ring}: {number}" for ring, number in status.pushes.items())
+    return (
+        f"parameter server: {status.version} pushes applied (ring: pushes {rings}), {status.repeats} repeated not; "
+        f"staleness in versions: pushes {ages}; {status.received_bytes / 1e6:.1f} MB received and "
+        f"{status.sent_bytes / 1e6:.1f} MB sent, never more than {status.most_peers} peers, "
+        f"{status.memory_bytes / 1e6:.1f} MB of tensors held (measured)"
+    )
+
+
+def _complain(peer: wire.Identity, kind: str, error: Exception) -> None:
+    print(f"parameter server: {kind} of {peer.name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code of the process."""
+    try:
+        process = Process(parse(argv))
+        for how in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(how, process.stop)
+        process.run()
+    except RingweaveError as error:
+        print(f"ringweave server: error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,105 @@
+"""Optimizers of torch that the server runs, and their options as they travel."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ringweave.errors import TrainingError, explain
+from ringweave.params.messages import Group, Option
+from ringweave.topology.problems import closest
+
+NAMES = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta")
+"""Those of torch.optim that need no more than gradients."""
+_OF_THE_MACHINE = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+"""How and where to compute is each process's own affair."""
+_FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
+"""Those with one pass over the memory on the CPU, without temporary copies of the size of the model."""
+
+
+def check_name(name: str) -> str:
+    """`name` itself if the server can run that optimizer.
+
+    Raises:
+        TrainingError: It cannot.
+    """
+    if name not in NAMES:
+        do = closest(name, NAMES) or "Use one of them, or mode balanced, which takes any"
+        raise TrainingError(explain("optimizer", got=name, expected=f"one of {', '.join(NAMES)}", do=do))
+    return name
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Option]:
+    """The options of a group of parameters, to be sent.
+
+    Raises:
+        TrainingError: One is no plain value.
+    """
+    return {name: _plain(name, value) for name, value in group.items() if name not in _OF_THE_MACHINE}
+
+
+def make(name: str, groups: Sequence[Group], parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer, as the script made it.
+
+    Raises:
+        TrainingError: No such optimizer, or it does not take these options.
+    """
+    settings = [
+        {**_taken(group.options), "params": [parameters[place] for place in group.parameters]} for group in groups
+    ]
+    is_fused = name in _FUSED and all(parameter.is_floating_point() for parameter in parameters)
+    try:
+        made = getattr(torch.optim, check_name(name))
+        return made(settings, lr=settings[0].get("lr", 0.0), **({"fused": True} if is_fused else {}))
+    except (TypeError, ValueError, IndexError) as cause:
+        raise TrainingError(
+            explain(
+                f"options of {name}", got=str(cause), expected="those of the script", do="Run the same torch everywhere"
+            )
+        ) from cause
+
+
+def adjust(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, Option]], factor: float) -> None:
+    """Give each group its options of now, and scale the length of the next step.
+
+    What the group does not know is a scheduler's own (`initial_lr`) and is left out.
+
+    Raises:
+        TrainingError: They belong to other groups.
+    """
+    if len(options) != len(optimizer.param_groups) or not all(isinstance(each.get("lr"), float) for each in options):
+        raise TrainingError(
+            explain(
+                "options of the optimizer's groups",
+                got=[sorted(given) for given in options],
+                expected=f"those of {len(optimizer.param_groups)} groups, a number as lr among them",
+                do="Run the same script on all ranks",
+            )
+        )
+    for group, given in zip(optimizer.param_groups, options, strict=True):
+        group.update({name: value for name, value in _taken(given).items() if name in group})
+        group["lr"] = group["lr"] * factor
+
+
+def warm_up() -> None:
+    """Make torch load what a first step loads, before anybody waits for it."""
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.AdamW([parameter], fused=True).step()
+
+
+def _taken(options: Mapping[str, Option]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+
+
+def _plain(name: str, value: object) -> Option:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, (tuple, list)):
+        return [float(each) for each in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TrainingError(
+        explain(f"option {name} of the optimizer", got=value, expected="a number, a text or None", do="Leave it out")
+    )

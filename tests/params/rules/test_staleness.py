@@ -1,0 +1,25 @@
+import pytest
+
+from ringweave.errors import TrainingError
+from ringweave.params.rules import StalenessPolicy
+
+
+@pytest.mark.parametrize(("num_rings", "bound"), [(1, 4), (2, 8), (4, 16)])
+def test_the_bound_is_four_versions_for_each_ring(num_rings, bound):
+    assert StalenessPolicy(num_rings=num_rings).most_versions == bound
+
+
+def test_only_what_is_older_than_twice_the_usual_is_damped():
+    policy = StalenessPolicy(num_rings=4)
+    assert [policy.damping(age) for age in range(7)] == [1.0] * 7
+    assert policy.damping(8) == pytest.approx(1 / 3)
+
+
+def test_with_overlap_the_usual_age_is_one_round_of_all_rings_higher():
+    policy = StalenessPolicy(num_rings=4, overlaps=True)
+    assert (policy.steady_versions, policy.damping(14), policy.damping(15)) == (7, 1.0, 0.25)
+
+
+def test_nonsense_is_refused():
+    with pytest.raises(TrainingError, match=r"staleness policy: \(0, 0.04\), expected at least one ring"):
+        StalenessPolicy(num_rings=0)

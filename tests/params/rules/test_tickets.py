@@ -1,0 +1,32 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringweave.errors import TrainingError
+from ringweave.params.rules import TicketOffice
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40), st.booleans()), max_size=80), st.integers(1, 500))
+def test_every_sample_is_on_exactly_one_ticket(calls, epoch_samples):
+    office, numbers, given_out = TicketOffice(4), [0] * 4, []
+    for ring, wanted, repeats in [*calls, *[(ring, 1000, False) for ring in range(4)]]:
+        numbers[ring] += 1
+        ticket = office.take(ring, numbers[ring], 0, wanted, epoch_samples)
+        given_out += range(ticket.first, ticket.first + ticket.num_samples)
+        if repeats:
+            assert office.take(ring, numbers[ring], 0, wanted, epoch_samples) == ticket
+    assert given_out == list(range(epoch_samples))
+    assert office.taken(0) == epoch_samples
+
+
+def test_rings_may_be_in_different_epochs():
+    office = TicketOffice(2)
+    assert office.take(0, 1, 0, 10, 10).num_samples == 10
+    assert office.take(0, 2, 1, 6, 10).first == 0
+    assert office.take(1, 1, 0, 5, 10).num_samples == 0
+    assert office.take(1, 2, 1, 6, 10).first == 6
+
+
+def test_tickets_out_of_order_are_refused():
+    with pytest.raises(TrainingError, match=r"ticket of ring 0: \(2, 0, 5\), expected number 1, at least one sample"):
+        TicketOffice(1).take(0, 2, 0, 5, 10)
