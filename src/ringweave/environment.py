@@ -12,6 +12,8 @@ SCHEDULE = "RINGWEAVE_SCHEDULE"
 MODE = "RINGWEAVE_MODE"
 PROBE = "RINGWEAVE_PROBE"
 TUNING = "RINGWEAVE_TUNING"
+SERVER = "RINGWEAVE_SERVER"
+CREDENTIALS = "RINGWEAVE_CREDENTIALS"
 
 _NEVER = "never"
 
@@ -37,6 +39,10 @@ class WorkerEnvironment:
     tuning: bool | None = None
     """Candidates are tried and plans follow what is measured; None means among several nodes only, where the results of
     earlier trials are kept. A forced schedule beats it."""
+    server: str | None = None
+    """`host:port` of the job's parameter server; None means that there is none."""
+    credentials: str | None = None
+    """Where this process's credentials are: `fd:N`, an inherited descriptor, or the path of a file of its owner's."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "WorkerEnvironment":
@@ -51,6 +57,8 @@ class WorkerEnvironment:
             mode=environ.get(MODE) or None,
             probes=environ.get(PROBE) != _NEVER,
             tuning={"0": False, "1": True}.get(environ.get(TUNING, "")),
+            server=environ.get(SERVER) or None,
+            credentials=environ.get(CREDENTIALS) or None,
         )
 
     def to_environ(self) -> dict[str, str]:
@@ -64,5 +72,7 @@ class WorkerEnvironment:
             MODE: self.mode or "",
             PROBE: "" if self.probes else _NEVER,
             TUNING: {False: "0", True: "1", None: ""}[self.tuning],
+            SERVER: self.server or "",
+            CREDENTIALS: self.credentials or "",
         }
         return {name: value for name, value in pairs.items() if value}

@@ -9,6 +9,7 @@ RingweaveError                something ringweave refuses or cannot do       exi
 ├── ScheduleError             a schedule is malformed or does not compute its collective
 ├── LaunchError               workers could not be started or stopped
 ├── LabError                  a cluster could not be brought up on this machine, or taken down
+├── TrainingError             training cannot be prepared, or cannot go on, as asked
 ├── CommunicationError        a collective could not be run
 │   ├── PeerError             another rank died, vanished or hangs
 │   └── DisagreementError     ranks do not run the same thing

@@ -90,7 +90,11 @@ _OPTIONS = (
         help="Try the best schedules and follow the network's rates, or keep the first plan: then the same bits result "
         "from run to run. Default: among several nodes.",
     ),
-    click.option("--mode", metavar="NAME", help="How scripts with ringweave.prepare train: auto, sync or balanced."),
+    click.option(
+        "--mode",
+        metavar="NAME",
+        help="How scripts with ringweave.prepare train: auto, sync, balanced, ps-hra or ps.",
+    ),
     click.option("--replace-backend", is_flag=True, help='Let a script\'s "gloo" or "nccl" be ringweave too.'),
     click.option(
         "--order",

@@ -58,5 +58,6 @@ VERBS: Mapping[str, Verb] = {
     "split": Verb(
         module="planning.split", help="Share GPUs out over unequal nodes, at least three on each.", answers=True
     ),
+    "server": Verb(module="server", help="Hold the parameters of a job in mode ps-hra.", answers=False),
     "doctor": Verb(module="doctor", help="Say what is here and works, and how to mend what does not.", answers=True),
 }

@@ -5,6 +5,7 @@ RUN_DIR/run.json            what ran, and how it ended
 RUN_DIR/events.jsonl        what happened, all attempts
 RUN_DIR/cluster.yaml        the cluster it ran on
 RUN_DIR/logs/rank-0.log     what each worker printed
+RUN_DIR/logs/server.log     what the parameter server printed, if there was one
 RUN_DIR/attempts/1/         run.json, cluster.yaml and logs of the first attempt, once there is a second
 ```
 """
@@ -48,6 +49,11 @@ class RunDir:
     def log(self, global_rank: int) -> Path:
         """Path of a worker's log."""
         return self.root / "logs" / f"rank-{global_rank}.log"
+
+    @property
+    def server_log(self) -> Path:
+        """Path of the parameter server's log."""
+        return self.root / "logs" / "server.log"
 
     def attempt(self, number: int) -> Path:
         """Where the files of an earlier attempt are kept."""

@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +22,7 @@ from ringweave.launch.local.merging import Console
 from ringweave.launch.local.sites import Site, ThisMachine
 from ringweave.launch.orders import BLOCK, Order
 from ringweave.launch.run_dirs import RunDir
+from ringweave.launch.serving import JobServer
 from ringweave.launch.workers import Program, WorkerGroup, lay_out
 from ringweave.topology import Cluster
 
@@ -67,12 +68,22 @@ def run(request: Request, *, environ: Mapping[str, str], stdout: TextIO, stderr:
     """
     with run_dirs.taken(request.run_dir), _interrupts() as interrupts:
         attempt = run_dirs.begin_attempt(request.run_dir, request.cluster_text)
-        group = _lay_out(request)
+        server = JobServer.of(request.mode, request.cluster, request.site, request.run_dir)
+        group = _lay_out(request, server)
         _announce(request, group, attempt, stderr)
-        books = _Books(request, group, attempt)
+        books = _Books(request, group, attempt, server)
         console = Console({"stdout": stdout.buffer, "stderr": stderr.buffer}, environ)  # type: ignore[attr-defined]
         try:
-            with LocalLauncher(request.run_dir.log, console, environ, enter=request.site.enter) as launcher:
+            with (
+                server.running(environ) if server else nullcontext(),
+                LocalLauncher(
+                    request.run_dir.log,
+                    console,
+                    environ,
+                    enter=request.site.enter,
+                    secret=server.secret if server else lambda worker: None,
+                ) as launcher,
+            ):
                 launcher.start(group)
                 books.workers_started(launcher.pid)
                 states = supervision.supervise(launcher, interrupts, on_exit=books.worker_exited)
@@ -81,6 +92,8 @@ def run(request: Request, *, environ: Mapping[str, str], stdout: TextIO, stderr:
             raise
         ending = reports.conclude([_death(launcher, group, state) for state in states if _is_bad(state)], interrupts)
         wall_s = books.close(outcome=ending.outcome, exit_code=ending.exit_code, cause=ending.cause)
+        if server:
+            stderr.write(server.to_text())
         stderr.write(
             reports.to_text(ending, wall_s=wall_s, log_of=_shown(request.run_dir.root) + "/logs/rank-{rank}.log")
         )
@@ -90,7 +103,7 @@ def run(request: Request, *, environ: Mapping[str, str], stdout: TextIO, stderr:
 class _Books:
     """The event log and run.json of one attempt."""
 
-    def __init__(self, request: Request, group: WorkerGroup, attempt: int) -> None:
+    def __init__(self, request: Request, group: WorkerGroup, attempt: int, server: JobServer | None) -> None:
         self._run_dir, self._group = request.run_dir, group
         self._log = telemetry.EventLog(request.run_dir.events)
         self._started_s = time.monotonic()
@@ -102,7 +115,8 @@ class _Books:
             cluster=request.cluster.name,
             world_size=group.world_size,
         )
-        records.update(request.run_dir.record, _first_record(request, group, attempt, command))
+        place = {"server": {"node": server.node, "address": server.address} if server else None}
+        records.update(request.run_dir.record, _first_record(request, group, attempt, command) | place)
 
     def workers_started(self, pid: Callable[[int], int]) -> None:
         for worker in self._group.workers:
@@ -135,7 +149,7 @@ class _Books:
         return wall_s
 
 
-def _lay_out(request: Request) -> WorkerGroup:
+def _lay_out(request: Request, server: JobServer | None) -> WorkerGroup:
     nodes = request.cluster.nodes
     first_index, _ = orders.deal([node.num_devices for node in nodes], request.order)[0]
     group = lay_out(
@@ -150,6 +164,7 @@ def _lay_out(request: Request) -> WorkerGroup:
             schedule=request.schedule,
             tuning=request.tuning,
             mode=request.mode,
+            server=server.address if server else None,
         ),
         order=request.order,
     )

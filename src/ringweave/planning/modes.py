@@ -3,11 +3,11 @@
 from ringweave.errors import UsageError, explain
 from ringweave.files.problems import closest
 
-AUTO, SYNC, BALANCED = "auto", "sync", "balanced"
-NAMES = (AUTO, SYNC, BALANCED)
+AUTO, SYNC, BALANCED, PS_HRA, PS = "auto", "sync", "balanced", "ps-hra", "ps"
+NAMES = (AUTO, SYNC, BALANCED, PS_HRA, PS)
 """Every name that `prepare(mode=...)` and `--mode` take."""
-
-_PLANNED = ("ps-hra", "ps")
+SERVED = (PS_HRA, PS)
+"""Those with a parameter server."""
 
 
 def check_name(name: str, where: str = "") -> str:
@@ -18,10 +18,7 @@ def check_name(name: str, where: str = "") -> str:
     """
     if name in NAMES:
         return name
-    if name in _PLANNED:
-        mend = f"{name} needs the asynchronous parameter server, which is not there yet; {BALANCED} comes nearest"
-    else:
-        mend = closest(name, NAMES) or "Name one of them"
+    mend = closest(name, NAMES) or "Name one of them"
     raise UsageError(explain("mode", got=name, expected=f"one of {', '.join(NAMES)}", do=mend, where=where))
 
 

@@ -22,6 +22,7 @@ class Kind:
 _RANK = "global rank of the worker"
 _NODE = "name of the worker's node in the cluster file"
 _VERSION = "number of the group's plan: 1 for the first, then 2, 3, ..."
+_NODE_OF_SERVER = "name of the server's node in the cluster file"
 _GROUP = "name of the process group, the same on all its ranks"
 
 KINDS: Mapping[str, Kind] = {
@@ -187,6 +188,57 @@ KINDS: Mapping[str, Kind] = {
             "expected_fingerprint": "of the samples that the epoch consists of",
             "by_rank": "samples of each rank",
             "exact": "true if every sample was given exactly once",
+        },
+    ),
+    "rings_formed": Kind(
+        meaning="Training goes on in rings with a parameter server between them; rank 0 says so for all.",
+        written_by="worker",
+        fields={
+            "rank": _RANK,
+            "rings": "ranks of each ring, the fastest ring first; the first rank of each talks to the server",
+            "most_staleness_versions": "no push is applied that is older, in versions",
+        },
+    ),
+    "server_started": Kind(
+        meaning="The process of the job's parameter server was started.",
+        written_by="launcher",
+        fields={"node": _NODE_OF_SERVER, "pid": "its process id", "address": "`host:port` at which it listens"},
+    ),
+    "server_exited": Kind(
+        meaning="The process of the job's parameter server ended.",
+        written_by="launcher",
+        fields={
+            "node": _NODE_OF_SERVER,
+            "exit_code": "exit code, or null if a signal ended it",
+            "signal": "name of the signal that ended it, or null",
+            "stopped": "true if the launcher ended it, because the workers had ended",
+        },
+    ),
+    "params_counted": Kind(
+        meaning="What the parameter server has done since it began; every few seconds, and in the end.",
+        written_by="server",
+        fields={
+            "node": _NODE_OF_SERVER,
+            "last": "true in the last one",
+            "version": "version of the parameters: pushes applied",
+            "staleness": "staleness in versions -> pushes that were that old",
+            "pushes": "ring -> pushes applied",
+            "samples": "samples that the pushes were computed on",
+            "repeats": "pushes that came again and were not applied again",
+            "received_bytes": "bytes of pushes received, without frames and encryption",
+            "sent_bytes": "bytes of parameters sent, likewise",
+            "most_peers": "most connections that stood at once",
+            "memory_bytes": "bytes of tensors held: copies of the parameters, the optimizer's state",
+        },
+    ),
+    "params_saved": Kind(
+        meaning="The parameter server wrote a snapshot of its state, while training went on.",
+        written_by="server",
+        fields={
+            "node": _NODE_OF_SERVER,
+            "version": "version of the parameters in it",
+            "path": "the file",
+            "seconds": "how long the writing took, measured",
         },
     ),
     "communication_failed": Kind(

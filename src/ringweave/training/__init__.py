@@ -7,5 +7,6 @@ model, optimizer, loader = ringweave.prepare(model, optimizer, loader)
 
 from ringweave.training.loading.loader import SharedLoader
 from ringweave.training.preparing import prepare
+from ringweave.training.rings.preparing import Asynchronous
 
-__all__ = ["SharedLoader", "prepare"]
+__all__ = ["Asynchronous", "SharedLoader", "prepare"]

@@ -22,13 +22,16 @@ from ringweave.training.loading import orders
 from ringweave.training.loading.loader import Parts, SharedLoader
 from ringweave.training.recording import Recorder
 from ringweave.training.reducing import GradientReducer, SampleWeights
+from ringweave.training.rings import preparing as ring_preparing
+from ringweave.training.rings.loader import RingLoader
+from ringweave.training.rings.preparing import Asked, Asynchronous
 from ringweave.training.timing import CudaTimeline, HostTimeline, StepTimer
 
 REDUCTIONS = ("mean", "sum")
 _ALIKE = ("mode", "reduction", "order", "batch_samples", "num_samples", "drop_last")
 
 
-def prepare(
+def prepare(  # noqa: PLR0913 - a user's one call: three things and options with defaults
     model: nn.Module,
     optimizer: Optimizer,
     loader: DataLoader,
@@ -37,7 +40,8 @@ def prepare(
     reduction: str = "mean",
     max_samples: int | None = None,
     ddp: Mapping[str, Any] | None = None,
-) -> tuple[DistributedDataParallel, Optimizer, SharedLoader]:
+    asynchronous: Asynchronous | None = None,
+) -> tuple[DistributedDataParallel, Optimizer, SharedLoader | RingLoader]:
     """Returns what takes the place of the three: the loop stays as it is, and every step is that of one process.
 
     The batch of a train step is the loader's, whatever the number of workers. Each worker computes its share of it, and
@@ -49,12 +53,15 @@ def prepare(
         optimizer: Made of the model's parameters; it is returned as it is.
         loader: A DataLoader with batch_size (of the whole train step) and, if needed, a sampler. With a
             DistributedSampler its batch_size is that of each rank.
-        mode: `sync`: equal shares. `balanced`: shares in proportion to measured speeds. `auto`: what `ringweave run
+        mode: `sync`: equal shares. `balanced`: shares in proportion to measured speeds. `ps-hra`: rings of equally fast
+            workers and an asynchronous parameter server between them, not exact; `ps`: the same, each worker alone.
+            Both need `ringweave run --mode`. `auto`: what `ringweave run
             --mode` says, else balanced if there is more than one worker.
         reduction: `mean` if the loss is a mean over the samples of a batch, `sum` if it is their sum. Exactness depends
             on it; a weighted mean, or one over tokens of unequal numbers, is neither.
         max_samples: The most samples of one batch that this rank's memory takes; may differ between ranks.
         ddp: Further arguments of DistributedDataParallel.
+        asynchronous: Rings and local steps of the modes with a server; None means `Asynchronous()`.
 
     Raises:
         UsageError: No such mode, or one that is not there yet.
@@ -78,6 +85,13 @@ def prepare(
     said = messages.gather_json({**dataclasses.asdict(reading), **own})
     control.check_alike(said, _ALIKE)
     recorder = Recorder(environment, messages.rank)
+    if chosen in modes.SERVED:
+        recorder.prepared(mode=chosen, asked=mode, reason=reason, shares=())
+        settings = asynchronous or Asynchronous()
+        asked = Asked(mode=chosen, is_mean=reduction == "mean", settings=settings, ddp=dict(ddp or {}))
+        return ring_preparing.prepare(
+            (model, optimizer, loader), reading, said, asked, (environment, messages, recorder)
+        )
     timer = StepTimer(CudaTimeline() if _is_on_cuda(model) else HostTimeline())
     parts = Parts(
         control=messages,

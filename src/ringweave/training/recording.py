@@ -1,6 +1,7 @@
 """What training leaves in the event log and the script's own log; rank 0 writes for all."""
 
 import logging
+from collections.abc import Sequence
 
 from ringweave.environment import WorkerEnvironment
 from ringweave.planning.balancing import Change
@@ -31,6 +32,14 @@ class Recorder:
                 reason=reason,
                 batch_samples=sum(shares),
                 shares=list(shares),
+            )
+
+    def rings_formed(self, *, rings: Sequence[Sequence[int]], most_versions: int) -> None:
+        """Training goes on in rings with a parameter server."""
+        self._say("rings %s; no push is older than %d versions", [list(ring) for ring in rings], most_versions)
+        if self._log:
+            self._log.write(
+                "rings_formed", rank=0, rings=[list(ring) for ring in rings], most_staleness_versions=most_versions
             )
 
     def shares_changed(self, batch_number: int, change: Change) -> None:

@@ -32,6 +32,9 @@ _OURS = (
     environment.REPLACE_BACKEND,
     environment.SCHEDULE,
     environment.TUNING,
+    environment.MODE,
+    environment.SERVER,
+    environment.CREDENTIALS,
 )
 
 
@@ -49,7 +52,10 @@ class LocalLauncher(Launcher):
         environ: Mapping[str, str],
         clock: Callable[[], float] = time.monotonic,
         enter: Callable[[WorkerSpec, Sequence[str]], Sequence[str]] = lambda worker, argv: argv,
+        secret: Callable[[WorkerSpec], int | None] = lambda worker: None,
     ) -> None:
+        """`secret` opens the descriptor of a worker's credentials, which the worker inherits; None gives it none."""
+        self._secret = secret
         self._log_paths, self._console, self._environ, self._clock = log_paths, console, environ, clock
         self._enter = enter
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -132,17 +138,23 @@ class LocalLauncher(Launcher):
         log = LogFile(self._log_paths(worker.global_rank))
         self._logs.append(log)
         command = [sys.executable, "-I", "-S", bootstrap.__file__, str(os.getpid()), *self._enter(worker, argv)]
+        secret = self._secret(worker)
+        told = {} if secret is None else {environment.CREDENTIALS: f"fd:{secret}"}
         try:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env=_environ(self._environ, worker),
+                env=_environ(self._environ, worker) | told,
                 start_new_session=True,
+                pass_fds=() if secret is None else (secret,),
             )
         except OSError as error:
             raise LaunchError(f"worker {worker.global_rank} could not be started: {error}. [{argv[0]}]") from error
+        finally:
+            if secret is not None:
+                os.close(secret)
         self._processes.append(process)
         self._tell_guard(b"%d\n" % process.pid)
         streams: tuple[tuple[IO[bytes] | None, Stream], ...] = ((process.stdout, "stdout"), (process.stderr, "stderr"))

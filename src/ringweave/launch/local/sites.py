@@ -36,6 +36,10 @@ class Site(abc.ABC):
         """The command line that becomes `argv` where this worker belongs, without a process in between."""
 
     @abc.abstractmethod
+    def enter_node(self, node: str, argv: Sequence[str]) -> Sequence[str]:
+        """The command line that becomes `argv` on this node, beside the workers and on none of their devices."""
+
+    @abc.abstractmethod
     def environ(self, node: str) -> Mapping[str, str]:
         """Variables that workers on this node get because of where they are."""
 
@@ -53,6 +57,10 @@ class ThisMachine(Site):
         return Meeting(host="127.0.0.1", port=free_port(random.SystemRandom()))
 
     def enter(self, worker: WorkerSpec, argv: Sequence[str]) -> Sequence[str]:
+        """The same command line."""
+        return argv
+
+    def enter_node(self, node: str, argv: Sequence[str]) -> Sequence[str]:
         """The same command line."""
         return argv
 
@@ -84,6 +92,10 @@ class InLab(Site):
     def enter(self, worker: WorkerSpec, argv: Sequence[str]) -> Sequence[str]:
         """The command line that enters the node first."""
         return self._lab.command(worker.node, argv, device=worker.local_rank)
+
+    def enter_node(self, node: str, argv: Sequence[str]) -> Sequence[str]:
+        """The command line that enters the node first."""
+        return self._lab.command(node, argv)
 
     def environ(self, node: str) -> Mapping[str, str]:
         """The interfaces that Gloo shall use, and one thread each where CPU time is limited to one CPU or less.

@@ -1,6 +1,6 @@
 """The loader that `prepare` returns: this rank's part of every batch, and the account of all of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,14 +153,7 @@ class SharedLoader:
         """
         total = len(loader.dataset)  # pyrefly: ignore - a stream cannot be split, and says so itself
         own = balancing.cut(balancing.scale(self.shares, total), self._parts.control.rank)
-        return DataLoader(
-            Subset(loader.dataset, range(total)[own]),
-            batch_size=loader.batch_size,
-            num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            worker_init_fn=loader.worker_init_fn,
-        )
+        return subset(loader, range(total)[own])
 
     @property
     def _end(self) -> int:
@@ -191,3 +184,15 @@ class SharedLoader:
                 f"account of epoch {self._epoch}: {self.account.total}, expected {self.account.expected}. "
                 "Samples were lost or doubled; this is a bug of ringweave, please report it."
             )
+
+
+def subset(loader: DataLoader, samples: Sequence[int]) -> DataLoader:
+    """A loader like this one, of some of its samples."""
+    return DataLoader(
+        Subset(loader.dataset, samples),
+        batch_size=loader.batch_size,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        worker_init_fn=loader.worker_init_fn,
+    )

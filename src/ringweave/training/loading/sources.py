@@ -28,7 +28,7 @@ class IndexedSource(Source):
 
     def __init__(self, loader: DataLoader, portion_of: PortionOf) -> None:
         self._portions = _Portions(portion_of)
-        self._loader = _with_batch_sampler(loader, self._portions)
+        self._loader = with_batch_sampler(loader, self._portions)
 
     def batches(self, order: EpochOrder | None, first_number: int) -> Iterator[tuple[Any, Portion]]:
         """The DataLoader returns batches in the order in which the sampler gave them out, so portions queue up."""
@@ -85,7 +85,7 @@ class StreamSource(Source):
         return collate([samples[index - read] for index in own.to_load]), own
 
 
-def _with_batch_sampler(loader: DataLoader, batch_sampler: _Portions) -> DataLoader:
+def with_batch_sampler(loader: DataLoader, batch_sampler: Iterable[list[int]]) -> DataLoader:
     """The same loader with other batches."""
     return DataLoader(
         loader.dataset,

@@ -1,0 +1,40 @@
+"""`ringweave server`: the process that holds the parameters in mode ps-hra."""
+
+import os
+import sys
+
+import click
+
+_MAIN = "ringweave.params.serving.main"
+
+
+@click.command()
+@click.option("--host", required=True, help="Address to listen at.")
+@click.option("--port", type=int, default=0, help="Port to listen at. Default: a free one.")
+@click.option(
+    "--credentials",
+    required=True,
+    metavar="WHERE",
+    help="File with the server's credentials (mode 0600), or fd:N, an inherited descriptor.",
+)
+@click.option("--node", default="", help="Name of the node, for the event log.")
+@click.option("--run-dir", metavar="DIR", help="Where events go. Default: nowhere.")
+@click.option("--snapshots", metavar="DIR", help="Write the whole state there while training goes on. Default: never.")
+@click.option(
+    "--snapshot-every-s", type=float, default=60.0, help="Seconds from one snapshot to the next. Default: 60."
+)
+@click.option("--resume", metavar="FILE", help="Go on from this snapshot.")
+@click.option("--term", type=int, default=0, help="Refuse messages that are meant for a server of another term.")
+def command(**given: object) -> int:
+    """Hold the parameters of a job in mode ps-hra, and apply what its rings push.
+
+    ringweave run --mode ps-hra starts it beside the workers, on the node that is connected best; by hand it is needed
+    only under other launchers. Ends when all rings have left, or by SIGTERM.
+    """
+    argv = [part for name, value in given.items() if value not in (None, "") for part in (_flag(name), str(value))]
+    # It takes the place of this command: the command line does without torch, the server does not.
+    return os.execv(sys.executable, [sys.executable, "-m", _MAIN, *argv])
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,167 @@
+"""The loader of a rank in a ring: its part of the samples that its ring takes from the queue of all rings."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader
+
+from ringweave.errors import TrainingError, explain
+from ringweave.params.ring.member import Samples
+from ringweave.planning import balancing
+from ringweave.planning.balancing import Account
+from ringweave.planning.balancing.epochs import Indices
+from ringweave.training.control import Control
+from ringweave.training.loading import orders, sources
+from ringweave.training.loading.loader import EpochAccount, subset
+from ringweave.training.loading.orders import Reading
+from ringweave.training.loading.portions import Portion, portion
+from ringweave.training.reducing import SampleWeights
+
+Take = Callable[[int, int, int], tuple[int, int]]
+"""(epoch, samples wanted, samples of the epoch) -> (first, how many); the same on all ranks of a ring."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingParts:
+    """What the loader works with."""
+
+    control: Control
+    weights: SampleWeights
+    samples: Samples
+    take: Take
+    shares: tuple[int, ...]
+    """Samples of each rank of the ring in a whole ticket."""
+    ring_rank: int
+    settle: Callable[[], None]
+    """Called at the end of an epoch: whatever the ring has computed is pushed, and nobody has to wait for it."""
+    refresh: Callable[[], None]
+    """Called when all rings have done so: take the newest parameters."""
+    note: Callable[[EpochAccount], object]
+
+
+class RingLoader:
+    """Iterates over this rank's parts of its ring's tickets; a pass is an epoch of all rings together.
+
+    A pass ends when the samples of the epoch are used up, so rings have different numbers of batches. At the end of
+    each epoch all rings meet, prove that every sample was taken once, and take the same parameters.
+    """
+
+    def __init__(self, loader: DataLoader, reading: Reading, seed: int, parts: RingParts) -> None:
+        if reading.num_samples is None:
+            do = "Use mode balanced, or a data set with an index"
+            raise TrainingError(
+                explain("data of mode ps-hra", got="a stream", expected="a data set with an index", do=do)
+            )
+        self._loader, self._reading, self._seed, self._parts = loader, reading, seed, parts
+        self._tickets = _Tickets(self._draw)
+        self._source = sources.with_batch_sampler(loader, self._tickets)
+        self._next_epoch = 0
+        self.account: EpochAccount | None = None
+        """That of the last epoch that was completed."""
+
+    @property
+    def dataset(self) -> Any:
+        """The data set."""
+        return self._loader.dataset
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a train step over all rings."""
+        return self._reading.batch_samples
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Samples of each rank of the ring in a whole ticket."""
+        return self._parts.shares
+
+    @property
+    def fraction(self) -> float:
+        """This rank's part of its ring's present batch."""
+        return self._parts.weights.fraction
+
+    def __len__(self) -> int:
+        """Train steps of all rings together in an epoch; each ring has fewer or more batches, as fast as it is."""
+        whole, rest = divmod(self._epoch_samples, self.batch_size)
+        return whole + (rest > 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        """This rank's batches of the next epoch."""
+        parts, epoch = self._parts, self._next_epoch
+        self._next_epoch += 1
+        indices = orders.indices_of(self._loader, self._reading, self._seed, epoch, parts.control.broadcast)
+        self._tickets.begin(epoch, indices[: self._epoch_samples])
+        given = Account()
+        for batch in self._source:
+            first, own = self._tickets.given.popleft()
+            given += Account.of(own.indices)
+            parts.weights.set(len(own.indices), own.num_total)
+            parts.samples.add(own.num_total, self._share(first, own.num_total))
+            yield batch
+        parts.settle()
+        self._meet(epoch, given, Account.of(indices[: self._epoch_samples]))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Which epoch the next pass is; without it passes count up from 0."""
+        self._next_epoch = epoch
+
+    def split(self, loader: DataLoader) -> DataLoader:
+        """A loader for evaluation: this rank's part of its samples, each sample on exactly one rank.
+
+        Ranks get equal parts, in the order of the data set. Nothing is communicated; at the end of an epoch all ranks
+        have the same parameters.
+        """
+        control, total = self._parts.control, len(loader.dataset)  # pyrefly: ignore - a stream cannot be split
+        own = balancing.cut(balancing.scale((1,) * control.world_size, total), control.rank)
+        return subset(loader, range(total)[own])
+
+    @property
+    def _epoch_samples(self) -> int:
+        total = self._reading.num_samples or 0
+        return total - total % self.batch_size if self._reading.drop_last else total
+
+    def _share(self, first: int, count: int) -> float:
+        """The train steps of synchronous training that these samples make: each counts as in its batch there."""
+        size, total = self.batch_size, self._epoch_samples
+        whole_end = total - total % size
+        whole = max(0, min(first + count, whole_end) - first)
+        return whole / size + ((count - whole) / (total - whole_end) if count > whole else 0.0)
+
+    def _draw(self, epoch: int, indices: Indices) -> tuple[int, Portion] | None:
+        parts = self._parts
+        first, count = parts.take(epoch, sum(parts.shares), len(indices))
+        if count == 0:
+            return None
+        return first, portion(indices[first : first + count], parts.shares, parts.ring_rank)
+
+    def _meet(self, epoch: int, given: Account, expected: Account) -> None:
+        by_rank = tuple(self._parts.control.gather_accounts(given))
+        self.account = EpochAccount(epoch=epoch, expected=expected, by_rank=by_rank)
+        self._parts.note(self.account)
+        if not self.account.is_exact:
+            raise TrainingError(
+                f"account of epoch {epoch}: {self.account.total}, expected {expected}. "
+                "Samples were lost or doubled; this is a bug of ringweave, please report it."
+            )
+        self._parts.refresh()
+        self._parts.control.gather_accounts(given)  # nobody pushes before all have taken the same parameters
+
+
+class _Tickets(Iterable[list[int]]):
+    """The DataLoader's batch sampler; the ring's tickets as they are drawn, ahead of time if there are load workers."""
+
+    def __init__(self, draw: Callable[[int, Indices], tuple[int, Portion] | None]) -> None:
+        self._draw = draw
+        self._epoch, self._indices = 0, np.empty(0, np.int64)
+        self.given: deque[tuple[int, Portion]] = deque()
+
+    def begin(self, epoch: int, indices: Indices) -> None:
+        self._epoch, self._indices = epoch, indices
+        self.given.clear()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while (drawn := self._draw(self._epoch, self._indices)) is not None:
+            self.given.append(drawn)
+            yield drawn[1].to_load

@@ -1,0 +1,62 @@
+"""A run with a parameter server, through the real command."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import torch, ringweave
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+x = torch.randn(130, 6)
+model = torch.nn.Linear(6, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(x, x[:, :2]), batch_size=32, shuffle=True)
+model, optimizer, loader = ringweave.prepare(model, optimizer, loader)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+for _ in range(3):
+    for a, b in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(a), b).backward()
+        optimizer.step()
+    schedule.step()
+print("sum", sum(p.sum().item() for p in model.parameters()))
+"""
+
+
+def run(folder: Path, script: str, *options: str) -> "subprocess.CompletedProcess[str]":
+    (folder / "train.py").write_text(script)
+    argv = [sys.executable, "-m", "ringweave", "run", *options, "--run-dir", str(folder / "run"), "train.py"]
+    return subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_in_rings(tmp_path):
+    done = run(tmp_path, SCRIPT, "--workers", "3", "--mode", "ps-hra")
+    assert done.returncode == 0, done.stderr
+    sums = {line.split()[-1] for line in done.stdout.splitlines() if " sum " in line}
+    assert len(sums) == 1  # all rings have the same parameters at the end of an epoch
+    assert "pushes applied" in done.stderr
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["server"]["node"] == "node0"
+    assert (record["training"]["mode"], record["training"]["exact"]) == ("ps-hra", True)
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    kinds = [event["kind"] for event in events]
+    assert {"server_started", "rings_formed", "server_exited"} <= set(kinds)
+    counted = [event for event in events if event["kind"] == "params_counted"][-1]
+    assert (counted["samples"], counted["most_peers"]) == (390, 2)
+    secrets = "".join(path.read_text(errors="replace") for path in (tmp_path / "run").rglob("*") if path.is_file())
+    assert "PRIVATE KEY" not in secrets
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_without_a_server_the_script_says_how_to_get_one(tmp_path):
+    script = SCRIPT.replace("(model, optimizer, loader)\nschedule", '(model, optimizer, loader, mode="ps")\nschedule')
+    done = run(tmp_path, script, "--workers", "1")
+    assert done.returncode == 1
+    assert "parameter server: 'none in this run', expected one that the launcher has started." in done.stderr
