@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from ringweave.errors import TrainingError, explain
+from ringweave.files.problems import closest
 from ringweave.params.messages import Group, Option
-from ringweave.topology.problems import closest
 
 NAMES = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta")
 """Those of torch.optim that need no more than gradients."""
