@@ -47,7 +47,7 @@ bench-setup: setup $(PEERS:%=.venv-%/.installed)
 	.venv-$*/bin/pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
-CLUSTERS ?= eight-nodes two-racks three-racks unequal-nics half-slow two-ranks-a-node
+CLUSTERS ?= eight-nodes six-nodes two-racks three-racks unequal-nics half-slow two-ranks-a-node two-nics
 RANKS ?= 2 4
 DATE := $(shell date +%Y-%m-%d)
 bench: bench-setup
