@@ -13,7 +13,8 @@ FACTORS = (2.0, 4.0, float("inf"))
 """How many times what a NIC carried the other ends can take, in its first, second and last trial."""
 _TOGETHER = 1
 """Trials of NICs up to this number run beside each other; later ones have the network for themselves."""
-_NEGLIGIBLE = 1e-6
+_NEGLIGIBLE = 0.06
+"""Part of what a node can send that it need not: a flow for so little would take a full share of both its NICs."""
 _HALF = 0.5
 
 
@@ -74,15 +75,15 @@ def spread(senders: Mapping[int, float], receivers: Mapping[int, float]) -> tupl
     Returns:
         Less than len(senders) + len(receivers) of them (the north-west corner rule).
     """
-    left = [_shares(senders), _shares(receivers)]
+    wholes = dict(_shares(senders)), dict(_shares(receivers))
+    left = [list(whole.items()) for whole in wholes]
     flows = []
     while left[0] and left[1]:
-        (src, sends), (dst, takes) = left[0][-1], left[1][-1]
-        moved = min(sends, takes)
-        flows.append(Flow(src, dst))
-        for side, (node, share) in ((left[0], (src, sends)), (left[1], (dst, takes))):
-            side.pop()
-            if share - moved > _NEGLIGIBLE:
+        ends = left[0].pop(), left[1].pop()
+        flows.append(Flow(ends[0][0], ends[1][0]))
+        moved = min(share for _, share in ends)
+        for side, whole, (node, share) in zip(left, wholes, ends, strict=True):
+            if share - moved > _NEGLIGIBLE * whole[node]:
                 side.append((node, share - moved))
     return tuple(flows)
 
