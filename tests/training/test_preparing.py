@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -26,9 +27,19 @@ def test_importing_ringweave_does_not_bring_torch() -> None:
 
 
 @pytest.mark.parametrize("mode", ["ps-hra", "ps"])
-def test_modes_that_are_not_there_yet_are_refused(mode: str) -> None:
-    with pytest.raises(UsageError, match=rf"^mode: '{mode}', expected one of auto, sync, balanced\. {mode} needs"):
-        ringweave.prepare(*things(), mode=mode)
+def test_modes_with_a_server_need_one_that_was_started(mode: str) -> None:
+    text = r"^parameter server: 'none in this run', expected one that the launcher has started\. Use ringweave run"
+    try:
+        with pytest.raises(UsageError, match=text):
+            ringweave.prepare(*things(), mode=mode)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    text = r"^mode: 'balance', expected one of auto, sync, balanced, ps-hra, ps\. Did you mean \"balanced\"\?"
+    with pytest.raises(UsageError, match=text):
+        ringweave.prepare(*things(), mode="balance")
 
 
 def test_an_unknown_reduction_is_refused() -> None:

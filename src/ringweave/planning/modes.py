@@ -14,7 +14,7 @@ def check_name(name: str, where: str = "") -> str:
     """`name` itself if it can be asked for.
 
     Raises:
-        UsageError: No such mode, or one that this version does not have; the text suggests the nearest one.
+        UsageError: No such mode; the text suggests the nearest one.
     """
     if name in NAMES:
         return name

@@ -64,7 +64,7 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
         asynchronous: Rings and local steps of the modes with a server; None means `Asynchronous()`.
 
     Raises:
-        UsageError: No such mode, or one that is not there yet.
+        UsageError: No such mode, or one whose server nobody has started.
         TrainingError: The batches of the loader cannot be shared in this way.
         DisagreementError: Ranks have prepared different things.
     """
