@@ -223,7 +223,7 @@ def _smallest(values: Floats, owner: Ints, count: int) -> Floats:
 
 
 def _filled(flow: Ints, link: Ints, capacities: Floats, count: int) -> Floats:
-    """Max-min fair rates: `sharing.fair_rates` in columns."""
+    """Max-min fair rates: `cost.sharing.fair_rates` in columns."""
     found, left = np.full(count, np.inf), capacities.copy()
     pairs = np.ones(len(flow), np.bool_)
     while pairs.any():

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from ringweave.cost import Network
+from ringweave.cost.sharing import fair_rates
 from ringweave.planning.adapting.rulings import Stream
 
 PHASE_S = 0.15
@@ -135,30 +136,6 @@ class Survey:
     def _sized(self, phase: Sequence[tuple[int, int]]) -> Phase:
         sizes = [int(min(_MAX_BYTES, max(_MIN_BYTES, rate * PHASE_S))) for rate in self._expected(phase)]
         return tuple(Stream(src, dst, num_bytes) for (src, dst), num_bytes in zip(phase, sizes, strict=True))
-
-
-def fair_rates(paths: Sequence[Sequence[int]], rates: Sequence[float]) -> list[float]:
-    """What streams get that share links max-min fairly.
-
-    Args:
-        paths: Links of each stream; one without links gets an infinite rate.
-        rates: Of the links.
-    """
-    got = [float("inf")] * len(paths)
-    left, open_streams = list(rates), {index for index, path in enumerate(paths) if path}
-    while open_streams:
-        users: dict[int, int] = {}
-        for index in open_streams:
-            for link in paths[index]:
-                users[link] = users.get(link, 0) + 1
-        tightest = min(users, key=lambda link: left[link] / users[link])
-        share = left[tightest] / users[tightest]
-        for index in [index for index in open_streams if tightest in paths[index]]:
-            got[index] = share
-            open_streams.discard(index)
-            for link in paths[index]:
-                left[link] -= share
-    return got
 
 
 def _usual(fractions: Sequence[float]) -> float:

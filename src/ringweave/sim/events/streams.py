@@ -8,8 +8,8 @@ set of streams that move, all rates are constant.
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from ringweave.cost.sharing import fair_rates
 from ringweave.sim.events.clock import Clock
-from ringweave.sim.events.sharing import fair_rates
 from ringweave.sim.machine import Machine
 
 Told = Callable[[float], None]

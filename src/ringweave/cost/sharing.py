@@ -1,5 +1,6 @@
 """Max-min fair rates: nobody can get more without taking from somebody who has no more than he."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 _AS_SMALL = 1 + 1e-12
@@ -12,7 +13,7 @@ def fair_rates(routes: Sequence[Sequence[int]], capacities: Mapping[int, float] 
     others grow on.
 
     Args:
-        routes: For each flow the links that it passes; at least one.
+        routes: For each flow the links that it passes; one without links gets an infinite rate.
         capacities: What each link carries, in bytes per second; 0 for one that is cut.
 
     Returns:
@@ -30,13 +31,13 @@ def fair_rates(routes: Sequence[Sequence[int]], capacities: Mapping[int, float] 
             users.setdefault(link, []).append(flow)
     left = {link: capacities[link] for link in users}
     counts = {link: len(flows) for link, flows in users.items()}
-    found = [-1.0] * len(routes)
+    found = [math.inf] * len(routes)
     while counts:
         level = min(left[link] / count for link, count in counts.items())
         full = [link for link, count in counts.items() if left[link] / count <= level * _AS_SMALL]
         for link in full:
             for flow in users[link]:
-                if found[flow] < 0:
+                if found[flow] == math.inf:
                     found[flow] = level
                     for passed in routes[flow]:
                         left[passed] = max(0.0, left[passed] - level)

@@ -1,10 +1,13 @@
+
 """Fair rates: no link carries more than it can, and nobody could have more without taking it from somebody poorer."""
+
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringweave.sim.events.sharing import fair_rates
+from ringweave.cost.sharing import fair_rates
 
 LINKS = st.integers(0, 5)
 ROUTES = st.lists(st.lists(LINKS, min_size=1, max_size=4, unique=True).map(tuple), min_size=1, max_size=8)
@@ -34,3 +37,19 @@ def test_a_cut_link_gives_nothing() -> None:
 
 def test_nobody_wants_anything() -> None:
     assert fair_rates([], [1.0]) == []
+
+
+@given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3, unique=True), max_size=8))
+def test_no_link_is_filled_beyond_its_rate_and_every_flow_passes_a_full_one(paths: list[list[int]]) -> None:
+    rates = [1.0, 2.0, 3.0, 5.0, 8.0]
+    got = fair_rates(paths, rates)
+    for link, rate in enumerate(rates):
+        assert sum(each for each, path in zip(got, paths, strict=True) if link in path) <= rate * 1.000001
+    for each, path in zip(got, paths, strict=True):
+        used = [sum(g for g, other in zip(got, paths, strict=True) if link in other) for link in path]
+        assert each > 0
+        assert any(total >= rates[link] * 0.999999 for total, link in zip(used, path, strict=True))
+
+
+def test_a_flow_without_links_is_held_back_by_nothing() -> None:
+    assert fair_rates([(), (0,)], [2.0]) == [math.inf, 2.0]
