@@ -1,4 +1,3 @@
-
 """Fair rates: no link carries more than it can, and nobody could have more without taking it from somebody poorer."""
 
 import math

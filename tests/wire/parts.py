@@ -134,3 +134,23 @@ def _exactly(sock: socket.socket, num_bytes: int) -> bytes:
             raise ConnectionResetError("closed")
         data += piece
     return data
+
+
+class Gate:
+    """A handler that waits until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Semaphore(0)
+        self.open = threading.Event()
+        self.calls: list[wire.Call] = []
+
+    def __call__(self, call: wire.Call) -> wire.Done:
+        self.calls.append(call)
+        self.entered.release()
+        while not self.open.wait(0.01) and not call.cancelled.is_set():
+            pass
+        return wire.Done()
+
+    @property
+    def handler(self) -> wire.Handler:
+        return wire.Handler(message=Wait, handle=self)

@@ -8,27 +8,7 @@ import pytest
 
 from ringweave import wire
 from ringweave.errors import ConnectionLostError, DeadlineError, MessageError, RemoteError, UsageError, WireError
-from tests.wire.parts import QUICK, Add, Echo, Events, Fail, Wait, add, connect, serving, trust, wait_until
-
-
-class Gate:
-    """A handler that waits until the test lets it go on."""
-
-    def __init__(self) -> None:
-        self.entered = threading.Semaphore(0)
-        self.open = threading.Event()
-        self.calls: list[wire.Call] = []
-
-    def __call__(self, call: wire.Call) -> wire.Done:
-        self.calls.append(call)
-        self.entered.release()
-        while not self.open.wait(0.01) and not call.cancelled.is_set():
-            pass
-        return wire.Done()
-
-    @property
-    def handler(self) -> wire.Handler:
-        return wire.Handler(message=Wait, handle=self)
+from tests.wire.parts import QUICK, Add, Echo, Events, Fail, Gate, Wait, add, connect, serving, trust, wait_until
 
 
 def echo(call: wire.Call) -> wire.Answer:
@@ -314,42 +294,3 @@ def test_plain_connections_on_one_machine_work_the_same() -> None:
     here, there = (wire.Plain(wire.Identity(job="j", role=role, name="0"), "token") for role in ("server", "worker"))
     with serving(here, ECHO, limits=QUICK) as server, connect(server, there, limits=QUICK) as client:
         assert bytes(client.call(Echo(), [b"abc"], timeout_s=5).buffers[0]) == b"abc"
-
-
-def test_a_call_that_cannot_even_begin_costs_nobody_the_connection(authority: wire.Authority) -> None:
-    """The server reads nothing while its room is held by another; the kernel's buffers fill up."""
-    gate = Gate()
-    limits = wire.Limits(max_message_bytes=50_000_000, max_bytes_in_flight=50_000_000)
-    with (
-        serving(trust(authority, "server", "0"), gate.handler, limits=limits) as server,
-        connect(server, trust(authority, "worker", "0")) as holder,
-        connect(server, trust(authority, "worker", "1")) as client,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        holder.tell(Wait(), [bytes(50_000_000)], timeout_s=20)
-        assert gate.entered.acquire(timeout=10)
-        large = pool.submit(client.call, Add(), [np.ones(20_000_000, np.uint8)], timeout_s=30)
-        wait_until(lambda: client.traffic["messages_sent"] == 1 and bool(client._pending))
-        with pytest.raises(DeadlineError, match=r"call test\.add: 'waiting for messages before it'"):
-            client.call(Add(), timeout_s=0.2)
-        gate.open.set()
-        assert large.result().message.total == 20_000_000
-        assert client.broken is None
-
-
-def test_a_call_that_is_late_halfway_cuts_the_connection_and_says_so(authority: wire.Authority) -> None:
-    gate = Gate()
-    limits = wire.Limits(max_message_bytes=50_000_000, max_bytes_in_flight=50_000_000)
-    with (
-        serving(trust(authority, "server", "0"), gate.handler, limits=limits) as server,
-        connect(server, trust(authority, "worker", "0")) as holder,
-        connect(server, trust(authority, "worker", "1")) as client,
-    ):
-        holder.tell(Wait(), [bytes(50_000_000)], timeout_s=20)
-        assert gate.entered.acquire(timeout=10)
-        with pytest.raises(DeadlineError, match="in the middle of a frame; the connection is cut"):
-            client.call(Add(), [np.ones(20_000_000, np.uint8)], timeout_s=0.3)
-        with pytest.raises(ConnectionLostError, match="cut by this end: a message was late halfway"):
-            client.call(Add(), timeout_s=5)
-        gate.open.set()
-        assert isinstance(holder.call(Wait(), timeout_s=5).message, wire.Done)

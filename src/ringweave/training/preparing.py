@@ -31,7 +31,7 @@ REDUCTIONS = ("mean", "sum")
 _ALIKE = ("mode", "reduction", "order", "batch_samples", "num_samples", "drop_last")
 
 
-def prepare(  # noqa: PLR0913 - a user's one call: three things and options with defaults
+def prepare(  # noqa: PLR0913 - a user's one call: three things and options with defaults; half of it says what they are
     model: nn.Module,
     optimizer: Optimizer,
     loader: DataLoader,

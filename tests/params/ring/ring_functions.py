@@ -46,6 +46,7 @@ def alone(name: str, options: dict[str, Any], steps: int) -> list[torch.Tensor]:
     return [each.detach() for each in net.parameters()]
 
 
+# One function, though long: it is a user's script from its first line to its last, in the order of a script.
 def train(
     port: int, folder: str, rings: list[list[int]], name: str, options: dict[str, Any], steps: int, local_steps: int = 0
 ) -> dict[str, Any]:
