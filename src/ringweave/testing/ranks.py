@@ -132,6 +132,13 @@ def announce(word: str) -> None:
     TCPStore("127.0.0.1", int(os.environ[_PORT]), is_master=False).set(f"{word}/{os.environ['RANK']}", "1")
 
 
+def _wait_for_all(store: Any, num_ranks: int) -> None:
+    """The group stands on every rank: what a test kills from here on is a member, not a rank that is being connected."""
+    if store.add("ranks/formed", 1) == num_ranks:
+        store.set("ranks/all-formed", "1")
+    store.wait(["ranks/all-formed"])
+
+
 def _main(connection: Connection, setting: tuple, function: Callable[..., Any], args: tuple) -> None:
     import torch
     import torch.distributed as dist
@@ -144,6 +151,7 @@ def _main(connection: Connection, setting: tuple, function: Callable[..., Any], 
         store = dist.TCPStore("127.0.0.1", int(os.environ[_PORT]), is_master=False)
         limit = timedelta(seconds=timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
+        _wait_for_all(store, num_ranks)
         started = time.monotonic()
         value = function(*args)
         seconds = time.monotonic() - started
