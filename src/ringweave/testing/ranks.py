@@ -133,7 +133,7 @@ def announce(word: str) -> None:
 
 
 def _wait_for_all(store: Any, num_ranks: int) -> None:
-    """The group stands on every rank: what a test kills from here on is a member, not a rank that is being connected."""
+    """Until the group stands on every rank: who is killed from here on is a member, and not half connected."""
     if store.add("ranks/formed", 1) == num_ranks:
         store.set("ranks/all-formed", "1")
     store.wait(["ranks/all-formed"])
