@@ -39,6 +39,11 @@ def test_nowhere_to_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "expected a file that can be written" in capsys.readouterr().err
 
 
+def test_one_machine_has_no_network_to_measure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.call(["discover", "--probe"]) == 2
+    assert "--probe: 'this machine alone', expected several workers. Start it on all" in capsys.readouterr().err
+
+
 def test_nothing_to_write_without_a_nic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bare = tmp_path / "bare.xml"
     bare.write_text('<topology version="2.0"><object type="Machine" os_index="0"/></topology>')

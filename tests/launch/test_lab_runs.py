@@ -206,3 +206,23 @@ switches: [{name: r0, uplink: 50Mbit/s}, {name: r1, uplink: 50Mbit/s}]
     assert document["slow"].startswith("slow: link ")
     assert len(document["pairs"]) == 12
     assert [path.suffix for path in (tmp_path / "cache" / "ringweave" / "probes").iterdir()] == [".json"]
+
+
+def test_machines_and_network_are_found_together_and_a_run_says_what_it_knew(
+    start_in, script, trio: Lab, tmp_path: Path
+) -> None:
+    cache, written = str(tmp_path / "cache"), tmp_path / "found.yaml"
+    run = start_in(
+        "--no-cluster-file", "-m", "ringweave", "discover", "--probe", "--write", str(written), XDG_CACHE_HOME=cache
+    )
+    assert run.wait_ended() == 0, run.stderr
+    found = topology.load(written)
+    assert [(node.name, node.num_devices) for node in found.nodes] == [("a", 2), ("b", 1)]
+    assert all(node.rate_bytes_per_s < 125e6 for node in found.nodes), "an assumed 10 Gbit/s is not what TCP delivers"
+    reduce = script("import torch.distributed as dist; dist.init_process_group(); dist.destroy_process_group()")
+    run = start_in("--no-cluster-file", reduce, XDG_CACHE_HOME=cache)
+    assert run.wait_ended() == 0, run.stderr
+    (network,) = run.record["networks"]
+    assert network["nodes"] == ["a", "b"]
+    assert network["age_s"] > 0
+    assert set(network["rates"]) == {"a->core", "core->a", "b->core", "core->b"}

@@ -36,6 +36,7 @@ def test_groups_add_up() -> None:
 def test_other_events_count_nothing() -> None:
     assert records.summarize([{"kind": "run_started"}]) == {
         "collectives_by_schedule": {},
+        "networks": [],
         "plan": [],
         "plan_versions": [],
         "tuned": [],

@@ -20,8 +20,9 @@ from ringweave.topology.discovery import Leadership, Machine
 @click.option("--from", "path", metavar="FILE", help="A topology file of hwloc or NCCL instead of this machine.")
 @click.option("--nic", "nic_name", metavar="NAME", help="The NIC between nodes: name, RDMA device or PCI address.")
 @click.option("--write", "target", metavar="CLUSTER", help="Write a cluster file of what was found.")
+@click.option("--probe", is_flag=True, help="Among workers of a job: also measure the network between them.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def command(path: str | None, nic_name: str | None, target: str | None, as_json: bool) -> int:
+def command(path: str | None, nic_name: str | None, target: str | None, probe: bool, as_json: bool) -> int:
     """Say what is in this machine, how far its devices are from its NICs, and which device leads.
 
     Devices are GPUs or, where there is none, the processors of each NUMA node. The leader talks to other nodes: it is
@@ -29,18 +30,21 @@ def command(path: str | None, nic_name: str | None, target: str | None, as_json:
     (GPUDirect RDMA) being preferred.
 
     Started on all workers of a job, by a launcher that sets RANK and WORLD_SIZE, the machines are merged: rank 0
-    prints its own and writes the cluster file of all.
+    prints its own and writes the cluster file of all. With --probe the file has the switches between them and the
+    rates that were measured; without it all hang on one switch, with the rates that their NICs state.
     """
+    together = _is_job(os.environ) and path is None
+    if probe and not together:
+        do = "Start it on all workers: ringweave run, lab run or torchrun ... -m ringweave discover --probe"
+        raise UsageError(errors.explain("--probe", got="this machine alone", expected="several workers", do=do))
     machine = discovery.read_file(Path(path)) if path else discovery.observe()
     leadership = discovery.choose(machine, nic_name)
-    together = _is_job(os.environ) and path is None
     if not together:
         cluster = _alone(machine, leadership, bool(nic_name)) if target else None
     else:
-        found = _gathered(_told(machine, leadership, bool(nic_name)), os.environ)
-        if found is None:
+        cluster = _of_all(_told(machine, leadership, bool(nic_name)), probe)
+        if cluster is None:
             return 0
-        cluster = _merged(found)
     if target and cluster:
         _write(target, cluster)
     _print(machine, leadership, cluster, as_json)
@@ -74,11 +78,12 @@ def _told(machine: Machine, leadership: Leadership, is_given: bool) -> dict[str,
     }
 
 
-def _gathered(told: Mapping[str, object], environ: Mapping[str, str]) -> list[dict[str, Any]] | None:
-    """What all ranks told, on rank 0."""
+def _of_all(told: Mapping[str, object], probe: bool) -> Cluster | None:
+    """The cluster of all ranks, on rank 0."""
     try:
         # By name, as the command line imports without torch and a contract says so.
         meetings = importlib.import_module("ringweave.comm.meetings")
+        knowing = importlib.import_module("ringweave.comm.probing.knowing")
     except ImportError as cause:
         raise RingweaveError(
             errors.explain(
@@ -88,20 +93,39 @@ def _gathered(told: Mapping[str, object], environ: Mapping[str, str]) -> list[di
                 do="Install ringweave[train], or run discover on each machine alone",
             )
         ) from cause
-    texts = meetings.gather(json.dumps(told), environ)
-    return texts and [json.loads(text) for text in texts]
+    store, rank, world_size = meetings.meet(os.environ)
+    network = knowing.find_for_job(store, rank, world_size) if probe else None
+    texts = meetings.exchange(store, json.dumps(told), rank, world_size, meetings.TIMEOUT)
+    if texts is None:
+        return None
+    found = [json.loads(text) for text in texts]
+    if network is None:
+        _say(list(dict.fromkeys(sentence for each in found for sentence in each["assumed"])))
+        return discovery.merge(_nodes(found))
+    click.echo(network.to_text(), err=True)
+    return _measured(_nodes(found), network.cluster())
 
 
-def _merged(found: Sequence[Mapping[str, Any]]) -> Cluster:
-    """The cluster of all ranks: those of one host are one node with as many devices."""
+def _nodes(found: Sequence[Mapping[str, Any]]) -> list[Node]:
+    """Of all ranks: those of one host are one node with as many devices."""
     hosts: dict[str, Node] = {}
     counts: dict[str, int] = {}
     for each in found:
         node = topology.loads(each["cluster"], source="told by a rank").nodes[0]
-        if hosts.setdefault(node.name, node) is node:
-            _say(each["assumed"])
+        hosts.setdefault(node.name, node)
         counts[node.name] = counts.get(node.name, 0) + 1
-    return discovery.merge([discovery.with_workers(node, counts[name]) for name, node in hosts.items()])
+    return [discovery.with_workers(node, counts[name]) for name, node in hosts.items()]
+
+
+def _measured(nodes: Sequence[Node], network: Cluster) -> Cluster:
+    """The machines as discovered, in the network as measured."""
+    return discovery.merge(
+        nodes,
+        switches=network.switches,
+        hangs_on={node.name: node.switch for node in network.nodes if node.switch is not None},
+        rates={node.name: node.rate_bytes_per_s for node in network.nodes},
+        latency_s=network.latency_s,
+    )
 
 
 def _is_job(environ: Mapping[str, str]) -> bool:

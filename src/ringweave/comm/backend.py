@@ -7,6 +7,7 @@ CPU tensors, NCCL for CUDA tensors), which is registered inside the group under 
 import atexit
 import functools
 import os
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -75,6 +76,8 @@ class RingweaveProcessGroup(HostedProcessGroup):
         )
         if log is not None and own.group_rank == 0:
             _note_group(log, own, group)
+            if found is not None:
+                log.write("network_known", rank=own.own.global_rank, group=group, **found.summary(time.time()))
         atexit.register(_close_at_exit, weakref.ref(self._engine))
         os.register_at_fork(after_in_child=functools.partial(_forget_in_child, weakref.ref(self)))
 

@@ -29,12 +29,24 @@ def gather(text: str, environ: Mapping[str, str], timeout: timedelta = TIMEOUT) 
     Raises:
         PeerError: Some ranks did not come in time; the text names them.
     """
+    store, rank, world_size = meet(environ, timeout)
+    return exchange(store, text, rank, world_size, timeout)
+
+
+def meet(environ: Mapping[str, str], timeout: timedelta = TIMEOUT) -> tuple[Store, int, int]:
+    """The store of all ranks, this rank, and how many there are; arguments as of `gather`.
+
+    The store may be rank 0's process: what is last done over it has to be an `exchange`, after which all may leave.
+
+    Raises:
+        PeerError: Rank 0 did not come in time.
+    """
     rank, world_size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     try:
         store, _, _ = next(iter(rendezvous("env://", rank, world_size, timeout=timeout)))
     except RuntimeError as cause:
         raise PeerError(_absence("rank 0", world_size, timeout, rank)) from cause
-    return exchange(store, text, rank, world_size, timeout)
+    return store, rank, world_size
 
 
 def exchange(store: Store, text: str, rank: int, world_size: int, timeout: timedelta) -> list[str] | None:

@@ -35,10 +35,11 @@ def update(path: Path, changes: Mapping[str, object]) -> None:
 
 
 def summarize(events: Iterable[Event]) -> dict[str, object]:
-    """`collectives_by_schedule`, `plan`, `plan_versions`, `tuned` and `training` from the events of one attempt."""
+    """What the events of one attempt say, by the keys that run.json has for it."""
     events = list(events)
     return {
         "collectives_by_schedule": count_collectives(events),
+        "networks": list_networks(events),
         "plan": list_agreed(events),
         "plan_versions": list_versions(events),
         "tuned": list_tuned(events),
@@ -72,6 +73,15 @@ def list_agreed(events: Iterable[Event]) -> list[dict[str, Any]]:
     keys = ("group", "schedule", "digest", "bytes")
     agreed = {tuple(event[key] for key in keys): None for event in events if event["kind"] == "schedule_agreed"}
     return [dict(zip(keys, values, strict=True)) for values in agreed]
+
+
+def list_networks(events: Iterable[Event]) -> list[dict[str, Any]]:
+    """What groups found by probing the network, where no cluster file was given."""
+    return [
+        {key: value for key, value in event.items() if key not in ("time", "kind", "rank")}
+        for event in events
+        if event["kind"] == "network_known"
+    ]
 
 
 def list_versions(events: Iterable[Event]) -> list[dict[str, Any]]:

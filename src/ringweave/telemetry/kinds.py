@@ -78,6 +78,20 @@ KINDS: Mapping[str, Kind] = {
             "nodes": "node names of the members, in the same order",
         },
     ),
+    "network_known": Kind(
+        meaning="No cluster file was given, and the network between the nodes of a group is known by probing it.",
+        written_by="worker",
+        fields={
+            "rank": _RANK,
+            "group": _GROUP,
+            "nodes": "names of the nodes",
+            "switches": "names of the switches that were found",
+            "rates": "link name -> measured bytes per second",
+            "slow": "the slowest part in words, or null where nothing is slow",
+            "wall_s": "seconds that measuring took",
+            "age_s": "seconds since then: more than a minute where an earlier job's findings were taken",
+        },
+    ),
     "schedule_agreed": Kind(
         meaning="The ranks of a group compared what they will run, and it is the same on all; the first says so.",
         written_by="worker",

@@ -110,3 +110,20 @@ def test_the_best_are_simulated_on_demand(capsys: pytest.CaptureFixture[str]) ->
     assert main.call(["plan", RACKS, "--bytes", "1MB", "--simulate", "2"]) == 0
     table = capsys.readouterr().out.splitlines()
     assert any(line.split()[:3] == ["schedule", "predicted", "simulated"] for line in table)
+
+
+def test_rdma_is_said_to_be_there_or_absent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("""
+name: pair
+nodes:
+  - {name: a, nics: [{name: ib0, rate: 100Gbit/s, rdma: true}, {name: eth0, rate: 10Gbit/s}]}
+  - {name: b, nic: 10Gbit/s}
+""")
+    assert main.call(["plan", str(path)]) == 0
+    assert "RDMA     on a/ib0: CUDA tensors take it, by NCCL; CPU tensors go by TCP" in capsys.readouterr().out
+    assert main.call(["plan", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rdma"] == ["a/ib0"]
+    path.write_text("name: pair\nnodes: [{name: a, nic: 10Gbit/s, count: 2}]\n")
+    assert main.call(["plan", str(path)]) == 0
+    assert "RDMA     absent (no NIC has rdma: true): between nodes all goes by TCP" in capsys.readouterr().out

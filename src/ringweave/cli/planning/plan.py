@@ -53,7 +53,7 @@ def command(
 
         plans.draw_plan(cluster, plan, num_bytes, picture_path)
     if as_json:
-        click.echo(json.dumps(_document(plan, num_bytes, simulated)))
+        click.echo(json.dumps(_document(cluster, plan, num_bytes, simulated)))
     else:
         table = _table(plan, num_bytes, simulated)
         click.echo("\n".join([cluster.describe(), "", *_lines(cluster, plan, num_bytes), "", *table]))
@@ -87,7 +87,7 @@ def _picture_path(picture: str | None) -> Path | None:
     return plotting.check_path(picture)
 
 
-def _document(plan: Plan, num_bytes: int, simulated: Mapping[str, float]) -> dict[str, object]:
+def _document(cluster: Cluster, plan: Plan, num_bytes: int, simulated: Mapping[str, float]) -> dict[str, object]:
     bound_s = plan.bound_s(num_bytes)
     return {
         "bytes": num_bytes,
@@ -113,6 +113,7 @@ def _document(plan: Plan, num_bytes: int, simulated: Mapping[str, float]) -> dic
         "ring": list(plan.ring_order),
         "root": plan.root,
         "nodes": list(plan.nodes),
+        "rdma": _rdma(cluster, plan),
     }
 
 
@@ -134,7 +135,22 @@ def _lines(cluster: Cluster, plan: Plan, num_bytes: int) -> list[str]:
         f"leaders  {_listed(map(who, plan.leaders))}; in a matrix of {len(plan.matrix)} x {plan.num_columns}:",
         *rows,
         *more,
+        f"RDMA     {_rdma_text(cluster, plan)}",
     ]
+
+
+def _rdma(cluster: Cluster, plan: Plan) -> list[str]:
+    """`a0/ib0`: the NICs of the plan's nodes that can do it."""
+    nodes = [cluster.node(name) for name in dict.fromkeys(plan.nodes)]
+    return [f"{node.name}/{nic.name}" for node in nodes for nic in node.nics if nic.rdma]
+
+
+def _rdma_text(cluster: Cluster, plan: Plan) -> str:
+    """Whether there is RDMA between nodes, and who takes it."""
+    names = _rdma(cluster, plan)
+    if names:
+        return f"on {_listed(names)}: CUDA tensors take it, by NCCL; CPU tensors go by TCP"
+    return "absent (no NIC has rdma: true): between nodes all goes by TCP"
 
 
 def _table(plan: Plan, num_bytes: int, simulated: Mapping[str, float]) -> list[str]:

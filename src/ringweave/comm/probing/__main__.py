@@ -7,22 +7,15 @@ Every rank runs it; the first one prints what was found.
 
 import os
 import sys
-import time
-from datetime import timedelta
 from pathlib import Path
 
 import click
-import torch.distributed as dist
 
-from ringweave.comm import members
-from ringweave.comm.probing import caching, measuring
-from ringweave.comm.probing.caching import Cache
+from ringweave.comm import meetings
+from ringweave.comm.probing import knowing
 from ringweave.comm.probing.findings import Findings
-from ringweave.environment import WorkerEnvironment
 from ringweave.errors import RingweaveError
 from ringweave.topology.recovery import Effort
-
-_TIMEOUT = timedelta(seconds=120)
 
 
 @click.command
@@ -46,31 +39,11 @@ def command(path: Path | None, as_json: bool, rounds: int | None, max_age_s: flo
 
 def _find(rounds: int | None, max_age_s: float | None) -> Findings | None:
     """What was found, on the first rank."""
-    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=_TIMEOUT)))
-    environment = WorkerEnvironment.from_environ(os.environ)
-    place = members.own_place(WorkerEnvironment(node=environment.node), os.environ)  # whatever a cluster file says
-    space = dist.PrefixStore("probe", store)
-    group = members.meet(space, rank, range(world_size), place, [], _TIMEOUT)
-    cache, hosts = Cache(caching.default_folder()), measuring.hosts(group)
-    if rank == 0:
-        known = cache.get(hosts, time.time(), max_age_s) if max_age_s is not None else None
-        space.set("known", "1" if known else "0")
-    else:
-        known = None
-    space.wait(["known"], _TIMEOUT)
-    if space.get("known") == b"0":
-        known = measuring.probe(space, group, _TIMEOUT, effort=Effort(num_rounds=rounds), tell=_tell)
-        if known is not None:
-            cache.put(hosts, known)
-    _leave_together(space, rank, world_size)
-    return known
-
-
-def _leave_together(store: dist.Store, rank: int, world_size: int) -> None:
-    """The first rank has the store: it stays until all others are through."""
-    store.set(f"done/{rank}", "1")
-    if rank == 0:
-        store.wait([f"done/{each}" for each in range(world_size)], _TIMEOUT)
+    store, rank, world_size = meetings.meet(os.environ)
+    effort = Effort(num_rounds=rounds)
+    found = knowing.find_for_job(store, rank, world_size, effort=effort, max_age_s=max_age_s, tell=_tell)
+    meetings.exchange(store, "done", rank, world_size, knowing.JOB_PATIENCE)
+    return found
 
 
 def _tell(what: str) -> None:

@@ -72,6 +72,18 @@ class Findings:
         """Link -> bytes per second, for the planner."""
         return {link.name: link.rate_bytes_per_s for link in self.links}
 
+    def summary(self, now: float) -> dict[str, object]:
+        """Fields of the event that says so; `now` in seconds of the epoch."""
+        cluster = self.cluster()
+        return {
+            "nodes": [node.name for node in cluster.nodes],
+            "switches": [switch.name for switch in cluster.switches],
+            "rates": dict(self.rates),
+            "slow": self.slow,
+            "wall_s": self.wall_s,
+            "age_s": round(max(0.0, now - self.time), 3),
+        }
+
     def to_json(self) -> str:
         """All of it; `from_json` reads it again."""
         return _ADAPTER.dump_json(self, indent=1).decode()

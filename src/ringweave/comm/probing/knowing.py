@@ -1,12 +1,14 @@
 """The cluster of a job that nobody has described: from the cache, else measured when its first group is formed."""
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
+from ringweave.comm import members
 from ringweave.comm.members import Members
 from ringweave.comm.probing import caching, measuring
 from ringweave.comm.probing.caching import Cache
@@ -21,6 +23,8 @@ _LOG = logging.getLogger("ringweave")
 
 _PATIENCE = timedelta(seconds=60)
 """All ranks have just met, so none is far."""
+JOB_PATIENCE = timedelta(seconds=120)
+"""The workers of a job start at different times."""
 _FEW_NODES = 16
 """Up to here a job measures every pair when it starts: half a minute."""
 _BRIEF = Effort(num_rounds=8, num_trials=32)
@@ -72,4 +76,49 @@ def find_out(
     except (RingweaveError, RuntimeError) as cause:
         _LOG.warning("ringweave: the network was not measured, equal links are assumed: %s", cause)
         return None
+    return known
+
+
+def find_for_job(
+    store: Store,
+    rank: int,
+    world_size: int,
+    *,
+    effort: Effort | None = None,
+    max_age_s: float | None = None,
+    tell: Callable[[str], None] = lambda what: None,
+) -> Findings | None:
+    """What the network of a whole job is like, asked for by itself; every rank calls this. What is found is cached.
+
+    Whatever a cluster file says: nodes are who RINGWEAVE_NODE or the host's name says.
+
+    Args:
+        store: Where all ranks of the job meet.
+        rank: This one.
+        world_size: How many there are.
+        effort: How long to go on; None until every pair has met.
+        max_age_s: Seconds; findings that are not older are taken instead. None always measures.
+        tell: Is told what is being measured, on the first rank.
+
+    Returns:
+        The findings, on rank 0; None on all others.
+
+    Raises:
+        UsageError: There is nothing to measure: one node only, or nodes without addresses of their own.
+        CommunicationError: A rank did not come, or failed.
+    """
+    environment = WorkerEnvironment.from_environ(os.environ)
+    place = members.own_place(WorkerEnvironment(node=environment.node), os.environ)
+    space = PrefixStore("probe", store)
+    group = members.meet(space, rank, range(world_size), place, [], JOB_PATIENCE)
+    cache, hosts = Cache(caching.default_folder()), measuring.hosts(group)
+    known = None
+    if rank == 0:
+        known = cache.get(hosts, time.time(), max_age_s) if max_age_s is not None else None
+        space.set(_KEY, _CACHED if known else _PROBE)
+    space.wait([_KEY], JOB_PATIENCE)
+    if space.get(_KEY).decode() == _PROBE:
+        known = measuring.probe(space, group, JOB_PATIENCE, effort=effort, tell=tell)
+        if known is not None:
+            cache.put(hosts, known)
     return known
