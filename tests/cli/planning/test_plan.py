@@ -117,13 +117,13 @@ def test_rdma_is_said_to_be_there_or_absent(tmp_path: Path, capsys: pytest.Captu
     path.write_text("""
 name: pair
 nodes:
-  - {name: a, nics: [{name: ib0, rate: 100Gbit/s, rdma: true}, {name: eth0, rate: 10Gbit/s}]}
-  - {name: b, nic: 10Gbit/s}
+  - {name: a, nics: [{name: ib0, rate: 100Gbit/s, rdma: true}, {name: eth0, rate: 10Gbit/s}], devices: 1}
+  - {name: b, nic: 10Gbit/s, devices: 1}
 """)
     assert main.call(["plan", str(path)]) == 0
     assert "RDMA     on a/ib0: CUDA tensors take it, by NCCL; CPU tensors go by TCP" in capsys.readouterr().out
     assert main.call(["plan", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rdma"] == ["a/ib0"]
-    path.write_text("name: pair\nnodes: [{name: a, nic: 10Gbit/s, count: 2}]\n")
+    path.write_text("name: pair\nnodes: [{name: a, nic: 10Gbit/s, devices: 1, count: 2}]\n")
     assert main.call(["plan", str(path)]) == 0
     assert "RDMA     absent (no NIC has rdma: true): between nodes all goes by TCP" in capsys.readouterr().out
