@@ -12,6 +12,7 @@ SCHEDULE = "RINGWEAVE_SCHEDULE"
 MODE = "RINGWEAVE_MODE"
 PROBE = "RINGWEAVE_PROBE"
 TUNING = "RINGWEAVE_TUNING"
+LEADER_PER_NIC = "RINGWEAVE_LEADER_PER_NIC"
 SERVER = "RINGWEAVE_SERVER"
 CREDENTIALS = "RINGWEAVE_CREDENTIALS"
 
@@ -39,6 +40,8 @@ class WorkerEnvironment:
     tuning: bool | None = None
     """Candidates are tried and plans follow what is measured; None means among several nodes only, where the results of
     earlier trials are kept. A forced schedule beats it."""
+    leader_per_nic: bool = False
+    """Plan with a leader for each NIC of a node that has enough workers; the first rank's environment counts."""
     server: str | None = None
     """`host:port` of the job's parameter server; None means that there is none."""
     credentials: str | None = None
@@ -57,6 +60,7 @@ class WorkerEnvironment:
             mode=environ.get(MODE) or None,
             probes=environ.get(PROBE) != _NEVER,
             tuning={"0": False, "1": True}.get(environ.get(TUNING, "")),
+            leader_per_nic=environ.get(LEADER_PER_NIC) == "1",
             server=environ.get(SERVER) or None,
             credentials=environ.get(CREDENTIALS) or None,
         )
@@ -72,6 +76,7 @@ class WorkerEnvironment:
             MODE: self.mode or "",
             PROBE: "" if self.probes else _NEVER,
             TUNING: {False: "0", True: "1", None: ""}[self.tuning],
+            LEADER_PER_NIC: "1" if self.leader_per_nic else "",
             SERVER: self.server or "",
             CREDENTIALS: self.credentials or "",
         }

@@ -336,3 +336,21 @@ def check_rounds_by_the_host_library(names: list[str], num_elements: int) -> Non
         total = sum(range(dist.get_world_size() + 1))
         assert torch.equal(message, torch.arange(num_elements, dtype=torch.float32) * total), name
         assert finished_work(message).wait()
+
+
+def count_between_nodes(num_elements: int, node_of: list[str]) -> int:
+    """How many messages this rank sends to other nodes in one allreduce, whose sums are checked."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.all_reduce(torch.ones(num_elements))
+    sent: list[int] = []
+    send = SocketTransport.send
+
+    def counting(self: SocketTransport, piece: Any, peer: int, tag: int, stage: int) -> Any:
+        sent.append(peer)
+        return send(self, piece, peer, tag, stage)
+
+    SocketTransport.send = counting
+    dist.all_reduce(reduced := torch.full((num_elements,), float(rank)))
+    SocketTransport.send = send
+    assert (reduced == size * (size - 1) / 2).all()
+    return sum(node_of[peer] != node_of[rank] for peer in sent)

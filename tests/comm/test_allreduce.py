@@ -1,5 +1,8 @@
 """The backend's allreduce against torch in one process, in real processes."""
 
+import functools
+from pathlib import Path
+
 import pytest
 
 from ringweave import planning, schedules, topology
@@ -52,6 +55,18 @@ def test_a_ring_really_sends_its_messages_peer_to_peer(num_ranks: int) -> None:
         assert counters["sent_in_this_one"]["messages"] == sent
         assert counters["ring"] == {"collectives": 2, "bytes": 2 * 4 * num_elements, "messages": 2 * sent}
         assert "host" not in counters
+
+
+def test_each_nic_has_a_leader_on_demand(tmp_path: Path) -> None:
+    path, nodes = tmp_path / "cluster.yaml", ["a", "a", "b", "b"]
+    nics = "nics: [{name: n0, rate: 1Gbit/s}, {name: n1, rate: 1Gbit/s}]"
+    path.write_text("name: c\nnodes:\n" + "".join(f"  - {{name: {n}, devices: 2, {nics}}}\n" for n in "ab"))
+    environ = {"RINGWEAVE_CLUSTER": str(path), "RINGWEAVE_SCHEDULE": "leader-matrix"}
+    run = functools.partial(run_ranks, rank_functions.count_between_nodes, 4, 100_000, nodes, nodes=nodes)
+    one = run(environ=environ)
+    assert [count > 0 for count in one] == [True, False, True, False]
+    each = run(environ=environ | {"RINGWEAVE_LEADER_PER_NIC": "1"})
+    assert all(count > 0 for count in each)
 
 
 def test_small_messages_go_to_the_host_library() -> None:

@@ -30,6 +30,7 @@ class RunOptions:
     schedule: str | None
     tuning: bool | None
     mode: str | None
+    leader_per_nic: bool
     replace_backend: bool
     order: Order
 
@@ -46,6 +47,7 @@ class RunOptions:
             schedule=self.schedule,
             tuning=self.tuning,
             mode=self.mode,
+            leader_per_nic=self.leader_per_nic,
             replace_backend=self.replace_backend,
             order=self.order,
             site=site,
@@ -68,6 +70,7 @@ def shared(command: Callable[..., int]) -> Callable[..., int]:
             schedule=given.pop("schedule"),
             tuning=given.pop("tuning"),
             mode=given.pop("mode"),
+            leader_per_nic=given.pop("leader_per_nic"),
             replace_backend=given.pop("replace_backend"),
             order=orders.parse(given.pop("order")),
         )
@@ -95,6 +98,7 @@ _OPTIONS = (
         metavar="NAME",
         help="How scripts with ringweave.prepare train: auto, sync, balanced, ps-hra or ps.",
     ),
+    click.option("--leader-per-nic", is_flag=True, help="Plan with a leader for each NIC of a node, not one for all."),
     click.option("--replace-backend", is_flag=True, help='Let a script\'s "gloo" or "nccl" be ringweave too.'),
     click.option(
         "--order",

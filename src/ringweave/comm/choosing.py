@@ -146,15 +146,23 @@ def situation(members: Members, environment: WorkerEnvironment, found: Findings 
     Raises:
         ClusterError: The cluster file is wrong.
     """
-    nodes = [member.place.node for member in members.ranks]
+    nodes, rates = [member.place.node for member in members.ranks], {}
     assumed = assumptions(nodes)
     if environment.cluster_path is not None:
-        return Situation(cluster=topology.load(environment.cluster_path), nodes=tuple(nodes), assumptions=assumed)
-    if found is not None:
-        return Situation(cluster=found.cluster(), nodes=tuple(nodes), rates=found.rates, assumptions=assumed)
-    names = {node: f"node{index}" for index, node in enumerate(dict.fromkeys(nodes))}
-    cluster = topology.one_machine([1] * len(names))  # whose names these are, and what it assumes of a node's rate
-    return Situation(cluster=cluster, nodes=tuple(names[node] for node in nodes), assumptions=assumed)
+        cluster = topology.load(environment.cluster_path)
+    elif found is not None:
+        cluster, rates = found.cluster(), found.rates
+    else:
+        names = {node: f"node{index}" for index, node in enumerate(dict.fromkeys(nodes))}
+        cluster = topology.one_machine([1] * len(names))  # whose names these are, and what it assumes of a node's rate
+        nodes = [names[node] for node in nodes]
+    return Situation(
+        cluster=cluster,
+        nodes=tuple(nodes),
+        rates=rates,
+        assumptions=assumed,
+        leader_per_nic=environment.leader_per_nic,
+    )
 
 
 def is_shared(members: Members, environment: WorkerEnvironment) -> bool:

@@ -46,6 +46,8 @@ class Request:
     """Let measured times change what runs; None means among several nodes."""
     mode: str | None = None
     """How scripts that call `ringweave.prepare` train; None leaves it to them."""
+    leader_per_nic: bool = False
+    """Plan with a leader for each NIC of a node, not just each node."""
     order: Order = BLOCK
     """In which order the devices get ranks."""
     site: Site = field(default_factory=ThisMachine)
@@ -164,6 +166,7 @@ def _lay_out(request: Request, server: JobServer | None) -> WorkerGroup:
             schedule=request.schedule,
             tuning=request.tuning,
             mode=request.mode,
+            leader_per_nic=request.leader_per_nic,
             server=server.address if server else None,
         ),
         order=request.order,
@@ -190,6 +193,7 @@ def _first_record(request: Request, group: WorkerGroup, attempt: int, command: l
         "schedule": request.schedule,
         "tuning": request.tuning,
         "mode": request.mode,
+        "leader_per_nic": request.leader_per_nic,
         "order": str(request.order),
         "lab": request.site.lab_name,
         "started": _now(),

@@ -21,6 +21,7 @@ _MAX_ROWS = 8
 @click.option(
     "--simulate", "num_simulated", type=click.IntRange(1, 7), metavar="N", help="Also simulate the N fastest."
 )
+@click.option("--leader-per-nic", is_flag=True, help="A leader for each NIC of a node, not one for all, as in run.")
 @click.option("--picture", metavar="FILE", help="Draw machines, links, leaders and their matrix here, as PNG or SVG.")
 @click.option("--run", "run_dir", metavar="RUN_DIR", help="Instead of planning: predicted beside measured of a run.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -28,6 +29,7 @@ def command(
     cluster_path: str | None,
     size: str,
     num_simulated: int | None,
+    leader_per_nic: bool,
     picture: str | None,
     run_dir: str | None,
     as_json: bool,
@@ -46,7 +48,8 @@ def command(
     num_bytes = units.parse_bytes(size)
     picture_path = _picture_path(picture)
     cluster = topology.load(str(cluster_path))
-    plan = planning.plan_group(cluster, [node.name for node in cluster.nodes for _ in node.devices])
+    ranks = [node.name for node in cluster.nodes for _ in node.devices]
+    plan = planning.plan_group(cluster, ranks, leader_per_nic=leader_per_nic)
     simulated = _simulate(plan, cluster, num_bytes, num_simulated)
     if picture_path is not None:
         from ringweave.pictures import plans

@@ -48,6 +48,8 @@ class Situation:
     rates: Mapping[str, float] = field(default_factory=dict)
     """Bytes per second of links that were measured before anything ran, by name, in place of the cluster's."""
     assumptions: Assumptions | None = None
+    leader_per_nic: bool = False
+    """Each NIC of a node has a leader, not just each node."""
 
     @property
     def num_nodes(self) -> int:
@@ -56,7 +58,13 @@ class Situation:
 
     def plan(self, rates: Mapping[str, float]) -> Plan:
         """The plan when links have these rates, where they differ from what was known before."""
-        return plan_group(self.cluster, self.nodes, rates={**self.rates, **rates}, assumptions=self.assumptions)
+        return plan_group(
+            self.cluster,
+            self.nodes,
+            rates={**self.rates, **rates},
+            assumptions=self.assumptions,
+            leader_per_nic=self.leader_per_nic,
+        )
 
     def network(self, rates: Mapping[str, float]) -> cost.Network:
         """The network with these rates."""
