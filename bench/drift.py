@@ -1,10 +1,11 @@
 """A NIC is cut to a quarter while a job runs, and given back: steps until there is a new plan, and how good it is.
 
     python bench/drift.py                         # eight-nodes, 5 MB a step; needs root, about 3 minutes
+    python bench/drift.py --ddp                   # a step is a train step of a DDP model with 5 MB of gradients
     python bench/drift.py --noise 0.1             # all links jump by 10 % every second: no new plan may come
     python bench/drift.py --cluster examples/clusters/two-racks.yaml --node a-1
 
-A step is one allreduce of float32, its time that of the slowest rank by the machine's clock. First the same job runs in
+A step is one allreduce of float32 (or a train step), its time that of the slowest rank by the machine's clock. First the same job runs in
 a lab whose cluster file has the quarter from the start: what a fresh plan makes of it. Then the lab comes up as the
 file says, and the rates of the node's NIC change in both directions when the job is at `--cut` and at `--restore`.
 Exit code 1 if a new plan takes more than 20 steps, or is slower than 0.9 of a fresh one's speed, or noise brings one.
@@ -25,6 +26,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ringweave import lab, telemetry, topology
 from ringweave.lab import Lab
@@ -51,6 +54,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--cluster", type=Path, default=ROOT / "examples" / "clusters" / "eight-nodes.yaml")
     parser.add_argument("--node", default="", help="whose NIC is cut; default: the second node")
     parser.add_argument("--bytes", type=int, default=5_000_000, help="of each step's allreduce")
+    parser.add_argument("--ddp", action="store_true", help="train a model with so many bytes of gradients by DDP")
     parser.add_argument("--cut", type=int, default=45, help="step at which the NIC is cut")
     parser.add_argument("--restore", type=int, default=100, help="step at which it is given back")
     parser.add_argument("--steps", type=int, default=150, help="of the whole job")
@@ -64,15 +68,41 @@ def work(options: argparse.Namespace) -> None:
     """What every rank does: steps, and a line for each in a file of its own."""
     torch.set_num_threads(1)
     dist.init_process_group("ringweave")
-    gradient = torch.ones(options.bytes // 4)
+    take_step = training_step(options.bytes) if options.ddp else allreduce_step(options.bytes)
     with (options.folder / f"steps-{dist.get_rank()}.jsonl").open("w", buffering=1) as lines:
         for _ in range(options.steps):
             started_s = time.time()
-            gradient.fill_(1.0)
-            dist.all_reduce(gradient)
-            assert (gradient == dist.get_world_size()).all()
+            take_step()
             lines.write(json.dumps([started_s, time.time()]) + "\n")
     dist.destroy_process_group()
+
+
+def allreduce_step(num_bytes: int) -> Callable[[], None]:
+    """One allreduce, whose values are checked."""
+    gradient = torch.ones(num_bytes // 4)
+
+    def step() -> None:
+        gradient.fill_(1.0)
+        dist.all_reduce(gradient)
+        assert (gradient == dist.get_world_size()).all()
+
+    return step
+
+
+def training_step(num_bytes: int) -> Callable[[], None]:
+    """Forward, backward and update of two square layers that have so many bytes of gradients, by DDP."""
+    torch.manual_seed(dist.get_rank())
+    width = int((num_bytes / 8) ** 0.5)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    samples = torch.randn(4, width)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(samples).square().mean().backward()
+        optimizer.step()
+
+    return step
 
 
 def watch(options: argparse.Namespace) -> int:
@@ -88,7 +118,13 @@ def watch(options: argparse.Namespace) -> int:
         fresh = run(options, slowed(cluster, node), "fresh", options.cut, lambda place, step: None)
         both = run(options, cluster, "drift", options.steps, lambda place, step: cut(place, links, step, options))
         document = judge(options, fresh, both)
-    document |= {"cluster": cluster.name, "node": node, "bytes": options.bytes, "steps": options.steps}
+    document |= {
+        "cluster": cluster.name,
+        "node": node,
+        "bytes": options.bytes,
+        "ddp": options.ddp,
+        "steps": options.steps,
+    }
     document |= {"date": str(date.today()), "commit": commit()}
     text = json.dumps(document, indent=2)
     print(text)
@@ -138,6 +174,7 @@ def run(
         old.unlink(missing_ok=True)
     verb = [sys.executable, "-c", "from ringweave.cli.main import main; main()", "lab", "run", "--lab", place.name]
     own = [__file__, "--steps", str(steps), "--bytes", str(options.bytes), "--folder", str(folder)]
+    own += ["--ddp"] if options.ddp else []
     environ = os.environ | {"XDG_CACHE_HOME": str(folder / "no-cache" / str(os.getpid()))}
     try:
         with subprocess.Popen([*verb, "--run-dir", str(folder), *own], env=environ) as process:
