@@ -5,9 +5,9 @@
     python bench/drift.py --noise 0.1             # all links jump by 10 % every second: no new plan may come
     python bench/drift.py --cluster examples/clusters/two-racks.yaml --node a-1
 
-A step is one allreduce of float32 (or a train step), its time that of the slowest rank by the machine's clock. First the same job runs in
-a lab whose cluster file has the quarter from the start: what a fresh plan makes of it. Then the lab comes up as the
-file says, and the rates of the node's NIC change in both directions when the job is at `--cut` and at `--restore`.
+A step is one allreduce of float32, or a train step; its time is that of the slowest rank by the machine's clock. First
+the same job runs in a lab whose cluster file has the quarter from the start: what a fresh plan makes of it. Then the lab
+comes up as the file says, and the rates of the node's NIC change in both directions when the job is at `--cut` and at `--restore`.
 Exit code 1 if a new plan takes more than 20 steps, or is slower than 0.9 of a fresh one's speed, or noise brings one.
 """
 
