@@ -6,8 +6,8 @@
     python bench/drift.py --cluster examples/clusters/two-racks.yaml --node a-1
 
 A step is one allreduce of float32, or a train step; its time is that of the slowest rank by the machine's clock. First
-the job runs in a lab whose cluster file has the quarter from the start: what a fresh plan makes of it. Then the lab comes
-up as the file says, and the rates of the node's NIC change in both directions when the job is at `--cut` and `--restore`.
+the job runs in a lab whose cluster file has the quarter from the start: what a fresh plan makes of it. Then the lab is
+as the file says, and the rates of the node's NIC change in both directions when the job is at `--cut` and `--restore`.
 Exit code 1 if a new plan takes more than 20 steps, or is slower than 0.9 of a fresh one's speed, or noise brings one.
 """
 
