@@ -1,8 +1,12 @@
 """Admission in the order of the specification: is the name free, may they, within their limit, and can it be split."""
 
+from dataclasses import replace
+
 from ringweave.errors import JobError, explain
 from ringweave.jobs.admission.permissions import Permission, PermissionCache
 from ringweave.jobs.life import records
+from ringweave.jobs.life.advancing import advance
+from ringweave.jobs.life.observing import Observed
 from ringweave.jobs.life.records import Job
 from ringweave.jobs.requests.request import Request
 
@@ -38,7 +42,8 @@ def admit(
     split = request.split
     if split.counts is None:
         raise JobError(split.refusal(f"job {request.name}"))
-    return records.new_job(request, requester=requester, counts=split.counts, now=now)
+    job = records.new_job(request, requester=requester, counts=split.counts, now=now)
+    return replace(job, record=advance(job, Observed(), now))  # so that it says at once what it waits for
 
 
 def name_taken(job: Job, now: float) -> JobError:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, BinaryIO
 
 from ringweave import topology
 from ringweave.jobs.life.observing import Phase
@@ -20,7 +20,7 @@ from ringweave.launch.groups.crew import Crew
 from ringweave.launch.groups.posts import Opening, Post
 from ringweave.launch.groups.results import Results
 from ringweave.launch.local.launcher import LocalLauncher
-from ringweave.launch.local.merging import Console
+from ringweave.launch.local.merging import Console, Stream
 from ringweave.launch.local.sites import Site
 from ringweave.launch.run_dirs import RunDir
 from ringweave.launch.workers import Program, WorkerGroup
@@ -42,6 +42,8 @@ class Assignment:
     """How processes are put onto the node."""
     guard_holds: Sequence[int] = ()
     """Descriptors that stay open until nothing of the group can run any more, whoever is killed."""
+    shows_output: bool = True
+    """What workers print goes to this process's own output too, with the rank in front."""
 
 
 def round_dir(home: Path, round_: int) -> RunDir:
@@ -51,8 +53,6 @@ def round_dir(home: Path, round_: int) -> RunDir:
 
 def lead(assignment: Assignment, post: Post, environ: Mapping[str, str]) -> Phase:
     """Serve as this group's agent until it may leave; SIGTERM and SIGINT make it leave.
-
-    What workers print goes to their logs, and to this process's own output with the rank in front.
 
     Args:
         assignment: Which group this is.
@@ -82,12 +82,12 @@ def _start(assignment: Assignment, opening: Opening, environ: Mapping[str, str])
     run_dir.cluster.write_text(topology.dumps(cluster), encoding="utf-8")
     program = layout.program_of(config, assignment.home)
     group = _placed(assignment, opening, run_dir, program)
-    site = assignment.site
+    outputs: dict[Stream, BinaryIO] = {"stdout": sys.stdout.buffer, "stderr": sys.stderr.buffer}
     launcher = LocalLauncher(
         run_dir.log,
-        Console({"stdout": sys.stdout.buffer, "stderr": sys.stderr.buffer}, environ),
+        Console(outputs if assignment.shows_output else {}, environ),
         environ,
-        enter=site.enter,
+        enter=assignment.site.enter,
         guard_holds=assignment.guard_holds,
     )
     books = Books(run_dir, group, _record(assignment, opening, program))
