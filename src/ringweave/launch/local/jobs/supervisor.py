@@ -26,6 +26,8 @@ from ringweave.launch.local.jobs.registry import Entry, Registry
 
 LOOK_S = 0.5
 """Between two looks where nothing rings: so late an agent that was killed is noticed."""
+LEAVING_S = 0.05
+"""The same while a group leaves: nothing rings when the last process of a group is gone."""
 IDLE_S = 30.0
 """The same while only a TTL runs; short enough for clocks that are set."""
 FAILED_S = 1.0
@@ -85,8 +87,9 @@ class Supervisor:
                 return FAILED_S
         if todo:
             return 0.0
-        look_s = LOOK_S if _is_under_way(observed) else None if wake_s is None else IDLE_S
-        return look_s if wake_s is None or look_s is None else max(0.0, min(look_s, wake_s - now))
+        if wake_s is None:
+            return _look_s(observed) if _is_under_way(observed) else None
+        return max(0.0, min(_look_s(observed), wake_s - now))
 
     def is_idle(self) -> bool:
         """There is nothing to do for now; looks, and changes nothing."""
@@ -149,6 +152,13 @@ def main(state: Path, job_id: str) -> None:
         supervisor.serve()
         os.close(lock)
         lock = None if supervisor.is_idle() else locks.try_lock(job_folder(state, job_id).lock)
+
+
+def _look_s(observed: Observed) -> float:
+    """Until the next look, if nothing rings."""
+    if any(group.leaving for group in observed.groups):
+        return LEAVING_S
+    return LOOK_S if _is_under_way(observed) else IDLE_S
 
 
 def _is_under_way(observed: Observed) -> bool:
