@@ -134,3 +134,11 @@ def test_any_text_is_a_number_or_a_usage_error(text):
 )
 def test_numbers_are_written_as_people_write_them(text, expected):
     assert text == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-1, "0 s"), (0, "0 s"), (119.9, "119 s"), (120, "2 min"), (7199, "119 min"), (7200, "2 h"), (172800, "2 days")],
+)
+def test_spans(seconds: float, text: str) -> None:
+    assert units.show_span(seconds) == text

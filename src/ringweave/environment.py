@@ -15,6 +15,7 @@ TUNING = "RINGWEAVE_TUNING"
 LEADER_PER_NIC = "RINGWEAVE_LEADER_PER_NIC"
 SERVER = "RINGWEAVE_SERVER"
 CREDENTIALS = "RINGWEAVE_CREDENTIALS"
+DATA = "RINGWEAVE_DATA"
 
 _NEVER = "never"
 
@@ -46,6 +47,8 @@ class WorkerEnvironment:
     """`host:port` of the job's parameter server; None means that there is none."""
     credentials: str | None = None
     """Where this process's credentials are: `fd:N`, an inherited descriptor, or the path of a file of its owner's."""
+    data: str | None = None
+    """Where the training data is, as the job file says; None where it says nothing."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "WorkerEnvironment":
@@ -63,6 +66,7 @@ class WorkerEnvironment:
             leader_per_nic=environ.get(LEADER_PER_NIC) == "1",
             server=environ.get(SERVER) or None,
             credentials=environ.get(CREDENTIALS) or None,
+            data=environ.get(DATA) or None,
         )
 
     def to_environ(self) -> dict[str, str]:
@@ -79,5 +83,6 @@ class WorkerEnvironment:
             LEADER_PER_NIC: "1" if self.leader_per_nic else "",
             SERVER: self.server or "",
             CREDENTIALS: self.credentials or "",
+            DATA: self.data or "",
         }
         return {name: value for name, value in pairs.items() if value}

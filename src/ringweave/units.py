@@ -105,6 +105,14 @@ def format_seconds(seconds: float) -> str:
     return _largest_unit(seconds, units, lambda time: float(time) == seconds)
 
 
+def show_span(seconds: float) -> str:
+    """`3 h`: how long something is ago, as people say it; two of a unit at least, in whole numbers."""
+    for unit_s, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit_s:
+            return f"{int(seconds // unit_s)} {unit}"
+    return f"{max(0, int(seconds))} s"
+
+
 def _scaled(text: str, noun: str, units: dict[str, Decimal], *, example: str) -> Decimal:
     match = _NUMBER_AND_UNIT.fullmatch(text)
     if match is None or match.group(2) not in units:

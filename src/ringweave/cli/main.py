@@ -2,11 +2,13 @@
 
 import difflib
 import importlib
+import itertools
 import json
 import sys
 from collections.abc import Sequence
 
 import click
+from click.shell_completion import CompletionItem
 
 from ringweave import __version__
 from ringweave.cli.verbs import VERBS
@@ -24,7 +26,14 @@ class LazyGroup(click.Group):
         """Import one verb."""
         if cmd_name not in VERBS:
             return None
-        return importlib.import_module(f"ringweave.cli.{VERBS[cmd_name].module}").command
+        verb = VERBS[cmd_name]
+        return getattr(importlib.import_module(f"ringweave.cli.{verb.module}"), verb.command)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Verbs from the table, importing none; options as usual."""
+        if incomplete.startswith("-"):
+            return super().shell_complete(ctx, incomplete)
+        return [CompletionItem(name, help=verb.help) for name, verb in VERBS.items() if name.startswith(incomplete)]
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -85,6 +94,7 @@ def _refuse(text: str, exit_code: int, argv: list[str]) -> int:
 def _wants_json(argv: list[str]) -> bool:
     """Whether a verb that takes --json was given it; what follows `run` may be another program's."""
     verb = VERBS.get(argv[0]) if argv else None
-    if verb is None or "--json" not in argv:
+    asks = "--json" in argv or ("-o", "json") in itertools.pairwise(argv)
+    if verb is None or not asks:
         return False
     return verb.answers or any(word in verb.answering for word in argv[1:2])

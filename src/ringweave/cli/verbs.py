@@ -9,7 +9,9 @@ class Verb:
     """One verb of the command line."""
 
     module: str
-    """Module of `ringweave.cli` that has it, as a command called `command`."""
+    """Module of `ringweave.cli` that has it."""
+    command: str = "command"
+    """What the command is called there."""
     help: str
     """One line for the list of verbs."""
     answers: bool
@@ -58,6 +60,17 @@ VERBS: Mapping[str, Verb] = {
     "split": Verb(
         module="planning.split", help="Share GPUs out over unequal nodes, at least three on each.", answers=True
     ),
+    "submit": Verb(module="jobs.submitting", help="Submit a job: so many GPUs over unequal nodes.", answers=True),
+    "jobs": Verb(module="jobs.looking", command="jobs", help="List the jobs of a place.", answers=True),
+    "status": Verb(module="jobs.looking", command="status", help="Say how a job and its nodes are.", answers=True),
+    "why": Verb(module="jobs.looking", command="why", help="Say why a job does not run, and what helps.", answers=True),
+    "logs": Verb(module="jobs.logs", help="Print what the workers of a job printed.", answers=True),
+    "events": Verb(module="jobs.looking", command="events", help="List what happened to a job.", answers=True),
+    "stop": Verb(module="jobs.acting", command="stop", help="End a job.", answers=True),
+    "delete": Verb(module="jobs.acting", command="delete", help="Remove a job with all it left.", answers=True),
+    "retry": Verb(module="jobs.acting", command="retry", help="Start a failed or stopped job again.", answers=True),
+    "suspend": Verb(module="jobs.acting", command="suspend", help="Keep a job from running.", answers=True),
+    "resume": Verb(module="jobs.acting", command="resume", help="Let a suspended job run.", answers=True),
     "server": Verb(module="server", help="Hold the parameters of a job in mode ps-hra.", answers=False),
     "doctor": Verb(module="doctor", help="Say what is here and works, and how to mend what does not.", answers=True),
 }

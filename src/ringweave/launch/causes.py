@@ -42,6 +42,13 @@ class Death:
             return f"was killed by {self.exit.signal_name}"
         return f"raised {self.exception}" if self.exception else f"ended with exit code {self.exit.exit_code}"
 
+    @property
+    def blames_a_peer(self) -> bool:
+        """By its exception; or, where C++ aborts the process, by anything that it said last."""
+        if self.exit.signal_name == "SIGABRT":
+            return any(_OF_A_PEER.search(line) for line in self.last_lines)
+        return self.exit.signal_name is None and bool(_OF_A_PEER.search(self.exception or ""))
+
 
 def first_cause(deaths: Sequence[Death]) -> Death | None:
     """The death that most likely brought about the others; None if there is none that we did not bring about.
@@ -66,11 +73,4 @@ def find_exception(lines: Sequence[str]) -> str | None:
 
 def _rank(death: Death) -> tuple[int, float, int]:
     by_itself = 0 if death.exit.signal_name else 1
-    return 2 if _complains_of_a_peer(death) else by_itself, death.exit.time_s, death.global_rank
-
-
-def _complains_of_a_peer(death: Death) -> bool:
-    """By its exception; or, where C++ aborts the process, by anything that it said last."""
-    if death.exit.signal_name == "SIGABRT":
-        return any(_OF_A_PEER.search(line) for line in death.last_lines)
-    return death.exit.signal_name is None and bool(_OF_A_PEER.search(death.exception or ""))
+    return 2 if death.blames_a_peer else by_itself, death.exit.time_s, death.global_rank

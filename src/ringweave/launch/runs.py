@@ -4,17 +4,16 @@ import os
 import shlex
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from ringweave import environment, telemetry
+from ringweave import environment
 from ringweave.environment import WorkerEnvironment
 from ringweave.launch import orders, records, reports, run_dirs, supervision
+from ringweave.launch.books import Books
 from ringweave.launch.causes import Death
 from ringweave.launch.launcher import WorkerState
 from ringweave.launch.local.launcher import LocalLauncher
@@ -73,7 +72,8 @@ def run(request: Request, *, environ: Mapping[str, str], stdout: TextIO, stderr:
         server = JobServer.of(request.mode, request.cluster, request.site, request.run_dir)
         group = _lay_out(request, server)
         _announce(request, group, attempt, stderr)
-        books = _Books(request, group, attempt, server)
+        place = {"server": {"node": server.node, "address": server.address} if server else None}
+        books = Books(request.run_dir, group, _first_record(request, group, attempt) | place)
         console = Console({"stdout": stdout.buffer, "stderr": stderr.buffer}, environ)  # type: ignore[attr-defined]
         try:
             with (
@@ -100,55 +100,6 @@ def run(request: Request, *, environ: Mapping[str, str], stdout: TextIO, stderr:
             reports.to_text(ending, wall_s=wall_s, log_of=_shown(request.run_dir.root) + "/logs/rank-{rank}.log")
         )
         return ending
-
-
-class _Books:
-    """The event log and run.json of one attempt."""
-
-    def __init__(self, request: Request, group: WorkerGroup, attempt: int, server: JobServer | None) -> None:
-        self._run_dir, self._group = request.run_dir, group
-        self._log = telemetry.EventLog(request.run_dir.events)
-        self._started_s = time.monotonic()
-        command = [*(["-m"] if request.program.is_module else []), request.program.target, *request.program.arguments]
-        self._log.write(
-            "run_started",
-            attempt=attempt,
-            command=command,
-            cluster=request.cluster.name,
-            world_size=group.world_size,
-        )
-        place = {"server": {"node": server.node, "address": server.address} if server else None}
-        records.update(request.run_dir.record, _first_record(request, group, attempt, command) | place)
-
-    def workers_started(self, pid: Callable[[int], int]) -> None:
-        for worker in self._group.workers:
-            self._log.write(
-                "worker_started",
-                rank=worker.global_rank,
-                node=worker.node,
-                local_rank=worker.local_rank,
-                pid=pid(worker.global_rank),
-            )
-
-    def worker_exited(self, state: WorkerState) -> None:
-        if state.exit is None:
-            return
-        self._log.write(
-            "worker_exited",
-            rank=state.global_rank,
-            node=self._group.workers[state.global_rank].node,
-            exit_code=state.exit.exit_code,
-            signal=state.exit.signal_name,
-            stopped=state.exit.stopped,
-        )
-
-    def close(self, *, outcome: str, exit_code: int, cause: str | None) -> float:
-        wall_s = round(time.monotonic() - self._started_s, 3)
-        self._log.write("run_ended", outcome=outcome, exit_code=exit_code, wall_s=wall_s, cause=cause)
-        ended = {"ended": _now(), "wall_s": wall_s, "exit_code": exit_code, "outcome": outcome, "cause": cause}
-        summary = records.summarize(telemetry.read_last_attempt(self._run_dir.events))
-        records.update(self._run_dir.record, ended | summary)
-        return wall_s
 
 
 def _lay_out(request: Request, server: JobServer | None) -> WorkerGroup:
@@ -178,11 +129,11 @@ def _lay_out(request: Request, server: JobServer | None) -> WorkerGroup:
     return replace(group, workers=tuple(workers))
 
 
-def _first_record(request: Request, group: WorkerGroup, attempt: int, command: list[str]) -> dict[str, Any]:
+def _first_record(request: Request, group: WorkerGroup, attempt: int) -> dict[str, Any]:
     ranks = {node.name: [w.global_rank for w in group.workers if w.node == node.name] for node in request.cluster.nodes}
     return {
         **records.versions(),
-        "command": command,
+        "command": request.program.words(),
         "attempt": attempt,
         "cluster": {
             "name": request.cluster.name,
@@ -196,12 +147,6 @@ def _first_record(request: Request, group: WorkerGroup, attempt: int, command: l
         "leader_per_nic": request.leader_per_nic,
         "order": str(request.order),
         "lab": request.site.lab_name,
-        "started": _now(),
-        "ended": None,
-        "wall_s": None,
-        "exit_code": None,
-        "outcome": "running",
-        "cause": None,
     }
 
 
@@ -248,7 +193,3 @@ def _death(launcher: LocalLauncher, group: WorkerGroup, state: WorkerState) -> D
 def _shown(path: Path) -> str:
     """Short, if it is below the current directory."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-def _now() -> str:
-    return datetime.now(tz=UTC).astimezone().isoformat(timespec="seconds")

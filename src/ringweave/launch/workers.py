@@ -44,8 +44,11 @@ class Program:
 
     def argv(self, python: str) -> tuple[str, ...]:
         """The command line, with the given interpreter."""
-        flag = ("-m",) if self.is_module else ()
-        return (python, *flag, self.target, *self.arguments)
+        return (python, *self.words())
+
+    def words(self) -> list[str]:
+        """What is typed after the interpreter."""
+        return [*(["-m"] if self.is_module else []), self.target, *self.arguments]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

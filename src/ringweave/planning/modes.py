@@ -2,10 +2,9 @@
 
 from ringweave.errors import UsageError, explain
 from ringweave.files.problems import closest
+from ringweave.jobs.requests.request import MODES as NAMES
 
-AUTO, SYNC, BALANCED, PS_HRA, PS = "auto", "sync", "balanced", "ps-hra", "ps"
-NAMES = (AUTO, SYNC, BALANCED, PS_HRA, PS)
-"""Every name that `prepare(mode=...)` and `--mode` take."""
+AUTO, SYNC, BALANCED, PS_HRA, PS = NAMES
 SERVED = (PS_HRA, PS)
 """Those with a parameter server."""
 

@@ -1,6 +1,7 @@
 """The event log: what happened in a run, written by one writer and read by everything that shows something."""
 
 from ringweave.telemetry.events import Event, EventLog, read, read_last_attempt
+from ringweave.telemetry.iterations import Iterations
 from ringweave.telemetry.kinds import KINDS, Kind
 
-__all__ = ["KINDS", "Event", "EventLog", "Kind", "read", "read_last_attempt"]
+__all__ = ["KINDS", "Event", "EventLog", "Iterations", "Kind", "read", "read_last_attempt"]

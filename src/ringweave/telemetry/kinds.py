@@ -179,6 +179,15 @@ KINDS: Mapping[str, Kind] = {
             "shares": "samples of each rank in the first batch",
         },
     ),
+    "iterations_done": Kind(
+        meaning="A script said how far it is (`ringweave.Iterations`); the last event of each node counts.",
+        written_by="worker",
+        fields={
+            "rank": _RANK,
+            "iterations": "train steps done in all, those before a resumed checkpoint included",
+            "loss": "of the last one, or null",
+        },
+    ),
     "shares_changed": Kind(
         meaning="Other shares of every batch, because speeds were measured; rank 0 says so for all.",
         written_by="worker",

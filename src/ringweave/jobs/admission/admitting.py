@@ -1,8 +1,13 @@
 """Admission in the order of the specification: is the name free, may they, within their limit, and can it be split."""
 
+from dataclasses import replace
+
+from ringweave import units
 from ringweave.errors import JobError, explain
 from ringweave.jobs.admission.permissions import Permission, PermissionCache
 from ringweave.jobs.life import records
+from ringweave.jobs.life.advancing import advance
+from ringweave.jobs.life.observing import Observed
 from ringweave.jobs.life.records import Job
 from ringweave.jobs.requests.request import Request
 
@@ -38,12 +43,13 @@ def admit(
     split = request.split
     if split.counts is None:
         raise JobError(split.refusal(f"job {request.name}"))
-    return records.new_job(request, requester=requester, counts=split.counts, now=now)
+    job = records.new_job(request, requester=requester, counts=split.counts, now=now)
+    return replace(job, record=advance(job, Observed(), now))  # so that it says at once what it waits for
 
 
 def name_taken(job: Job, now: float) -> JobError:
     """The refusal of a name that a job has already."""
-    got = f"taken by {job.requester} {_age(now - job.created_s)} ago ({job.record.state})"
+    got = f"taken by {job.requester} {units.show_span(now - job.created_s)} ago ({job.record.state})"
     do = f"Take another name, or remove that job first with ringweave delete {job.request.name}"
     return JobError(explain(f"job name {job.request.name}", got=got, expected="a free name", do=do))
 
@@ -72,11 +78,3 @@ def _check_limit(request: Request, requester: str, permission: Permission, gpus_
         do = f"Ask for at most {free}" if free else "Wait for one of those jobs to end, or stop one"
         expected = f"at most {limit} GPUs in all jobs of {requester}, of which {gpus_in_use} are in use"
         raise JobError(explain("GPUs in all", got=request.num_workers, expected=expected, do=do))
-
-
-def _age(seconds: float) -> str:
-    """`3 h`: as people say it."""
-    for unit_s, unit in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * unit_s:
-            return f"{int(seconds // unit_s)} {unit}"
-    return f"{max(0, int(seconds))} s"

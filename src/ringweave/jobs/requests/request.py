@@ -16,7 +16,7 @@ MAX_WORKERS = 2**31 - 1
 MAX_RETRIES = 1000
 MAX_TTL_S = 10 * 365 * 86400.0
 MODES = ("auto", "sync", "balanced", "ps-hra", "ps")
-"""Ways of training; `auto` leaves the choice to the planner."""
+"""Ways of training, as `prepare(mode=...)` and `run --mode` know them too; `auto` leaves the choice to the planner."""
 
 NAME = "lower-case letters, digits and hyphens, at most 40, beginning with a letter and not ending in a hyphen"
 NODE_NAME = "a host name: lower-case letters, digits, hyphens and dots, at most 63"

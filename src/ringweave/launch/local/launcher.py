@@ -35,6 +35,7 @@ _OURS = (
     environment.MODE,
     environment.SERVER,
     environment.CREDENTIALS,
+    environment.DATA,
 )
 
 
@@ -53,12 +54,16 @@ class LocalLauncher(Launcher):
         clock: Callable[[], float] = time.monotonic,
         enter: Callable[[WorkerSpec, Sequence[str]], Sequence[str]] = lambda worker, argv: argv,
         secret: Callable[[WorkerSpec], int | None] = lambda worker: None,
+        guard_holds: Sequence[int] = (),
     ) -> None:
-        """`secret` opens the descriptor of a worker's credentials, which the worker inherits; None gives it none."""
-        self._secret = secret
+        """`secret` opens the descriptor of a worker's credentials, which the worker inherits; None gives it none.
+
+        `guard_holds`: descriptors that stay open until nothing of the workers can run any more, whoever is killed.
+        """
+        self._secret, self._guard_holds = secret, guard_holds
         self._log_paths, self._console, self._environ, self._clock = log_paths, console, environ, clock
         self._enter = enter
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._exits: dict[int, Exit] = {}
         self._stopping = False
         self._pump = Pump()
@@ -74,7 +79,7 @@ class LocalLauncher(Launcher):
     ) -> None:
         if not all(state.exit for state in self.observe()):
             self.stop(signal.SIGKILL)
-        for process in self._processes:
+        for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel holds it; reported below
                 process.wait(timeout=LEAVE_S)
         left = leftovers.end_descendants(self._spared, leave_s=LEAVE_S, term_s=TERM_S)
@@ -87,7 +92,7 @@ class LocalLauncher(Launcher):
             raise LaunchError(f"processes {pids} do not end, even after SIGKILL. Look at them with ps. [launch/local]")
 
     def start(self, group: WorkerGroup) -> None:
-        """Start all workers; their output is read from now on."""
+        """Start all workers, which may be those of one node; their output is read from now on."""
         leftovers.adopt_orphans()
         self._start_guard()
         for worker in group.workers:
@@ -100,16 +105,16 @@ class LocalLauncher(Launcher):
 
     def observe(self) -> Sequence[WorkerState]:
         """The state of every worker now."""
-        for global_rank, process in enumerate(self._processes):
+        for global_rank, process in self._processes.items():
             if global_rank not in self._exits:
                 self._look_at(global_rank, process)
-        return [WorkerState(global_rank=i, exit=self._exits.get(i)) for i in range(len(self._processes))]
+        return [WorkerState(global_rank=rank, exit=self._exits.get(rank)) for rank in self._processes]
 
     def stop(self, how: signal.Signals) -> None:
         """Send a signal to every worker's process group, ended workers' groups included."""
         self.observe()
         self._stopping = True
-        for process in self._processes:
+        for process in self._processes.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, how)
 
@@ -120,7 +125,9 @@ class LocalLauncher(Launcher):
 
     def _start_guard(self) -> None:
         command = [sys.executable, "-I", "-S", guard.__file__]
-        self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._guard = subprocess.Popen(
+            command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=tuple(self._guard_holds)
+        )
         self._spared.add(psutil.Process(self._guard.pid))
 
     def _tell_guard(self, word: bytes) -> None:
@@ -155,7 +162,7 @@ class LocalLauncher(Launcher):
         finally:
             if secret is not None:
                 os.close(secret)
-        self._processes.append(process)
+        self._processes[worker.global_rank] = process
         self._tell_guard(b"%d\n" % process.pid)
         streams: tuple[tuple[IO[bytes] | None, Stream], ...] = ((process.stdout, "stdout"), (process.stderr, "stderr"))
         for pipe, stream in streams:

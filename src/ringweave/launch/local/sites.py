@@ -45,7 +45,11 @@ class Site(abc.ABC):
 
 
 class ThisMachine(Site):
-    """All nodes are this machine, as it is; their traffic takes the loopback interface."""
+    """Workers are put on this machine as it is; where no address is given all nodes are it, and meet on loopback."""
+
+    def __init__(self, address: str = "127.0.0.1") -> None:
+        """`address` is where workers of all nodes reach this machine."""
+        self._address = address
 
     @property
     def lab_name(self) -> str | None:
@@ -53,8 +57,8 @@ class ThisMachine(Site):
         return None
 
     def meeting(self, node: str) -> Meeting:
-        """A free port of the loopback interface."""
-        return Meeting(host="127.0.0.1", port=free_port(random.SystemRandom()))
+        """A free port at its address."""
+        return Meeting(host=self._address, port=free_port(random.SystemRandom()))
 
     def enter(self, worker: WorkerSpec, argv: Sequence[str]) -> Sequence[str]:
         """The same command line."""

@@ -1,0 +1,86 @@
+"""What all verbs on jobs share: where they ask, and how they answer."""
+
+import functools
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from ringweave.errors import RingweaveError
+from ringweave.files import yaml_text
+from ringweave.launch.services import finding, views
+from ringweave.launch.services.service import Service
+from ringweave.launch.services.views import JobView
+
+DEFAULT_PLACE = "local"
+
+
+def answering(*, wide: bool = False) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Give a command `--on`, `-o` and `--json`; it gets `place` and `output`.
+
+    Args:
+        wide: It has a wide table too.
+    """
+    outputs = ("table", *(("wide",) if wide else ()), "json", "yaml")
+
+    def decorate(command: Callable[..., int]) -> Callable[..., int]:
+        @functools.wraps(command)
+        def call(*, as_json: bool, output: str, **given: Any) -> int:
+            return command(output="json" if as_json else output, **given)
+
+        for option in (
+            click.option("--json", "as_json", is_flag=True, help="Print one JSON document, as -o json."),
+            click.option(
+                "-o", "--output", type=click.Choice(outputs), default="table", show_default=True, help="How to answer."
+            ),
+            ON,
+        ):
+            call = option(call)
+        return call
+
+    return decorate
+
+
+ON = click.option(
+    "--on",
+    "place",
+    metavar="PLACE",
+    default=DEFAULT_PLACE,
+    show_default=True,
+    help="Where jobs run: local, slurm, kubernetes, or an installed service's name.",
+)
+
+
+def service(place: str) -> Service:
+    """The service of a place, for whoever runs this process."""
+    return finding.open_service(place, os.environ)
+
+
+def _names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Names of jobs that are there, for the shell; none where the place cannot be asked."""
+    try:
+        found = service(ctx.params.get("place") or DEFAULT_PLACE).jobs()
+    except RingweaveError:
+        return []
+    return [CompletionItem(job.name, help=str(job.state)) for job in found if job.name.startswith(incomplete)]
+
+
+NAME = click.argument("name", metavar="JOB", shell_complete=_names)
+
+
+def document(seen: JobView) -> dict[str, Any]:
+    """The job as in `-o json`."""
+    return json.loads(views.dumps(seen))
+
+
+def show(output: str, content: Mapping[str, Any], lines: Callable[[], list[str]]) -> None:
+    """Print an answer: as a document, or as the lines that people read."""
+    if output == "json":
+        click.echo(json.dumps(content))
+    elif output == "yaml":
+        click.echo(yaml_text.dumps(content), nl=False)
+    else:
+        click.echo("\n".join(lines()))

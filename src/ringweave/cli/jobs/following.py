@@ -1,0 +1,74 @@
+"""Following a job: its states, what its workers print, its end."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import click
+
+from ringweave.errors import JobError
+from ringweave.launch.services.service import LogLine, LogQuery, Service
+from ringweave.launch.services.views import JobView
+
+LOOK_S = 0.3
+"""Between two looks at a job."""
+
+
+def watch(service: Service, name: str, sleep: Callable[[float], None] = time.sleep) -> Iterator[JobView]:
+    """The job now, and whenever something of it has changed, until it has ended."""
+    before = None
+    while True:
+        job = service.job(name)
+        if job != before:
+            yield job
+        if job.state.is_end:
+            return
+        before = job
+        sleep(LOOK_S)
+
+
+def wait_gone(service: Service, job: JobView, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Return when the job is gone, or another one has its name."""
+    while True:
+        try:
+            if service.job(job.name).created_s != job.created_s:
+                return
+        except JobError:
+            return
+        sleep(LOOK_S)
+
+
+def follow(name: str, open_service: Callable[[], Service]) -> int:
+    """Show states and what workers print until the job has ended; the exit code that says how.
+
+    Ctrl-C ends the showing, not the job.
+    """
+    printing = threading.Thread(target=_print_logs, args=(open_service(), name), daemon=True)
+    state = None
+    try:
+        printing.start()
+        for job in watch(open_service(), name):
+            if job.state != state:
+                state = job.state
+                said = f": {job.reason.text}" if job.reason else ""
+                click.echo(f"ringweave: {name} is {job.state}{said}", err=True)
+        printing.join()
+    except KeyboardInterrupt:
+        click.echo(f"\nringweave: {name} goes on; ringweave logs -f {name}, ringweave stop {name}", err=True)
+        return 1
+    if job.state == "Succeeded":
+        return 0
+    if job.reason:
+        click.echo(f"ringweave: {job.reason.helps}.", err=True)
+    return 1
+
+
+def shown(line: LogLine, *, many: bool) -> str:
+    """`[3] loss 2.1`; with many attempts, those before the first and rounds are named too."""
+    again = f"{line.node}.{line.attempt}/{line.round} " if many else ""
+    return f"[{again}{line.rank}] {line.text}"
+
+
+def _print_logs(service: Service, name: str) -> None:
+    for line in service.logs(name, LogQuery(follow=True)):
+        click.echo(shown(line, many=line.attempt > 1 or line.round > 1))

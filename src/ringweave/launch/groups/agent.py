@@ -1,0 +1,144 @@
+"""The group agent: leads the workers of one node through the rounds of one attempt.
+
+    gather: end what runs, be READY --gate opens--> RUNNING --all well--> SUCCEEDED, and leave
+       ^                                              |-- killed, or the script failed --> FAILED, and leave
+       +----- called back to another round -----------+-- another node failed --> INTERRUPTED, and wait for that
+
+It holds no state that has to survive: if it dies, its attempt is over.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from ringweave.errors import RingweaveError
+from ringweave.jobs.life.observing import Cause, Phase
+from ringweave.launch.groups.crew import Crew, Outcome
+from ringweave.launch.groups.posts import Opening, Orders, Post, Report
+from ringweave.launch.workers import Meeting
+
+RUNNING_S = 0.05
+"""Between two looks at workers."""
+IDLE_S = 0.5
+"""Between two looks at the orders, where nothing says that they have changed."""
+RESULT_S = 0.5
+"""Between two reports that differ in nothing but how far the workers are."""
+
+
+class Agent:
+    """Follows orders until it may leave."""
+
+    def __init__(
+        self,
+        post: Post,
+        *,
+        offer: Callable[[], Meeting],
+        start: Callable[[Opening], Crew],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Needs a post and two hands.
+
+        Args:
+            post: Where orders come from and reports go.
+            offer: Finds where workers could meet on this node; called anew for every round.
+            start: Starts this node's workers for an opening of the gate.
+            clock: Seconds since 1970.
+        """
+        self._post, self._offer, self._start, self._clock = post, offer, start, clock
+        self._report = Report(round=0, phase=Phase.PENDING, pid=os.getpid())
+        self._crew: Crew | None = None
+        self._told_s = 0.0
+        self._leave = ""
+
+    def leave(self, why: str) -> None:
+        """Leave as if ordered to; may be called by a signal's handler."""
+        self._leave = why
+
+    def serve(self) -> Phase:
+        """Follow orders to the end; the phase in which it left. Nothing of the workers is left then."""
+        while True:
+            orders = self._orders()
+            self._tend(orders) if self._crew else self._obey(orders)
+            if self._is_over:
+                return self._report.phase
+            self._post.wait(RUNNING_S if self._crew else IDLE_S)
+
+    @property
+    def _is_over(self) -> bool:
+        return not self._crew and not self._report.phase.is_alive
+
+    def _orders(self) -> Orders:
+        orders = self._post.orders()
+        return replace(orders, leave=True, why=self._leave) if self._leave else orders
+
+    def _obey(self, orders: Orders) -> None:
+        """Of a group whose workers do not run."""
+        opening = orders.opening
+        if orders.leave:
+            self._end(Outcome(phase=Phase.STOPPED, text=orders.why or "it was told to leave"))
+        elif orders.round > self._report.round:
+            self._gather(orders.round)
+        elif self._report.phase is Phase.READY and opening and opening.round == self._report.round:
+            self._begin(opening)
+
+    def _tend(self, orders: Orders) -> None:
+        """Of a group whose workers run."""
+        assert self._crew is not None
+        is_called_back = orders.round > self._report.round
+        if orders.leave or is_called_back:
+            self._crew.end()
+        outcome = self._crew.look()
+        if outcome is None:
+            self._tell_result()
+            return
+        self._report = self._with_result()
+        self._crew = None
+        if is_called_back and not orders.leave:
+            self._gather(orders.round)
+        elif outcome.phase is Phase.STOPPED:
+            self._end(replace(outcome, text=orders.why or outcome.text))
+        else:
+            self._end(outcome)
+
+    def _gather(self, round_: int) -> None:
+        try:
+            meeting = self._offer()
+        except RingweaveError as error:
+            self._end(Outcome(phase=Phase.FAILED, cause=Cause.PLACE, text=str(error)))
+            return
+        kept = {"iterations": self._report.iterations, "last_loss": self._report.last_loss}
+        self._tell(Report(round=round_, phase=Phase.READY, pid=os.getpid(), meeting=meeting, **kept))
+
+    def _begin(self, opening: Opening) -> None:
+        try:
+            self._crew = self._start(opening)
+        except (RingweaveError, OSError) as error:
+            self._end(Outcome(phase=Phase.FAILED, cause=Cause.PLACE, text=str(error)))
+            return
+        self._tell(replace(self._report, phase=Phase.RUNNING, meeting=None))
+
+    def _end(self, outcome: Outcome) -> None:
+        ended = {"phase": outcome.phase, "exit_code": outcome.exit_code, "text": outcome.text}
+        cause = outcome.cause if outcome.phase is Phase.FAILED else None
+        self._tell(replace(self._report, **ended, cause=cause, ended_s=self._clock(), meeting=None))
+
+    def _tell_result(self) -> None:
+        now_s = self._clock()
+        if abs(now_s - self._told_s) < RESULT_S:
+            return
+        self._told_s = now_s
+        report = self._with_result()
+        if report != self._report:
+            self._tell(report)
+
+    def _with_result(self) -> Report:
+        assert self._crew is not None
+        result = self._crew.result()
+        if result.iterations is None:
+            return self._report
+        return replace(self._report, iterations=result.iterations, last_loss=result.last_loss)
+
+    def _tell(self, report: Report) -> None:
+        self._report = report
+        self._post.tell(report)

@@ -1,0 +1,132 @@
+"""From an assignment to an agent that serves: what the main programs of all places share."""
+
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, BinaryIO
+
+from ringweave import topology
+from ringweave.jobs.life.observing import Phase
+from ringweave.launch import records
+from ringweave.launch.books import Books
+from ringweave.launch.groups import layout
+from ringweave.launch.groups.agent import Agent
+from ringweave.launch.groups.config import Config
+from ringweave.launch.groups.crew import Crew
+from ringweave.launch.groups.posts import Opening, Post
+from ringweave.launch.groups.results import Results
+from ringweave.launch.local.launcher import LocalLauncher
+from ringweave.launch.local.merging import Console, Stream
+from ringweave.launch.local.sites import Site
+from ringweave.launch.run_dirs import RunDir
+from ringweave.launch.workers import Program, WorkerGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """Which group this is, and where its files go."""
+
+    config: Config
+    node: int
+    """Index in the request."""
+    attempt: int
+    home: Path
+    """Folder of this attempt; each round has a run directory below it: see `round_dir`."""
+    cpus_shared_by: int
+    """Workers that share this machine's CPUs: the node's own, or those of all nodes where they are one machine."""
+    site: Site
+    """How processes are put onto the node."""
+    guard_holds: Sequence[int] = ()
+    """Descriptors that stay open until nothing of the group can run any more, whoever is killed."""
+    shows_output: bool = True
+    """What workers print goes to this process's own output too, with the rank in front."""
+
+
+def round_dir(home: Path, round_: int) -> RunDir:
+    """Run directory of a round: logs, events, cluster file, run.json."""
+    return RunDir(root=home.absolute() / f"round-{round_}")
+
+
+def lead(assignment: Assignment, post: Post, environ: Mapping[str, str]) -> Phase:
+    """Serve as this group's agent until it may leave; SIGTERM and SIGINT make it leave.
+
+    Args:
+        assignment: Which group this is.
+        post: Where orders come from and reports go.
+        environ: What workers inherit; the job's own variables are put over it.
+    """
+    node = assignment.config.node(assignment.node)
+    agent = Agent(
+        post,
+        offer=lambda: assignment.site.meeting(node.name),
+        start=lambda opening: _start(assignment, opening, {**environ, **assignment.config.environment}),
+    )
+
+    def leave(number: int, _: FrameType | None) -> None:
+        agent.leave(f"it got {signal.Signals(number).name}")
+
+    for how in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(how, leave)
+    return agent.serve()
+
+
+def _start(assignment: Assignment, opening: Opening, environ: Mapping[str, str]) -> Crew:
+    run_dir = round_dir(assignment.home, opening.round)
+    (run_dir.root / "logs").mkdir(parents=True, exist_ok=True)
+    config = assignment.config
+    cluster = layout.cluster_of(config, opening.addresses)
+    run_dir.cluster.write_text(topology.dumps(cluster), encoding="utf-8")
+    program = layout.program_of(config, assignment.home)
+    group = _placed(assignment, opening, run_dir, program)
+    outputs: dict[Stream, BinaryIO] = {"stdout": sys.stdout.buffer, "stderr": sys.stderr.buffer}
+    launcher = LocalLauncher(
+        run_dir.log,
+        Console(outputs if assignment.shows_output else {}, environ),
+        environ,
+        enter=assignment.site.enter,
+        guard_holds=assignment.guard_holds,
+    )
+    books = Books(run_dir, group, _record(assignment, opening, program))
+    return Crew(group, launcher, books, Results(run_dir.events))
+
+
+def _placed(assignment: Assignment, opening: Opening, run_dir: RunDir, program: Program) -> WorkerGroup:
+    cpus = max(1, len(os.sched_getaffinity(0)) // assignment.cpus_shared_by)
+    group = layout.workers_of(
+        assignment.config,
+        assignment.node,
+        opening,
+        run_dir=run_dir,
+        program=program,
+        python=sys.executable,
+        cpus=cpus,
+    )
+    of_site = [replace(each, environ={**each.environ, **assignment.site.environ(each.node)}) for each in group.workers]
+    return replace(group, workers=tuple(of_site))
+
+
+def _record(assignment: Assignment, opening: Opening, program: Program) -> dict[str, Any]:
+    config = assignment.config
+    return {
+        **records.versions(),
+        "command": program.words(),
+        "job": config.job,
+        "node": config.node(assignment.node).name,
+        "attempt": assignment.attempt,
+        "round": opening.round,
+        "cluster": {
+            "name": config.job,
+            "path": None,
+            "nodes": [{"name": node.name, "workers": node.workers} for node in config.nodes],
+        },
+        "world_size": config.world_size,
+        "schedule": None,
+        "tuning": None,
+        "mode": config.mode,
+        "order": "block",
+        "lab": assignment.site.lab_name,
+    }

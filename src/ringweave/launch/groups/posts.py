@@ -1,0 +1,137 @@
+"""The seam between a group agent and its place: what it is told, what it tells, how it waits. JSON in every place."""
+
+import abc
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pydantic import TypeAdapter
+
+from ringweave.jobs.life.observing import Cause, Group, Phase
+from ringweave.launch.workers import Meeting
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opening:
+    """The gate is open for a round: all nodes were ready for it."""
+
+    round: int
+    meeting: Meeting
+    """What the first node of the config offered when it was ready for this round."""
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    """Node name -> address; for nodes that are not found by their names alone. Left out where all share a machine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Orders:
+    """What is wanted of a group now; levels, not events: they can be read at any time and any number of times."""
+
+    round: int
+    """Be ready for this round, or beyond its gate; workers of an earlier one are ended."""
+    opening: Opening | None = None
+    """The last opening of the gate; None where it has not been opened. It counts if it is of the same round."""
+    leave: bool = False
+    """End the workers, and the group."""
+    why: str = ""
+    """Why it shall leave, for people."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What a group says of itself; each replaces the one before."""
+
+    round: int
+    phase: Phase
+    pid: int
+    """The agent's process."""
+    meeting: Meeting | None = None
+    """Of a group that is ready: where workers could meet."""
+    cause: Cause | None = None
+    """Of one that failed: why."""
+    exit_code: int | None = None
+    """Of the first worker that failed, where there is one."""
+    text: str = ""
+    """How it ended, in words."""
+    ended_s: float | None = None
+    """When it ended or was interrupted, seconds since 1970."""
+    iterations: int | None = None
+    last_loss: float | None = None
+
+    def group(self, node: int, attempt: int, *, leaving: bool = False) -> Group:
+        """The group as `reconcile` sees it."""
+        return Group(
+            node=node,
+            attempt=attempt,
+            round=self.round,
+            phase=self.phase,
+            cause=self.cause,
+            exit_code=self.exit_code,
+            text=self.text,
+            ended_s=self.ended_s,
+            leaving=leaving,
+            iterations=self.iterations,
+            last_loss=self.last_loss,
+        )
+
+
+class Post(abc.ABC):
+    """Where an agent gets its orders and leaves its reports."""
+
+    @abc.abstractmethod
+    def orders(self) -> Orders:
+        """What is wanted now; returns at once.
+
+        These are orders to leave where nobody is there to give any more, and the place wants that to be the end.
+        """
+
+    @abc.abstractmethod
+    def tell(self, report: Report) -> None:
+        """Leave a report where the supervisor finds it, whole, also after the agent has ended."""
+
+    @abc.abstractmethod
+    def wait(self, timeout_s: float) -> None:
+        """Return when the orders may have changed, or after this time."""
+
+
+def dump_report(report: Report) -> str:
+    """The report as JSON."""
+    return _REPORT.dump_json(report).decode()
+
+
+def parse_report(text: str | bytes) -> Report:
+    """The report that a text of `dump_report` is.
+
+    Raises:
+        ValueError: It is none.
+    """
+    return _REPORT.validate_json(text)
+
+
+def dump_orders(orders: Orders) -> str:
+    """The orders as JSON."""
+    return _ORDERS.dump_json(orders).decode()
+
+
+def parse_orders(text: str | bytes) -> Orders:
+    """The orders that a text of `dump_orders` is.
+
+    Raises:
+        ValueError: It is none.
+    """
+    return _ORDERS.validate_json(text)
+
+
+def dump_opening(opening: Opening) -> str:
+    """The opening as JSON."""
+    return _OPENING.dump_json(opening).decode()
+
+
+def parse_opening(text: str | bytes) -> Opening:
+    """The opening that a text of `dump_opening` is.
+
+    Raises:
+        ValueError: It is none.
+    """
+    return _OPENING.validate_json(text)
+
+
+_REPORT, _ORDERS, _OPENING = TypeAdapter(Report), TypeAdapter(Orders), TypeAdapter(Opening)

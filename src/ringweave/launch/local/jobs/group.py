@@ -1,0 +1,56 @@
+"""Main program of a group agent on this machine.
+
+    python -m ringweave.launch.local.jobs.group JOB_FOLDER NODE ATTEMPT
+
+Started by the supervisor, which hands over the lock of the group; the guard of the workers inherits it, so that it is
+given back only when nothing of the group can run any more.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from ringweave.launch.groups import config as configs
+from ringweave.launch.groups.config import Config
+from ringweave.launch.groups.leading import Assignment, lead
+from ringweave.launch.local.jobs import locks, supervisor
+from ringweave.launch.local.jobs.folders import JobFolder
+from ringweave.launch.local.jobs.post import FilePost
+from ringweave.launch.local.sites import ThisMachine
+
+
+def main(root: Path, node: int, attempt: int) -> None:
+    """Lead the group to its end."""
+    folder = JobFolder(root=root)
+    group = folder.group(node, attempt)
+    environ = dict(os.environ)
+    state, job_id = root.parent.parent, root.name
+    post = FilePost(folder, group, lambda: supervisor.ensure(state, job_id, environ))
+    config = configs.loads(folder.config.read_text(encoding="utf-8"))
+    assignment = Assignment(
+        config=config,
+        node=node,
+        attempt=attempt,
+        home=folder.runs(config.node(node).name, attempt),
+        cpus_shared_by=config.world_size,
+        site=ThisMachine(),
+        guard_holds=(locks.INHERITED,),
+        shows_output=False,
+    )
+    os.chdir(config.directory or root)
+    lead(assignment, post, environ | gpus_of(config, node, environ))
+
+
+def gpus_of(config: Config, node: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """The GPUs of this machine that are this node's: those after what the nodes before it have."""
+    if config.device != "cuda":
+        return {}
+    given = environ.get("CUDA_VISIBLE_DEVICES", "")
+    before = sum(each.workers for each in config.nodes if each.index < node)
+    there = given.split(",") if given else [str(index) for index in range(config.world_size)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(there[before : before + config.node(node).workers])}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,217 @@
+"""Jobs on this machine as the commands see them; `--on local`, which is the default."""
+
+import os
+import pwd
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import platformdirs
+
+from ringweave import topology
+from ringweave.errors import JobError, explain
+from ringweave.files.problems import closest
+from ringweave.jobs.admission import admitting, policy
+from ringweave.jobs.admission.permissions import PermissionCache
+from ringweave.jobs.admission.policy import Policy
+from ringweave.jobs.life import verbs
+from ringweave.jobs.life.records import Job
+from ringweave.jobs.requests.request import Request
+from ringweave.launch.groups import config as configs
+from ringweave.launch.groups import layout
+from ringweave.launch.local.jobs import logs, supervisor
+from ringweave.launch.local.jobs.folders import REGISTRY, job_folder
+from ringweave.launch.local.jobs.registry import Entry, Origin, Registry
+from ringweave.launch.services import views
+from ringweave.launch.services.service import LogLine, LogQuery, Rendered, Service, Submission
+from ringweave.launch.services.views import JobView
+
+POLICY = "policy.yaml"
+SERVED = ("ps-hra", "ps")
+
+
+class LocalService(Service):
+    """Jobs whose nodes are worker groups on this machine, all in one user's state folder."""
+
+    def __init__(
+        self,
+        state: Path,
+        *,
+        requester: str,
+        environ: Mapping[str, str],
+        rules: Policy = policy.OPEN,
+        clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Jobs of a state folder.
+
+        Args:
+            state: Where the registry and the jobs' folders are; made if need be.
+            requester: The OS user who asks.
+            environ: What jobs that are submitted here inherit.
+            rules: Who may do what.
+            clock: Seconds since 1970.
+            sleep: Waits between two looks at logs.
+        """
+        self._state, self._requester, self._environ = state, requester, dict(environ)
+        self._registry = Registry(state / REGISTRY)
+        self._permissions = PermissionCache(rules.permission)
+        self._clock, self._sleep = clock, sleep
+
+    def submit(self, request: Request, *, base: Path, dry_run: bool = False) -> Submission:
+        """Admit the request, register its job, and start its supervisor."""
+        _check_mode(request)
+        origin = _origin(request, base, self._environ)
+        if dry_run:
+            entry = self._admitted(request, origin, [each.job for each in self._registry.all()])
+        else:
+            entry = self._registry.submit(lambda there: self._admitted(request, origin, there))
+            self._supervise(entry)
+        return Submission(job=self._view(entry), objects=_objects(entry))
+
+    def jobs(self) -> Sequence[JobView]:
+        """All jobs that the requester may see."""
+        now = self._clock()
+        entries = self._registry.all()
+        self._check("jobs", self._requester, now)
+        may_see_all = self._permissions.permission(self._requester, "jobs", now).any_owner
+        seen = [entry for entry in entries if may_see_all or entry.job.requester == self._requester]
+        for entry in seen:
+            if _needs_supervisor(entry.job):
+                self._supervise(entry)
+        return [self._view(entry) for entry in seen]
+
+    def job(self, name: str) -> JobView:
+        """One job, with its events."""
+        entry = self._find(name, "status")
+        if _needs_supervisor(entry.job):
+            self._supervise(entry)
+        return self._view(entry, with_events=True)
+
+    def act(self, name: str, verb: str) -> JobView:
+        """Ask something of a job, and wake its supervisor."""
+        entry = self._find(name, verb)
+        self._registry.ask(entry.id, lambda job: verbs.ask(verb, job))
+        self._supervise(entry)
+        return self._view(self._registry.load(entry.id) or entry, with_events=True)
+
+    def logs(self, name: str, which: LogQuery) -> Iterator[LogLine]:
+        """What its workers printed."""
+        entry = self._find(name, "logs")
+        _check_query(entry.job, which)
+        return logs.read(
+            job_folder(self._state, entry.id), which, is_over=lambda: self._is_over(entry.id), sleep=self._sleep
+        )
+
+    def _admitted(self, request: Request, origin: Origin, there: Sequence[Job]) -> Entry:
+        mine = [job for job in there if job.requester == self._requester and job.record.outcome is None]
+        job = admitting.admit(
+            request,
+            requester=self._requester,
+            taken_by=next((job for job in there if job.request.name == request.name), None),
+            permissions=self._permissions,
+            gpus_in_use=sum(job.request.num_workers for job in mine if job.request.device == "cuda"),
+            now=self._clock(),
+        )
+        layout.cluster_of(configs.of_job(job, directory=None, script_text=None), {})
+        return Entry(id=f"{request.name}-{secrets.token_hex(4)}", job=job, origin=origin)
+
+    def _find(self, name: str, verb: str) -> Entry:
+        entry = self._registry.find(name)
+        if entry is None:
+            names = [each.job.request.name for each in self._registry.all()]
+            do = closest(name, names) or "See ringweave jobs"
+            raise JobError(explain("job", got=name, expected="the name of a job that is here", do=do, where="local"))
+        self._check(verb, entry.job.requester, self._clock())
+        return entry
+
+    def _check(self, verb: str, owner: str, now: float) -> None:
+        admitting.check_permission(verb, requester=self._requester, owner=owner, permissions=self._permissions, now=now)
+
+    def _supervise(self, entry: Entry) -> None:
+        supervisor.ensure(self._state, entry.id, entry.origin.environ)
+
+    def _is_over(self, job_id: str) -> bool:
+        entry = self._registry.load(job_id)
+        if entry is None:
+            return True
+        if _needs_supervisor(entry.job):
+            self._supervise(entry)
+        return entry.job.record.state.is_end
+
+    def _view(self, entry: Entry, *, with_events: bool = False) -> JobView:
+        events = self._registry.events(entry.id) if with_events else ()
+        files = str(job_folder(self._state, entry.id).root / "runs")
+        return views.view(entry.job, place="local", events=events, files=files)
+
+
+def open_service(environ: Mapping[str, str]) -> LocalService:
+    """The service of the user who runs this process, with the policy of this machine, or else of the user.
+
+    Raises:
+        JobError: The policy file is wrong.
+        LaunchError: The registry cannot be used.
+    """
+    folders = (platformdirs.site_config_path("ringweave"), platformdirs.user_config_path("ringweave"))
+    found = next((folder / POLICY for folder in folders if (folder / POLICY).is_file()), None)
+    return LocalService(
+        platformdirs.user_state_path("ringweave"),
+        requester=_os_user(),
+        environ=environ,
+        rules=policy.load(found) if found else policy.OPEN,
+    )
+
+
+def _os_user() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:  # a container's user without a name
+        return str(os.geteuid())
+
+
+def _origin(request: Request, base: Path, environ: Mapping[str, str]) -> Origin:
+    """What the job takes with it; refuses what is not there."""
+    if request.directory is None:
+        text = configs.read_script(base / request.script)
+        return Origin(directory=str(base.absolute()), script_text=text, environ=dict(environ))
+    directory = (base / request.directory).absolute()
+    if not (directory / request.script).is_file():
+        do = "Correct the script or the directory; the script's path is below the directory"
+        expected = "the path of a Python file"
+        text = explain("script", got=str(directory / request.script), expected=expected, do=do, where=request.name)
+        raise JobError(text)
+    return Origin(directory=str(directory), script_text=None, environ=dict(environ))
+
+
+def _objects(entry: Entry) -> tuple[Rendered, ...]:
+    job, origin = entry.job, entry.origin
+    config = configs.of_job(job, directory=origin.directory, script_text=origin.script_text)
+    cluster = topology.dumps(layout.cluster_of(config, {}))
+    return (
+        Rendered(name="config.json", text=configs.dumps(config)),
+        Rendered(name="cluster.yaml", text=cluster),
+    )
+
+
+def _check_mode(request: Request) -> None:
+    if request.mode in SERVED:
+        do = "Leave mode out, or run it with ringweave run --mode, which starts a parameter server"
+        expected = "auto, sync or balanced, which need no parameter server"
+        raise JobError(explain("mode", got=request.mode, expected=expected, do=do, where=request.name))
+
+
+def _check_query(job: Job, which: LogQuery) -> None:
+    names = [job.node_name(node) for node in job.used_nodes]
+    if which.node is not None and which.node not in names:
+        do = closest(which.node, names) or "Leave --node out for all of them"
+        raise JobError(explain("node", got=which.node, expected=f"one of {', '.join(names)}", do=do, where="--node"))
+    if which.rank is not None and not 0 <= which.rank < job.request.num_workers:
+        expected = f"0 to {job.request.num_workers - 1}"
+        do = "Leave --rank out for all of them"
+        raise JobError(explain("rank", got=which.rank, expected=expected, do=do, where="--rank"))
+
+
+def _needs_supervisor(job: Job) -> bool:
+    """Something may have to be done for it though nobody asks for anything."""
+    return not job.record.state.is_end or job.request.ttl_s is not None

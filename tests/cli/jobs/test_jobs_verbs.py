@@ -1,0 +1,176 @@
+"""The verbs on jobs by `main.call`, on jobs of which nothing runs: their supervisors are never started."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.shell_completion import ShellComplete
+
+from ringweave.cli import main
+from ringweave.cli.jobs import tables
+from ringweave.launch.local.jobs import supervisor
+
+JOB = """
+name: text
+cpu_workers: 11
+script: train.py
+nodes:
+  - {name: big, capacity: 10}
+  - {name: small, capacity: 5, max_retries: 1}
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setattr(supervisor, "ensure", lambda state, job_id, environ: None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text(JOB)
+    (tmp_path / "train.py").write_text("pass")
+    return tmp_path
+
+
+@pytest.fixture
+def ask(capsys: pytest.CaptureFixture[str]):
+    """`ask("jobs")`: exit code, standard output, standard error."""
+
+    def call(*argv: str) -> tuple[int, str, str]:
+        code = main.call(list(argv))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def test_the_plan_is_shown_and_nothing_is_submitted(ask) -> None:
+    code, out, err = ask("submit", "job.yaml", "--dry-run")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith("job text on local for ")
+    assert lines[1].startswith("split    11 on 2 of 2 nodes: the fewest that hold them, the largest first, at least 3")
+    assert lines[2:4] == ["  big: 8 of 10, ranks 0-7", "  small: 3 of 5, ranks 8-10"]
+    assert lines[4] == "rings    in each node one of its own workers; through all: 0 1 2 3 4 5 6 7 8 9 10"
+    assert lines[5].startswith("leaders  rank ")
+    assert "predicted" in lines[6]
+    assert lines[7] == "nothing was submitted"
+    assert ask("jobs")[1] == "no jobs\n"
+
+
+def test_dry_run_full_has_what_the_job_becomes(ask) -> None:
+    code, out, _ = ask("submit", "job.yaml", "--dry-run=full", "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert [node["workers"] for node in document["plan"]["split"]] == [8, 3]
+    config = json.loads(document["objects"]["config.json"])
+    assert config["script_text"] == "pass"
+    assert "devices: 8" in document["objects"]["cluster.yaml"]
+
+
+def test_nobody_there_to_be_asked(ask) -> None:
+    code, _, err = ask("submit", "job.yaml")
+    assert code == 2
+    assert "answer: 'no terminal', expected somebody who can be asked. Add -y to submit" in err
+
+
+def test_what_was_submitted_is_told_in_every_form(ask) -> None:
+    assert ask("submit", "job.yaml", "-y", "--detach")[0] == 0
+    code, out, _ = ask("jobs", "-o", "wide")
+    assert code == 0
+    assert out.splitlines()[0].split() == ["name", "state", "workers", "nodes", "requester", "age", "mode", "why"]
+    assert out.splitlines()[1].startswith("text  Pending")
+    assert json.loads(ask("jobs", "--json")[1])["jobs"][0]["name"] == "text"
+    assert "name: text" in ask("jobs", "-o", "yaml")[1]
+
+    code, out, _ = ask("status", "text")
+    assert code == 0
+    assert out.splitlines()[0].startswith("text: Pending for ")
+    assert "why    waits for nodes big, small to be ready; no node starts before all are" in out
+    rows = [line.split() for line in out.splitlines() if line.startswith(("big", "small"))]
+    assert rows == [
+        ["big", "8", "of", "10", "Waiting", "1", "0", "of", "3", "-", "-"],
+        ["small", "3", "of", "5", "Waiting", "1", "0", "of", "1", "-", "-"],
+    ]
+    code, out, _ = ask("why", "text")
+    assert out.splitlines()[0] == (
+        "text is Pending: waits for nodes big, small to be ready; no node starts before all are."
+    )
+    assert json.loads(ask("why", "text", "--json")[1])["reason"]["code"] == "NotReady"
+    assert json.loads(ask("events", "text", "--json")[1]) == {"name": "text", "events": []}
+    assert ask("events", "text")[1] == "no events\n"
+    assert json.loads(ask("logs", "text", "--json")[1]) == {"name": "text", "lines": []}
+    assert 'ringweave_job_state{job="text"' in ask("jobs", "--metrics")[1]
+
+
+def test_flags_go_over_the_file_and_make_a_job_alone(ask) -> None:
+    document = json.loads(ask("submit", "job.yaml", "--cpu-workers", "15", "--name", "other", "--dry-run", "--json")[1])
+    assert (document["job"]["name"], document["job"]["workers"]) == ("other", 15)
+    alone = ("--name", "x", "--cpu-workers", "7", "--script", "train.py", "--capacity", "4,4")
+    document = json.loads(ask("submit", *alone, "--dry-run", "--json")[1])
+    assert [node["workers"] for node in document["job"]["nodes"]] == [4, 3]
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["submit", "nosuch.yaml"], "nosuch.yaml"),
+        (["submit", "job.yaml", "--gpus", "16", "--dry-run"], "split: 16, expected a total that nodes of (10, 5)"),
+        (
+            ["submit", "job.yaml", "--capacity", "a"],
+            "--capacity: 'a', expected whole numbers with commas between, one a",
+        ),
+        (["submit", "job.yaml", "--ttl", "3", "--dry-run"], "[--ttl]"),
+        (["status", "nosuch"], "job: 'nosuch', expected the name of a job that is here. See ringweave jobs. [local]"),
+        (["jobs", "--on", "nosuch"], "service: 'nosuch', expected one of"),
+        (["logs", "-f", "--json", "x"], "-o: 'json', expected table with --follow, which never ends. Leave out one"),
+    ],
+)
+def test_what_is_refused(argv: list[str], text: str, ask) -> None:
+    code, out, err = ask(*argv)
+    assert code == 2
+    assert text in err
+    assert out == "" or json.loads(out)["error"]
+
+
+def test_an_error_is_a_document_too(ask) -> None:
+    code, out, _ = ask("status", "nosuch", "-o", "json")
+    assert code == 2
+    assert json.loads(out)["error"].startswith("job: 'nosuch'")
+
+
+@pytest.mark.parametrize(("verb", "said"), [("stop", "it will stop"), ("suspend", "it will be suspended")])
+def test_verbs(verb: str, said: str, ask) -> None:
+    ask("submit", "job.yaml", "-y", "--detach")
+    assert ask(verb, "text")[:2] == (0, f"text: {said}\n")
+    assert ask("resume", "text")[1] == "text: it may run\n"
+    assert ask("delete", "text", "--no-wait")[1] == "text: it will be removed\n"
+    code, _, err = ask("retry", "text")
+    assert code == 2
+    assert "retry of job text: 'Deleting', expected a job that is not being deleted. Submit it again" in err
+
+
+def test_a_policy_of_the_user_holds(ask, here: Path) -> None:
+    (here / "config" / "ringweave").mkdir(parents=True)
+    (here / "config" / "ringweave" / "policy.yaml").write_text('rules: [{users: ["*"], verbs: [jobs]}]')
+    code, _, err = ask("submit", "job.yaml", "--dry-run")
+    assert code == 2
+    assert "expected a permission" in err
+
+
+def complete(*words: str) -> list[str]:
+    *before, incomplete = words
+    shell = ShellComplete(main.group, {}, "ringweave", "_RINGWEAVE_COMPLETE")
+    return [item.value for item in shell.get_completions(before, incomplete)]
+
+
+def test_the_shell_completes_verbs_and_names_of_jobs(ask) -> None:
+    ask("submit", "job.yaml", "-y", "--detach")
+    assert complete("st") == ["status", "stop"]
+    assert complete("status", "te") == ["text"]
+    assert complete("status", "--wa") == ["--watch"]
+    assert complete("status", "--on", "nosuch", "te") == []
+
+
+def test_tables() -> None:
+    assert tables.table([("a", "b"), ("long", "c")]) == ["a     b", "long  c"]
+    assert tables.clock(0.0) == "1970-01-01 00:00:00Z"

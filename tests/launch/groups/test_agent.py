@@ -1,0 +1,182 @@
+"""The group agent with a post and workers that exist in memory only."""
+
+from dataclasses import replace
+
+import pytest
+
+from ringweave.errors import LaunchError
+from ringweave.jobs.life.observing import Cause, Phase
+from ringweave.launch.groups import agent as agents
+from ringweave.launch.groups.agent import Agent
+from ringweave.launch.groups.crew import Outcome
+from ringweave.launch.groups.posts import Opening, Orders, Post, Report
+from ringweave.launch.groups.results import Result
+from ringweave.launch.workers import Meeting
+
+HERE = Meeting(host="here", port=7)
+
+
+class FakeCrew:
+    def __init__(self) -> None:
+        self.outcome: Outcome | None = None
+        self.was_told_to_end = False
+        self.done = Result()
+
+    def end(self) -> None:
+        self.was_told_to_end = True
+        self.outcome = Outcome(phase=Phase.STOPPED, text="its workers were ended")
+
+    def look(self) -> Outcome | None:
+        return self.outcome
+
+    def result(self) -> Result:
+        return self.done
+
+
+class FakePost(Post):
+    """Each wait lets the next thing happen; the test is over when nothing is left to happen."""
+
+    def __init__(self) -> None:
+        self.now = Orders(round=1)
+        self.told: list[Report] = []
+        self.waited_s: list[float] = []
+        self.happenings: list = []
+
+    def orders(self) -> Orders:
+        return self.now
+
+    def tell(self, report: Report) -> None:
+        self.told.append(report)
+
+    def wait(self, timeout_s: float) -> None:
+        self.waited_s.append(timeout_s)
+        assert self.happenings, f"it goes on for ever, after {self.told}"
+        self.happenings.pop(0)()
+
+    def order(self, **changes) -> None:
+        self.now = replace(self.now, **changes)
+
+    def open(self, round_: int) -> None:
+        self.order(opening=Opening(round=round_, meeting=HERE))
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.post, self.crews, self.time_s = FakePost(), [], 100.0
+        self.agent = Agent(self.post, offer=lambda: HERE, start=self.start, clock=lambda: self.time_s)
+
+    def start(self, opening: Opening) -> FakeCrew:
+        self.crews.append(FakeCrew())
+        return self.crews[-1]
+
+    def play(self, *happenings) -> list[Report]:
+        self.post.happenings = list(happenings)
+        self.agent.serve()
+        assert not self.post.happenings, "it left too early"
+        return self.post.told
+
+    def ends(self, phase: Phase, **more):
+        def happen() -> None:
+            self.crews[-1].outcome = Outcome(phase=phase, **more)
+
+        return happen
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def phases(reports: list[Report]) -> list[tuple[int, str]]:
+    return [(report.round, str(report.phase)) for report in reports]
+
+
+def test_from_the_gate_to_a_good_end(scene: Scene) -> None:
+    def finish() -> None:
+        scene.crews[-1].done = Result(iterations=9, last_loss=0.5)
+        scene.ends(Phase.SUCCEEDED, exit_code=0)()
+
+    told = scene.play(lambda: None, lambda: scene.post.open(1), lambda: None, finish)
+    assert phases(told) == [(1, "Ready"), (1, "Running"), (1, "Succeeded")]
+    assert told[0].meeting == HERE
+    assert (told[-1].iterations, told[-1].last_loss, told[-1].ended_s) == (9, 0.5, 100.0)
+    assert scene.post.waited_s == [agents.IDLE_S] * 2 + [agents.RUNNING_S] * 2
+
+
+def test_a_gate_of_another_round_starts_nothing(scene: Scene) -> None:
+    told = scene.play(lambda: scene.post.open(2), lambda: scene.post.order(leave=True, why="enough"))
+    assert phases(told) == [(1, "Ready"), (1, "Stopped")]
+    assert (told[-1].text, scene.crews) == ("enough", [])
+
+
+def test_called_back_it_ends_its_workers_and_gathers_again(scene: Scene) -> None:
+    told = scene.play(
+        lambda: scene.post.open(1),
+        lambda: scene.post.order(round=2),
+        lambda: scene.post.open(2),
+        scene.ends(Phase.SUCCEEDED),
+    )
+    assert scene.crews[0].was_told_to_end
+    assert phases(told) == [(1, "Ready"), (1, "Running"), (2, "Ready"), (2, "Running"), (2, "Succeeded")]
+
+
+def test_a_peers_failure_interrupts_it_and_it_waits_to_be_called(scene: Scene) -> None:
+    told = scene.play(
+        lambda: scene.post.open(1),
+        scene.ends(Phase.INTERRUPTED, cause=Cause.PEER, text="rank 0 raised PeerError"),
+        lambda: None,
+        lambda: scene.post.order(round=2),
+        lambda: scene.post.order(leave=True),
+    )
+    assert phases(told)[2:] == [(1, "Interrupted"), (2, "Ready"), (2, "Stopped")]
+    assert (told[2].cause, told[2].text) == (None, "rank 0 raised PeerError")
+
+
+@pytest.mark.parametrize("cause", [Cause.PROGRAM, Cause.PLACE])
+def test_a_failure_of_its_own_is_the_end(scene: Scene, cause: Cause) -> None:
+    told = scene.play(lambda: scene.post.open(1), scene.ends(Phase.FAILED, cause=cause, exit_code=3, text="why"))
+    assert told[-1] == replace(
+        told[1], phase=Phase.FAILED, cause=cause, exit_code=3, text="why", ended_s=100.0, meeting=None
+    )
+
+
+def test_ordered_to_leave_it_ends_its_workers_first(scene: Scene) -> None:
+    told = scene.play(lambda: scene.post.open(1), lambda: scene.post.order(leave=True, why="the job ends"))
+    assert scene.crews[0].was_told_to_end
+    assert (phases(told)[-1], told[-1].text) == ((1, "Stopped"), "the job ends")
+
+
+def test_a_signal_makes_it_leave(scene: Scene) -> None:
+    told = scene.play(lambda: scene.agent.leave("it got SIGTERM"))
+    assert (phases(told)[-1], told[-1].text) == ((1, "Stopped"), "it got SIGTERM")
+
+
+def test_results_are_told_now_and_then(scene: Scene) -> None:
+    def progress(iterations: int, time_s: float):
+        def happen() -> None:
+            scene.time_s = time_s
+            scene.crews[-1].done = Result(iterations=iterations, last_loss=1.0)
+
+        return happen
+
+    told = scene.play(
+        lambda: scene.post.open(1),
+        progress(1, 200.0),
+        progress(2, 200.1),
+        progress(3, 200.6),
+        scene.ends(Phase.SUCCEEDED),
+    )
+    assert [report.iterations for report in told] == [None, None, 1, 3, 3]
+
+
+def test_what_cannot_be_started_is_the_places_doing() -> None:
+    post = FakePost()
+
+    def refuse(*_: object) -> None:
+        raise LaunchError("no room")
+
+    post.happenings = [lambda: post.open(1)]
+    assert Agent(post, offer=lambda: HERE, start=refuse).serve() is Phase.FAILED
+    assert (post.told[-1].cause, post.told[-1].text) == (Cause.PLACE, "no room")
+    post = FakePost()
+    assert Agent(post, offer=refuse, start=refuse).serve() is Phase.FAILED

@@ -1,0 +1,87 @@
+"""Jobs on this machine, in a state folder of the test's own; nothing of them is left after it."""
+
+import contextlib
+import os
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ringweave.errors import JobError
+from ringweave.jobs.requests.request import NodeRequest, Request
+from ringweave.launch.local.jobs.service import LocalService
+from ringweave.launch.services.views import JobView
+from tests.launch.conftest import wait_until
+
+
+def processes_of(state: Path) -> list[psutil.Process]:
+    """Everything that runs for jobs of this state folder: supervisors, agents, workers."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            told = process.environ().get("RINGWEAVE_RUN_DIR", "")
+            if process.status() != psutil.STATUS_ZOMBIE and str(state) in " ".join([*process.cmdline(), told]):
+                found.append(process)
+    return found
+
+
+class Here:
+    """A service, and what a test asks of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.state = folder, folder / "state"
+        environ = {**os.environ, "PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1"}
+        self.service = LocalService(self.state, requester="ann", environ=environ)
+
+    def submit(self, script: str, *capacities: int, name: str = "job", **more: object) -> None:
+        (self.folder / "script.py").write_text(textwrap.dedent(script))
+        options = {key: more.pop(key) for key in ("max_retries", "deletion") if key in more}
+        nodes = tuple(NodeRequest(name=f"n{i}", capacity=each, **options) for i, each in enumerate(capacities))
+        request = Request(
+            name=name,
+            num_workers=sum(capacities),
+            script="script.py",
+            nodes=nodes,
+            device="cpu",
+            min_per_node=1,
+            **more,
+        )
+        self.service.submit(request, base=self.folder)
+
+    def wait(self, claim: Callable[[JobView], bool], name: str = "job") -> JobView:
+        """The job as soon as the claim holds."""
+        seen: list[JobView] = []
+
+        def holds() -> bool:
+            seen.append(self.service.job(name))
+            return claim(seen[-1])
+
+        wait_until(holds, f"the claim about {name}; last seen {seen[-1] if seen else None}")
+        return seen[-1]
+
+    def wait_state(self, state: str, name: str = "job") -> JobView:
+        return self.wait(lambda job: job.state == state, name)
+
+    def wait_gone(self, name: str = "job") -> None:
+        def is_gone() -> bool:
+            with contextlib.suppress(JobError):
+                self.service.job(name)
+                return False
+            return True
+
+        wait_until(is_gone, f"the end of {name}")
+
+    def wait_nothing_left(self) -> None:
+        wait_until(lambda: not processes_of(self.state), f"the end of all processes of {self.state}")
+        wait_until(lambda: not list((self.state / "jobs").glob("*")), "the end of all files")
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Here]:
+    here = Here(tmp_path)
+    yield here
+    for job in here.service.jobs():
+        here.service.act(job.name, "delete")
+    here.wait_nothing_left()

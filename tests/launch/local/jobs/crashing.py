@@ -1,0 +1,156 @@
+"""Lives of a job whose supervisor is killed with SIGKILL at one boundary after the other; prints a JSON line for each.
+
+    python crashing.py FOLDER LIFE [FIRST [LAST]]
+
+A process of its own, so that it may fork: everything is imported once, and a supervisor starts in a millisecond.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from ringweave.jobs.life import verbs
+from ringweave.jobs.life.records import Job, new_job
+from ringweave.jobs.requests.request import DeletionPolicy, NodeRequest, Request
+from ringweave.launch.local import leftovers
+from ringweave.launch.local.jobs import bells
+from ringweave.launch.local.jobs.folders import REGISTRY, job_folder
+from ringweave.launch.local.jobs.registry import Entry, Origin, Registry
+from ringweave.launch.local.jobs.supervisor import Supervisor
+
+LIGHT = Path(__file__).with_name("light_agent.py")
+DEADLINE_S = 90.0
+
+
+def job_of(life: str) -> Job:
+    """`ends`: it succeeds, and all is removed. `asked`: it is suspended, resumed, stopped and deleted; groups stay."""
+    policy = DeletionPolicy.KEEP if life == "asked" else DeletionPolicy.DELETE
+    nodes = tuple(NodeRequest(name=f"n{index}", capacity=3, deletion=policy, max_retries=1) for index in range(2))
+    ttl_s = 0.0 if life == "ends" else None
+    request = Request(name="job", num_workers=6, script="s.py", nodes=nodes, device="cpu", ttl_s=ttl_s)
+    return new_job(request, requester="ann", counts=(3, 3), now=time.time())
+
+
+class Life:
+    """One life of one job, in a folder of its own."""
+
+    def __init__(self, folder: Path, life: str) -> None:
+        folder.mkdir(parents=True)
+        self.state, self.ledger, self.life = folder / "state", folder / "ledger", life
+        self.registry = Registry(self.state / REGISTRY)
+        self.boundaries = folder / "boundaries"
+        self.boundaries.touch()
+        origin = Origin(directory=str(folder), script_text="", environ={"LIFE": life})
+        self.registry.submit(lambda _: Entry(id="job-1", job=job_of(life), origin=origin))
+
+    def supervise(self, crash_at: int = 0) -> str:
+        """Run a supervisor in a process of its own; the boundary at which it killed itself, or `` if it ended."""
+        reached = self.state / "reached"
+        reached.unlink(missing_ok=True)
+        pid = os.fork()
+        if pid == 0:
+            os._exit(self._serve(crash_at, reached))
+        _, status = os.waitpid(pid, 0)
+        if os.WIFSIGNALED(status):
+            assert os.WTERMSIG(status) == signal.SIGKILL, f"the supervisor got {os.WTERMSIG(status)}"
+            return reached.read_text()
+        assert os.WEXITSTATUS(status) == 0, "the supervisor failed"
+        return ""
+
+    def _serve(self, crash_at: int, reached: Path) -> int:
+
+        def die(boundary: str) -> None:
+            with self.boundaries.open("a") as log:
+                log.write(f"{boundary}\n")
+            if len(self.boundaries.read_text().splitlines()) == crash_at:
+                reached.write_text(boundary)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        agent = (sys.executable, "-I", "-S", str(LIGHT), str(self.ledger))
+        try:
+            Supervisor(self.state, "job-1", agent=agent, reached=die).serve()
+        except BaseException as error:
+            print(repr(error), file=sys.stderr)
+            return 1
+        return 0
+
+    def lead(self, crash_at: int) -> dict[str, object]:
+        """Lead the job to its end, with one crash on the way; what was seen."""
+        deadline = time.monotonic() + DEADLINE_S
+        asker = self._start_asker() if self.life == "asked" else None
+        boundary = ""
+        while self.registry.load("job-1") is not None and time.monotonic() < deadline:
+            boundary = self.supervise(crash_at) or boundary
+            time.sleep(0.005)
+        if asker is not None:
+            os.waitpid(asker, 0)
+        return {"boundary": boundary, **self.end()}
+
+    def _start_asker(self) -> int:
+        """Somebody who asks something of the job whenever it has come to that; its process id."""
+        pid = os.fork()
+        if pid:
+            return pid
+        deadline = time.monotonic() + DEADLINE_S
+        todo = [("Running", 2, "suspend"), ("Suspended", 3, "resume"), ("Running", 3, "stop"), ("Stopped", 3, "delete")]
+        while todo and time.monotonic() < deadline:
+            entry = self.registry.load("job-1")
+            if entry is None:
+                break
+            state, round_, verb = todo[0]
+            if (entry.job.record.state, entry.job.record.round) == (state, round_):
+                self.registry.ask("job-1", lambda job, verb=verb: verbs.ask(verb, job))
+                bells.ring(job_folder(self.state, "job-1").bell)
+                todo.pop(0)
+            time.sleep(0.005)
+        os._exit(0)
+
+    def end(self) -> dict[str, object]:
+        """The end state, when all processes have had time to go."""
+        deadline = time.monotonic() + DEADLINE_S
+        while (left := self._agents()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        entry = self.registry.load("job-1")
+        files = sorted(path.name for path in (self.state / "jobs").glob("*")) if (self.state / "jobs").exists() else []
+        record = entry.job.record if entry else None
+        return {
+            "processes": len(left),
+            "files": files,
+            "outcome": record.outcome if record else None,
+            "retries": [node.retries for node in record.nodes] if record else None,
+            "ledger": self.ledger.read_text().splitlines(),
+        }
+
+    def _agents(self) -> list[int]:
+        while True:  # orphans of killed supervisors are ours
+            try:
+                if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                    break
+            except ChildProcessError:
+                break
+        mine = []
+        for process in psutil.Process().children(recursive=True):
+            try:
+                if str(self.state) in " ".join(process.cmdline()):
+                    mine.append(process.pid)
+            except psutil.Error:
+                continue
+        return mine
+
+
+def main(folder: Path, life: str, first: int = 1, last: int = 1000) -> None:
+    leftovers.adopt_orphans()
+    for crash_at in range(first, last + 1):
+        seen = Life(folder / str(crash_at), life).lead(crash_at)
+        print(json.dumps(seen), flush=True)
+        if not seen["boundary"]:
+            return
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:]))

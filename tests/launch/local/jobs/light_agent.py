@@ -1,0 +1,81 @@
+"""An agent that starts in milliseconds and has no workers; it speaks the files of `launch/local/jobs/folders.py`.
+
+    python -I -S light_agent.py LEDGER JOB_FOLDER NODE ATTEMPT
+
+In the first round the first attempt of node 1 fails, by the place's doing; from the second round on all finish, or run
+until they are told to leave (LIFE=asked).
+Everything that happens is appended to LEDGER, which says afterwards who ran beside whom.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+LIFE_S = 100.0
+"""A bound for what nobody ended."""
+FAILING = ("1", "1")
+
+
+class Light:
+    def __init__(self, ledger: str, root: str, node: str, attempt: str) -> None:
+        self.ledger, self.root = ledger, Path(root)
+        self.node, self.attempt = node, attempt
+        self.folder = self.root / "groups" / f"{node}.{attempt}"
+        self.round = 0
+
+    def note(self, what: str) -> None:
+        line = f"{what} {self.node} {self.attempt} {self.round}\n"
+        descriptor = os.open(self.ledger, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        os.write(descriptor, line.encode())
+        os.close(descriptor)
+
+    def tell(self, phase: str, **more: object) -> None:
+        report = {"round": self.round, "phase": phase, "pid": os.getpid(), "meeting": {"host": "here", "port": 1}}
+        beside = self.folder / f".report.{os.getpid()}"
+        try:
+            beside.write_text(json.dumps(report | more))
+            beside.rename(self.folder / "report.json")
+            bell = os.open(self.root / "bell", os.O_WRONLY | os.O_NONBLOCK)
+            os.write(bell, b"!")
+            os.close(bell)
+        except OSError:  # nobody listens, or the folder is gone
+            pass
+
+    def read(self, path: Path) -> dict:
+        try:
+            return json.loads(path.read_text())
+        except FileNotFoundError:
+            return {}
+
+    def serve(self) -> None:
+        is_running = False
+        deadline = time.monotonic() + LIFE_S
+        while time.monotonic() < deadline:
+            orders = self.read(self.folder / "orders.json")
+            if not orders or orders["leave"]:
+                self.tell("Stopped", ended_s=time.time())
+                return
+            if orders["round"] > self.round:
+                self.round, is_running = orders["round"], False
+                self.note("ready")
+                self.tell("Ready")
+            elif not is_running and self.read(self.root / "gate.json").get("round", 0) == self.round:
+                is_running = True
+                self.note("running")
+                self.tell("Running")
+            elif is_running and (self.node, self.attempt) == FAILING and self.round == 1:
+                self.tell("Failed", cause="Place", text="killed by the test", ended_s=time.time())
+                return
+            elif is_running and self.round > 1 and os.environ["LIFE"] != "asked":
+                self.tell("Succeeded", exit_code=0, ended_s=time.time(), iterations=7, last_loss=0.5)
+                return
+            time.sleep(0.005)
+
+
+if __name__ == "__main__":
+    light = Light(*sys.argv[1:])
+    light.note("begin")
+    light.serve()
+    light.note("end")

@@ -1,0 +1,144 @@
+"""Whole lives of jobs with real supervisors, agents and workers; the workers are plain Python."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from ringweave.errors import JobError
+from ringweave.launch.services.service import LogQuery
+from tests.launch.conftest import wait_until
+from tests.launch.local.jobs.conftest import Here, processes_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+
+PRINTING = """
+import os, ringweave
+with ringweave.Iterations() as iterations:
+    iterations.done(3, 0.25)
+keys = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK RINGWEAVE_NODE RINGWEAVE_DATA MINE".split()
+print(*(os.environ[key] for key in keys), os.getcwd())
+"""
+UNTIL = """
+import os, pathlib, sys, time
+print("begun", flush=True)
+deadline = time.monotonic() + 100
+while not pathlib.Path("finish").exists():
+    assert time.monotonic() < deadline
+    time.sleep(0.02)
+"""
+
+
+def text_of(here: Here, **query: object) -> list[str]:
+    return [line.text for line in here.service.logs("job", LogQuery(**query))]
+
+
+def test_workers_have_the_ranks_of_the_whole_job_and_all_is_removed_by_ttl(here: Here) -> None:
+    here.submit(PRINTING, 2, 1, environment={"MINE": "yes"}, data="/data", ttl_s=3600.0)
+    job = here.wait_state("Succeeded")
+    assert text_of(here) == [
+        f"{rank} {local} 3 {count} {node} n{node} /data yes {here.folder}"
+        for rank, local, count, node in ((0, 0, 2, 0), (1, 1, 2, 0), (2, 0, 1, 1))
+    ]
+    assert text_of(here, node="n1") == text_of(here, rank=2)
+    assert [(node.iterations, node.last_loss) for node in job.nodes] == [(3, 0.25)] * 2
+    assert {event.kind for event in job.events} >= {"AttemptBegun", "Succeeded"}
+    here.service.act("job", "delete")
+    here.wait_gone()
+    here.wait_nothing_left()
+
+
+def test_what_is_kept_is_removed_after_the_ttl(here: Here) -> None:
+    here.submit("print(1)", 1, ttl_s=0.5)
+    here.wait_gone()
+    here.wait_nothing_left()
+
+
+def test_a_group_that_is_killed_alone_is_replaced_and_pays(here: Here) -> None:
+    here.submit(UNTIL, 1, 2, max_retries=1)
+    here.wait(lambda job: text_of(here).count("begun") == 3)
+    agent = next(p for p in processes_of(here.state) if p.cmdline()[-2:] == ["1", "1"])
+    agent.send_signal(signal.SIGKILL)
+    job = here.wait(lambda job: job.state == "Running" and job.round == 2)
+    here.wait(lambda job: text_of(here).count("begun") == 6)
+    assert [(node.retries, node.attempts[-1].attempt) for node in job.nodes] == [(0, 1), (1, 2)]
+    assert job.nodes[1].attempts[0].text == "its agent was killed"
+    assert (job.nodes[1].attempts[0].cause, job.nodes[1].attempts[0].charged) == ("Place", True)
+
+    worker = here_worker(here, "n1")
+    worker.send_signal(signal.SIGKILL)
+    job = here.wait_state("Failed")
+    assert job.reason is not None
+    assert job.reason.code == "RetriesSpent"
+    assert "was killed by SIGKILL" in job.reason.text
+    assert text_of(here, node="n1", attempt=1) == text_of(here, node="n1", attempt=2) == ["begun", "begun"]
+
+
+def here_worker(here: Here, node: str):
+    return next(
+        p for p in processes_of(here.state) if p.environ().get("RINGWEAVE_NODE") == node and "RANK" in p.environ()
+    )
+
+
+def test_an_error_of_the_script_is_not_tried_again(here: Here) -> None:
+    here.submit("import os, sys; sys.exit(3 if os.environ['RANK'] == '1' else 0)", 1, 1)
+    job = here.wait_state("Failed")
+    assert job.reason is not None
+    assert (job.reason.code, job.round, job.run) == ("ProgramFailed", 1, 1)
+    assert "rank 1 ended with exit code 3" in job.reason.text
+    assert [node.retries for node in job.nodes] == [0, 0]
+
+
+def test_suspend_resume_stop_and_retry(here: Here) -> None:
+    here.submit(UNTIL, 1, 1, suspend=True)
+    job = here.wait_state("Suspended")
+    assert job.reason is not None
+    assert job.reason.helps == "ringweave resume job"
+    here.service.act("job", "resume")
+    here.wait_state("Running")
+    here.service.act("job", "suspend")
+    here.wait(lambda job: job.reason is not None and job.reason.code == "Suspended")
+    here.service.act("job", "resume")
+    here.wait_state("Running")
+    here.service.act("job", "stop")
+    here.wait_state("Stopped")
+    with pytest.raises(JobError, match=r"stop of job job: 'Stopped', expected a job that has not ended\. Remove it"):
+        here.service.act("job", "stop")
+    (here.folder / "finish").touch()
+    here.service.act("job", "retry")
+    job = here.wait_state("Succeeded")
+    assert job.run == 2
+    assert [node.retries for node in job.nodes] == [0, 0]
+
+
+def test_agents_bring_back_a_supervisor_that_is_killed(here: Here) -> None:
+    here.submit(UNTIL, 1, 1)
+    here.wait_state("Running")
+
+    def supervisors() -> set[int]:
+        return {p.pid for p in processes_of(here.state) if "ringweave.launch.local.jobs.supervisor" in p.cmdline()}
+
+    before = supervisors()
+    assert len(before) == 1
+    for process in processes_of(here.state):
+        if process.pid in before:
+            process.send_signal(signal.SIGKILL)
+    wait_until(lambda: bool(supervisors() - before), "another supervisor")
+    (here.folder / "finish").touch()
+    job = here.wait_state("Succeeded")
+    assert job.round == 1
+
+
+def test_logs_are_followed_to_the_end(here: Here) -> None:
+    here.submit("import time; print('a', flush=True); time.sleep(0.5); print('b', end='')", 1)
+    assert text_of(here, follow=True) == ["a", "b"]
+
+
+def test_files(here: Here, tmp_path: Path) -> None:
+    here.submit(PRINTING, 1, environment={"MINE": ""}, data="x")
+    job = here.wait_state("Succeeded")
+    runs = Path(job.files)
+    names = {str(path.relative_to(runs)) for path in runs.rglob("*") if path.is_file()}
+    round_ = "n0/1/round-1"
+    expected = {"logs/rank-0.log", "run.json", "events.jsonl", "cluster.yaml"}
+    assert names == {f"{round_}/{name}" for name in expected} | {"n0/1/agent.log", "n0/1/script/script.py"}

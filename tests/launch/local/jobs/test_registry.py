@@ -1,0 +1,174 @@
+"""Names, permissions and limits of jobs on this machine; nothing runs here."""
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ringweave.errors import JobError, LaunchError
+from ringweave.jobs.admission.policy import EVERYBODY, Policy, Rule
+from ringweave.jobs.life import actions
+from ringweave.jobs.life.records import new_job
+from ringweave.jobs.requests.request import NodeRequest, Request
+from ringweave.launch.local.jobs import supervisor
+from ringweave.launch.local.jobs.registry import Entry, Origin, Registry
+from ringweave.launch.local.jobs.service import LocalService
+from ringweave.launch.services.service import LogQuery
+
+
+@pytest.fixture(autouse=True)
+def supervised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Ids of the jobs for which a supervisor would have been started."""
+    ids: list[str] = []
+    monkeypatch.setattr(supervisor, "ensure", lambda state, job_id, environ: ids.append(job_id))
+    return ids
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "s.py").write_text("pass")
+    return tmp_path
+
+
+def request(name: str = "job", gpus: int = 6, **more: object) -> Request:
+    return Request(name=name, num_workers=gpus, script="s.py", nodes=(NodeRequest(name="n0", capacity=8),), **more)
+
+
+def service(folder: Path, requester: str = "ann", *rules: Rule) -> LocalService:
+    return LocalService(
+        folder / "state",
+        requester=requester,
+        environ={"A": "1"},
+        rules=Policy(rules=rules or (Rule(users=(EVERYBODY,)),)),
+        clock=lambda: 100.0,
+    )
+
+
+def test_of_64_submits_at_once_one_wins(folder: Path, supervised: list[str]) -> None:
+    outcomes: list[str] = []
+    gate = threading.Barrier(64)
+
+    def submit(index: int) -> None:
+        mine = service(folder, f"user{index}")  # each makes the registry if it is not there
+        gate.wait()
+        try:
+            mine.submit(request(), base=folder)
+            outcomes.append("won")
+        except JobError as error:
+            outcomes.append(str(error))
+
+    threads = [threading.Thread(target=submit, args=(index,)) for index in range(64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    refusals = [text for text in outcomes if text != "won"]
+    assert (len(outcomes), len(refusals), len(supervised)) == (64, 63, 1)
+    owner = service(folder, "root", Rule(users=("root",), any_owner=True)).jobs()[0].requester
+    mend = "Take another name, or remove that job first with ringweave delete job."
+    assert set(refusals) == {
+        f"job name job: 'taken by {owner} 0 s ago (Pending)', expected a free name. {mend}",
+    }
+
+
+def test_a_dry_run_checks_and_changes_nothing(folder: Path, supervised: list[str]) -> None:
+    here = service(folder)
+    tried = here.submit(request(), base=folder, dry_run=True)
+    assert [each.name for each in tried.objects] == ["config.json", "cluster.yaml"]
+    assert tried.job.reason is not None
+    assert tried.job.reason.code == "NotReady"
+    assert (list(here.jobs()), supervised) == ([], [])
+    here.submit(request(), base=folder)
+    with pytest.raises(JobError, match="job name job: 'taken by ann"):
+        here.submit(request(), base=folder, dry_run=True)
+
+
+def test_permission_and_limit(folder: Path) -> None:
+    rules = (Rule(users=("ann",), max_gpus=10), Rule(users=("bob",), verbs=("jobs", "status"), any_owner=True))
+    ann, bob = service(folder, "ann", *rules), service(folder, "bob", *rules)
+    ann.submit(request("a"), base=folder)
+    with pytest.raises(JobError, match=r"GPUs in all: 6, expected at most 10 GPUs in all jobs of ann, of which 6 are"):
+        ann.submit(request("b"), base=folder)
+    with pytest.raises(JobError, match=r"submit by bob: 'no rule of the policy lets bob submit', expected a"):
+        bob.submit(request("b"), base=folder)
+    assert [job.name for job in bob.jobs()] == ["a"]
+    assert bob.job("a").requester == "ann"
+    with pytest.raises(JobError, match="delete by bob"):
+        bob.act("a", "delete")
+    with pytest.raises(JobError, match="logs by bob"):
+        bob.logs("a", LogQuery())
+
+
+def test_only_own_jobs_are_listed_without_a_rule_for_all(folder: Path) -> None:
+    service(folder, "ann").submit(request("a"), base=folder)
+    assert service(folder, "bob").jobs() == []
+    with pytest.raises(JobError, match='status by bob: "the job is ann\'s", expected a job of their own'):
+        service(folder, "bob").job("a")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"mode": "ps-hra"},
+            r"mode: 'ps-hra', expected auto, sync or balanced, which need no parameter server\.",
+        ),
+        ({"directory": "nosuch"}, r"script: '.*nosuch/s\.py', expected the path of a Python file\. Correct the script"),
+        ({"num_workers": 9}, r"split: 9, expected a total that nodes of \(8\) can share"),
+    ],
+)
+def test_what_is_refused(folder: Path, changes: dict, text: str) -> None:
+    with pytest.raises(JobError, match=text):
+        service(folder).submit(replace(request(), **changes), base=folder)
+
+
+def test_a_node_that_cannot_be_in_a_cluster_is_refused_at_once(folder: Path) -> None:
+    wrong = replace(request(), nodes=(NodeRequest(name="core", capacity=8),))
+    with pytest.raises(Exception, match="core"):
+        service(folder).submit(wrong, base=folder)
+    assert service(folder).jobs() == []
+
+
+def test_unknown_jobs_nodes_and_ranks(folder: Path) -> None:
+    here = service(folder)
+    here.submit(request("first"), base=folder)
+    with pytest.raises(JobError, match=r"job: 'frist', expected the name of a job that is here\. Did you mean \"fir"):
+        here.job("frist")
+    with pytest.raises(
+        JobError, match=r"node: 'n1', expected one of n0\. Leave --node out for all of them\. \[--node\]"
+    ):
+        here.logs("first", LogQuery(node="n1"))
+    with pytest.raises(JobError, match=r"rank: 6, expected 0 to 5\. Leave --rank out for all of them\. \[--rank\]"):
+        here.logs("first", LogQuery(rank=6))
+
+
+def test_verbs_are_asked_and_a_supervisor_is_woken(folder: Path, supervised: list[str]) -> None:
+    here = service(folder)
+    here.submit(request(), base=folder)
+    here.act("job", "suspend")
+    here.act("job", "suspend")
+    assert len(supervised) == 3
+    assert len(set(supervised)) == 1
+
+
+def test_events_are_kept_once_and_go_with_the_job(tmp_path: Path) -> None:
+    registry = Registry(tmp_path / "jobs.sqlite")
+    job = new_job(request(), requester="ann", counts=(6,), now=1.0)
+    origin = Origin(directory="/", script_text="x", environ={})
+    registry.submit(lambda _: Entry(id="job-1", job=job, origin=origin))
+    event = actions.Event(key="k", kind="Running", text="first")
+    changed = replace(job.record, round=2)
+    registry.save("job-1", changed, [event], 5.0)
+    registry.save("job-1", changed, [replace(event, text="again")], 6.0)
+    assert [(each.time_s, each.text) for each in registry.events("job-1")] == [(5.0, "first")]
+    assert registry.load("job-1") == Entry(id="job-1", job=replace(job, record=changed), origin=origin)
+    registry.forget("job-1")
+    registry.save("job-1", changed, [event], 7.0)
+    assert (registry.all(), registry.events("job-1"), registry.find("job")) == ([], (), None)
+
+
+def test_a_registry_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(LaunchError, match=r"registry of jobs: .*, expected a file that can be used\. Make the folder"):
+        Registry(tmp_path / "file" / "jobs.sqlite")

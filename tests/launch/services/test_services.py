@@ -1,0 +1,100 @@
+"""What users see of jobs, and where services are found."""
+
+import importlib.metadata
+from collections.abc import Sequence
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from ringweave.errors import LaunchError, UsageError
+from ringweave.jobs.life import records
+from ringweave.jobs.life.observing import Cause
+from ringweave.jobs.life.records import Ended, Job
+from ringweave.jobs.requests.request import NodeRequest, Request
+from ringweave.launch.services import finding, metrics, views
+from ringweave.launch.services.views import EventView, JobView
+
+
+@pytest.fixture
+def job() -> Job:
+    nodes = tuple(NodeRequest(name=f"n{index}", capacity=4) for index in range(3))
+    request = Request(name="job", num_workers=7, script="s.py", nodes=nodes, ttl_s=5.0)
+    made = records.new_job(request, requester="ann", counts=(4, 3, 0), now=10.0)
+    ended = Ended(attempt=1, cause=Cause.PLACE, charged=True, text="killed", exit_code=None)
+    first = records.NodeRecord(attempt=2, history=(ended,), retries=1, iterations=12, last_loss=0.5)
+    record = records.Record(
+        **{
+            **{key: getattr(made.record, key) for key in made.record.__dataclass_fields__},
+            "nodes": (first, *made.record.nodes[1:]),
+        }
+    )
+    return Job(request=request, requester="ann", created_s=10.0, counts=(4, 3, 0), desired=made.desired, record=record)
+
+
+def test_a_view_shows_all_attempts_and_reads_back(job: Job) -> None:
+    seen = views.view(job, place="here", events=[EventView(time_s=1.0, kind="Running", text="x")], files="/f")
+    assert [(each.attempt, each.text, each.charged) for each in seen.nodes[0].attempts] == [
+        (1, "killed", True),
+        (2, "", False),
+    ]
+    assert [len(node.attempts) for node in seen.nodes] == [2, 1, 0]
+    assert (seen.nodes[0].iterations, seen.nodes[0].last_loss, seen.ttl_s) == (12, 0.5, 5.0)
+    assert [node.name for node in seen.used_nodes] == ["n0", "n1"]
+    assert views.loads(views.dumps(seen)) == seen
+
+
+class OneJob:
+    def __init__(self, job: JobView) -> None:
+        self._job = job
+
+    def jobs(self) -> Sequence[JobView]:
+        return [self._job]
+
+
+def test_metrics_are_what_prometheus_reads(job: Job) -> None:
+    text = metrics.to_text(OneJob(views.view(job, place="here")))  # type: ignore[arg-type]
+    samples = {
+        (sample.name, sample.labels.get("node"), sample.labels.get("state")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert samples["ringweave_job_state", None, "Pending"] == 1
+    assert samples["ringweave_job_state", None, "Running"] == 0
+    assert samples["ringweave_job_workers", None, None] == 7
+    assert samples["ringweave_node_iterations", "n0", None] == 12
+    assert samples["ringweave_node_last_loss", "n0", None] == 0.5
+    assert samples["ringweave_node_retries", "n0", None] == 1
+    assert ("ringweave_node_iterations", "n1", None) not in samples
+    assert ("ringweave_node_workers", "n2", None) not in samples
+
+
+class Entry:
+    def __init__(self, name: str, value: str) -> None:
+        self.name, self.value = name, value
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [Entry("theirs", "builtins:dict"), Entry("broken", "nosuch.module:f"), Entry("empty", "builtins:nosuch")]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: entries if group == finding.GROUP else [])
+
+
+@pytest.mark.usefixtures("installed")
+def test_services_of_others_are_entry_points() -> None:
+    assert finding.open_service("theirs", {"A": "1"}) == {"A": "1"}
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_service_that_is_not_there() -> None:
+    names = "broken, empty, kubernetes, local, slurm, theirs"
+    with pytest.raises(UsageError, match=rf"service: 'slrum', expected one of {names}\. Did you mean \"slurm"):
+        finding.open_service("slrum", {})
+    with pytest.raises(UsageError, match=r"Install a package with an entry point x in the group ringweave\.services\."):
+        finding.open_service("x", {})
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("name", ["broken", "empty"])
+def test_a_service_that_cannot_be_loaded(name: str) -> None:
+    with pytest.raises(LaunchError, match=rf"service {name}: .*, expected a module that can be loaded\. Install"):
+        finding.open_service(name, {})
