@@ -14,11 +14,12 @@ from ringweave.pipeline.layouts import Layout, even_splits
 from ringweave.pipeline.optimizing import gradients
 from ringweave.pipeline.optimizing.optimizer import BlockOptimizers, MakeOptimizer
 from ringweave.pipeline.running import boundaries
-from ringweave.pipeline.running.boundaries import Boundary
+from ringweave.pipeline.running.boundaries import Boundary, TensorForm
 from ringweave.pipeline.running.groups import Groups
 from ringweave.pipeline.running.runner import Runner
 from ringweave.pipeline.running.schedules import LossFunction
 from ringweave.pipeline.settings import Settings
+from ringweave.sim.pipelines import Order
 
 Inputs = Tensor | tuple[Tensor, ...]
 
@@ -57,6 +58,8 @@ class Pipeline:
         self._batch = _forms(_as_inputs(example), side or {}, settings.num_microbatches)
         first = [value[: len(value) // settings.num_microbatches] for value in _as_inputs(example)]
         first_side = {name: value[: len(value) // settings.num_microbatches] for name, value in (side or {}).items()}
+        self.side_forms = {name: TensorForm.of(value).empty() for name, value in first_side.items()}
+        """Side inputs of one microbatch, without values."""
         self.boundaries: tuple[Boundary, ...] = boundaries.follow(blocks, tuple(first), first_side)
         """What crosses before each block and behind the last one, of one microbatch."""
         self.rank = dist.get_rank()
@@ -69,6 +72,11 @@ class Pipeline:
         """Train steps done; what blocks draw depends on it."""
         self._runner = Runner(self.layout, settings, loss_fn, self.groups, self.device)
         self._runner.place(self.layout, self.blocks, self.boundaries)
+
+    @property
+    def order(self) -> Order:
+        """What each stage computes in a step, one after the other: what the simulator takes."""
+        return self._runner.order
 
     @property
     def is_first(self) -> bool:
@@ -131,7 +139,7 @@ class Pipeline:
         self._check(inputs, target, side or {})
         return self._combined(self._runner.evaluate(inputs, target, side or {})[0])
 
-    def predict(self, *inputs: Tensor, target: Tensor, side: Mapping[str, Tensor] | None = None) -> Tensor | None:
+    def output(self, *inputs: Tensor, target: Tensor, side: Mapping[str, Tensor] | None = None) -> Tensor | None:
         """The output of a batch in evaluation mode, on the ranks of the last stage; None on the others."""
         self._check(inputs, target, side or {})
         return self._runner.evaluate(inputs, target, side or {})[1]
