@@ -11,11 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from ringweave.comm import joining
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import TrainingError, explain
 from ringweave.planning import balancing, modes
 from ringweave.planning.balancing import Speed
-from ringweave.training import control, joining, reducing, timing
+from ringweave.training import control, reducing, timing
 from ringweave.training.balancer import Balancer
 from ringweave.training.control import Control
 from ringweave.training.loading import orders

@@ -1,0 +1,81 @@
+"""Pipelines of virtual devices for benches: blocks that wait, on devices of given speeds."""
+
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ringweave.pipeline import Pipeline, Settings
+from ringweave.pipeline.virtual import TimedBlock, VirtualDevice
+
+WIDTH, SAMPLES = 32, 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What a pipeline of virtual devices is made of."""
+
+    work_s: tuple[float, ...]
+    """Of each block on a device of speed 1: forward; backward takes twice that."""
+    speeds: tuple[float, ...]
+    """Of each device."""
+    schedule: str
+    num_microbatches: int
+    splits: tuple[int, ...] | None = None
+    """None: as many blocks on each device."""
+    width: int = WIDTH
+    """Of what crosses: this many float32 a sample."""
+    samples: int = SAMPLES
+    """In a microbatch."""
+
+
+def make_optimizer(block: nn.Module) -> torch.optim.Optimizer:
+    """Plain and cheap."""
+    return torch.optim.SGD(block.parameters(), lr=1e-3)
+
+
+def make_pipeline(setting: Setting) -> Pipeline:
+    """This rank's part of it; the same call on all ranks."""
+    torch.manual_seed(0)
+    device = VirtualDevice(setting.speeds[int(os.environ["RANK"])])
+    blocks = [
+        TimedBlock(nn.Linear(setting.width, setting.width), work_s, 2 * work_s, device) for work_s in setting.work_s
+    ]
+    settings = Settings(
+        num_microbatches=setting.num_microbatches, schedule=setting.schedule, splits=setting.splits, device=CPU
+    )
+    return Pipeline(blocks, nn.MSELoss(), make_optimizer, batch(setting), settings)
+
+
+def batch(setting: Setting) -> torch.Tensor:
+    """Inputs; targets may be the same."""
+    return torch.ones(setting.num_microbatches * setting.samples, setting.width)
+
+
+def step_times(pipeline: Pipeline, setting: Setting, num_steps: int) -> list[float]:
+    """Measured seconds of train steps, after one that is not counted: torch's stages shake hands in it."""
+    x = batch(setting)
+    found = []
+    for _ in range(num_steps + 1):
+        begun_s = time.perf_counter()
+        pipeline.train_step(x, target=x)
+        found.append(time.perf_counter() - begun_s)
+    return found[1:]
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value that so many per cent of the values are not above."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle one."""
+    return statistics.median(values)
+
+
+CPU = torch.device("cpu")

@@ -1,0 +1,7 @@
+"""Pipelines over unequal devices: blocks of a model in stages, trained on stock torch.distributed.pipelining."""
+
+from ringweave.pipeline.layouts import Layout, even_splits
+from ringweave.pipeline.pipeline import Pipeline
+from ringweave.pipeline.settings import Settings
+
+__all__ = ["Layout", "Pipeline", "Settings", "even_splits"]

@@ -1,0 +1,80 @@
+"""The blocks that a rank has the values of; it knows the form of all others."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from ringweave.errors import TrainingError, explain
+
+
+class HeldBlocks:
+    """All blocks of the model, those of this rank with values, the others on the meta device, which takes no memory.
+
+    Blocks are taken over: what a rank does not hold is emptied in place.
+
+    Raises:
+        TrainingError: There are no blocks, or two of them share a parameter.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], held: Iterable[int], device: torch.device) -> None:
+        if not modules:
+            do = "Give the model's blocks in their order"
+            raise TrainingError(explain("blocks", got=0, expected="1 or more", do=do))
+        check_untied(modules)
+        self._modules = list(modules)
+        self._device = device
+        self._held = set(held)
+        for index in range(len(modules)):
+            self._modules[index] = modules[index].to(device if index in self._held else "meta")
+
+    def __len__(self) -> int:
+        """All of the model."""
+        return len(self._modules)
+
+    def __getitem__(self, index: int) -> nn.Module:
+        """A block; one that is not held has no values."""
+        return self._modules[index]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """All of them, in the model's order."""
+        return iter(self._modules)
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Those with values, in order."""
+        return tuple(sorted(self._held))
+
+    def hold(self, index: int) -> nn.Module:
+        """Make room for a block's values on this rank's device; they are undefined until they are filled in."""
+        if index not in self._held:
+            self._modules[index] = self._modules[index].to_empty(device=self._device)
+            self._held.add(index)
+        return self._modules[index]
+
+    def drop(self, index: int) -> None:
+        """Forget a block's values."""
+        if index in self._held:
+            self._modules[index] = self._modules[index].to("meta")
+            self._held.remove(index)
+
+
+def check_untied(modules: Sequence[nn.Module]) -> None:
+    """Refuse blocks that share a parameter or buffer: they may come to lie on different ranks.
+
+    Raises:
+        TrainingError: For the first one, with both its names.
+    """
+    seen: dict[int, tuple[int, str]] = {}
+    for index, module in enumerate(modules):
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            first = seen.setdefault(id(tensor), (index, name))
+            if first[0] != index:
+                raise TrainingError(
+                    explain(
+                        "weights of blocks",
+                        got=f"{name} of block {index} is {first[1]} of block {first[0]}",
+                        expected="parameters and buffers that belong to one block",
+                        do="Untie them (blocks(model, tied='untie') copies them), or put both into one block",
+                    )
+                )

@@ -1,0 +1,111 @@
+"""Torch's own schedules for a stage. Orders that torch has no class for run in its runtime for orders as data.
+
+`gpipe` and `1f1b` are `ScheduleGPipe` and `Schedule1F1B`. Everything else goes to `_PipelineScheduleRuntime`, with our
+transfers. Over Gloo all receives of a step are posted at its start: each has a buffer of its own and takes no
+computing, so a transfer begins when its data is there. NCCL keeps the order of what is posted, and a receive occupies
+the device until it is done; there torch's own lowering puts each receive near its use.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import _Action, _PipelineSchedule, _PipelineScheduleRuntime
+
+from ringweave.errors import UsageError, explain
+from ringweave.sim import pipelines
+from ringweave.sim.pipelines import Action, Kind, Order
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+def order_of(schedule: str | Order, num_stages: int, num_microbatches: int) -> Order:
+    """What each stage computes, one after the other.
+
+    Raises:
+        UsageError: An unknown name; fewer microbatches than stages for `1f1b`; an order for another number of stages.
+    """
+    if isinstance(schedule, Order):
+        if schedule.num_stages != num_stages:
+            do = "Generate it for this number, or start as many workers"
+            got, expected = schedule.num_stages, f"{num_stages}, as the pipeline has"
+            raise UsageError(explain("stages of the order", got=got, expected=expected, do=do))
+        return schedule
+    if schedule == "1f1b" and num_microbatches < num_stages:
+        expected = f"at least {num_stages}, the number of stages, for 1f1b"
+        do = "Cut the batch finer, or take gpipe or 1f1b-overlap"
+        raise UsageError(explain("microbatches", got=num_microbatches, expected=expected, do=do))
+    return pipelines.generate(schedule, num_stages, num_microbatches)
+
+
+def build(
+    schedule: str | Order, order: Order, stage: PipelineStage, loss_fn: LossFunction, *, is_mean: bool
+) -> _PipelineSchedule:
+    """Torch's schedule that runs an order on a stage.
+
+    Args:
+        schedule: The name, or the order itself.
+        order: What `order_of` made of it.
+        stage: This rank's, of the order's number of stages.
+        loss_fn: Of the output and target of one microbatch.
+        is_mean: Gradients are divided by the number of microbatches.
+    """
+    num = order.num_microbatches
+    if schedule == "gpipe":
+        return ScheduleGPipe(stage, num, loss_fn=loss_fn, scale_grads=is_mean)
+    if schedule == "1f1b":
+        return Schedule1F1B(stage, num, loss_fn=loss_fn, scale_grads=is_mean)
+    runtime = _PipelineScheduleRuntime([stage], num, loss_fn=loss_fn, scale_grads=is_mean)
+    if stage.device.type == "cpu":
+        lowered = {rank: _with_transfers(rank, actions, order.num_stages) for rank, actions in enumerate(order.stages)}
+        runtime._prepare_schedule_with_comms(lowered, format="compute_comms")
+    else:
+        plain = {
+            rank: [_Action.from_str(str(action)) for action in actions] for rank, actions in enumerate(order.stages)
+        }
+        runtime._prepare_schedule_with_comms(plain)
+    return runtime
+
+
+def microbatches_of(order: Order, stage_index: int) -> tuple[int, ...]:
+    """The microbatches of a stage's forwards, in their order."""
+    actions = order.stages[stage_index]
+    return tuple(action.microbatch_index for action in actions if action.kind == Kind.FORWARD)
+
+
+def _with_transfers(stage: int, actions: Sequence[Action], num_stages: int) -> list[_Action | None]:
+    """All receives at the start, in the order of their use; each result is sent as soon as it is there."""
+    receives, rest = [], []
+    for action in actions:
+        is_forward = action.kind == Kind.FORWARD
+        if stage > 0 if is_forward else stage < num_stages - 1:
+            kind = Kind.RECEIVE_FORWARD if is_forward else Kind.RECEIVE_BACKWARD
+            receives.append(Action(stage, kind, action.microbatch_index))
+        rest.append(action)
+        if stage < num_stages - 1 if is_forward else stage > 0:
+            kind = Kind.SEND_FORWARD if is_forward else Kind.SEND_BACKWARD
+            rest.append(Action(stage, kind, action.microbatch_index))
+    texts = [*map(str, receives), *map(str, rest), f"{stage}REDUCE_GRAD"]
+    return [_Action.from_str(text) for text in texts]
+
+
+def make_stage(
+    module: torch.nn.Module,
+    place: tuple[int, int],
+    device: torch.device,
+    crossing: tuple[tuple[Tensor, ...], tuple[Tensor, ...]],
+    group: torch.distributed.ProcessGroup,
+) -> PipelineStage:
+    """A stage whose shapes are given, so that torch infers nothing.
+
+    Args:
+        module: What it computes.
+        place: Its index, and the number of stages.
+        device: Where it computes.
+        crossing: What arrives and what leaves, on the meta device.
+        group: Of the replica's ranks, stage i at rank i.
+    """
+    index, num_stages = place
+    arriving, leaving = crossing
+    return PipelineStage(module, index, num_stages, device, input_args=arriving, output_args=leaving, group=group)
