@@ -4,28 +4,13 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from ringweave.telemetry import pipeline_kinds
+from ringweave.telemetry.kind import RANK, Kind
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Kind:
-    """One kind of event."""
-
-    meaning: str
-    """What has happened when such an event is in the log."""
-    written_by: str
-    """Who writes it: the launcher, a worker's backend, or a server of the job."""
-    fields: Mapping[str, str]
-    """Name -> meaning of every field beside `time` and `kind`; all of them are present in every event of the kind."""
-
-
-_RANK = "global rank of the worker"
 _NODE = "name of the worker's node in the cluster file"
 _VERSION = "number of the group's plan: 1 for the first, then 2, 3, ..."
 _NODE_OF_SERVER = "name of the server's node in the cluster file"
-_SPLITS = "last blocks, counted from 1, of all stages but the last"
-_SPEEDS = "of each device: how fast it is by now, 1 is as profiled"
-_RATES = "bytes per second of the link into each stage but the first; empty where links are not measured"
 _GROUP = "name of the process group, the same on all its ranks"
 
 KINDS: Mapping[str, Kind] = {
@@ -43,7 +28,7 @@ KINDS: Mapping[str, Kind] = {
         meaning="The process of a worker was started.",
         written_by="launcher",
         fields={
-            "rank": _RANK,
+            "rank": RANK,
             "node": _NODE,
             "local_rank": "index of the worker on its node",
             "pid": "process id, which is its process group and session as well",
@@ -53,7 +38,7 @@ KINDS: Mapping[str, Kind] = {
         meaning="The process of a worker ended.",
         written_by="launcher",
         fields={
-            "rank": _RANK,
+            "rank": RANK,
             "node": _NODE,
             "exit_code": "exit code, or null if a signal ended it",
             "signal": "name of the signal that ended it, or null",
@@ -74,7 +59,7 @@ KINDS: Mapping[str, Kind] = {
         meaning="A process group was formed; its first rank says so for all.",
         written_by="worker",
         fields={
-            "rank": _RANK,
+            "rank": RANK,
             "group": _GROUP,
             "node": _NODE,
             "members": "global ranks of the group, in group order",
@@ -85,7 +70,7 @@ KINDS: Mapping[str, Kind] = {
         meaning="The ranks of a group compared what they will run, and it is the same on all; the first says so.",
         written_by="worker",
         fields={
-            "rank": _RANK,
+            "rank": RANK,
             "group": _GROUP,
             "schedule": "name of the schedule",
             "digest": "digest of the schedule's operations, equal on all ranks",
@@ -96,7 +81,7 @@ KINDS: Mapping[str, Kind] = {
         meaning="How many collectives a rank has run so far. Cumulative: the last event of each rank and group counts.",
         written_by="worker",
         fields={
-            "rank": _RANK,
+            "rank": RANK,
             "group": _GROUP,
             "by_schedule": "schedule name -> `collectives` (how many), `bytes` (sum of their message sizes), "
             "`messages` (how many messages this rank sent)",
@@ -106,7 +91,7 @@ KINDS: Mapping[str, Kind] = {
         meaning="A group's plan: the first rank's, which holds for all. One for each version.",
         written_by="worker",
         fields={
-            "rank": _RANK,
+            "rank": RANK,
             "group": _GROUP,
             "version": _VERSION,
             "rates": "link name -> measured bytes per second, for the links that differ from the cluster file",
@@ -118,7 +103,7 @@ KINDS: Mapping[str, Kind] = {
         meaning="The candidates for a size were tried, and one was found to be the fastest.",
         written_by="worker",
         fields={
-            "rank": _RANK,
+            "rank": RANK,
             "group": _GROUP,
             "version": _VERSION,
             "schedule": "name of the one that is taken from now on",
@@ -131,7 +116,7 @@ KINDS: Mapping[str, Kind] = {
         meaning="Collectives became slower or faster, a survey found other rates, and another plan holds from here on.",
         written_by="worker",
         fields={
-            "rank": _RANK,
+            "rank": RANK,
             "group": _GROUP,
             "version": "number of the group's new plan",
             "why": "what was noticed, in words",
@@ -144,7 +129,7 @@ KINDS: Mapping[str, Kind] = {
         meaning="What collectives took so far. The last event of each group, schedule, size and pipelining counts.",
         written_by="worker",
         fields={
-            "rank": _RANK,
+            "rank": RANK,
             "group": _GROUP,
             "schedule": "name of the schedule",
             "bytes": "size of the message",
@@ -160,7 +145,7 @@ KINDS: Mapping[str, Kind] = {
         meaning="A script called `ringweave.prepare`; rank 0 says so for all.",
         written_by="worker",
         fields={
-            "rank": _RANK,
+            "rank": RANK,
             "mode": "how the workers train together",
             "asked": "the mode that the script asked for",
             "reason": "why it is this mode, in words",
@@ -172,7 +157,7 @@ KINDS: Mapping[str, Kind] = {
         meaning="Other shares of every batch, because speeds were measured; rank 0 says so for all.",
         written_by="worker",
         fields={
-            "rank": _RANK,
+            "rank": RANK,
             "batch": "number of the first batch with these shares, counted through all epochs",
             "shares": "samples of each rank in a whole batch",
             "predicted_before_s": "predicted computing time of the slowest rank with the shares that were",
@@ -183,7 +168,7 @@ KINDS: Mapping[str, Kind] = {
         meaning="An epoch is complete, and what all ranks were given was compared with what it consists of.",
         written_by="worker",
         fields={
-            "rank": _RANK,
+            "rank": RANK,
             "epoch": "number of the epoch, from 0",
             "samples": "samples that all ranks together were given",
             "expected": "samples that the epoch has, from where it was resumed",
@@ -197,7 +182,7 @@ KINDS: Mapping[str, Kind] = {
         meaning="Training goes on in rings with a parameter server between them; rank 0 says so for all.",
         written_by="worker",
         fields={
-            "rank": _RANK,
+            "rank": RANK,
             "rings": "ranks of each ring, the fastest ring first; the first rank of each talks to the server",
             "most_staleness_versions": "no push is applied that is older, in versions",
         },
@@ -244,70 +229,11 @@ KINDS: Mapping[str, Kind] = {
             "seconds": "how long the writing took, measured",
         },
     ),
-    "pipeline_measured": Kind(
-        meaning="A window of train steps of a pipeline, measured; rank 0 says so for all.",
-        written_by="worker",
-        fields={
-            "rank": _RANK,
-            "first_step": "number of the window's first train step",
-            "end_step": "number of the train step behind its last",
-            "splits": _SPLITS,
-            "compute_s": "of each stage: seconds of computing in a train step, without waiting; medians",
-            "speeds": _SPEEDS,
-            "rates": _RATES,
-            "measured_s": "seconds of a train step on rank 0, median",
-            "predicted_s": "simulated seconds of a train step with these speeds and rates",
-        },
-    ),
-    "partition_solved": Kind(
-        meaning="Rank 0 looked for a better partition of a pipeline.",
-        written_by="worker",
-        fields={
-            "rank": _RANK,
-            "splits": _SPLITS,
-            "best": "splits of the best one found",
-            "why": "why it looked, in words",
-            "speeds": _SPEEDS,
-            "rates": _RATES,
-            "predicted_before_s": "simulated seconds of a train step by the present partition",
-            "predicted_after_s": "the same by the best one",
-            "predicted_pause_s": "seconds that training would stand still for the move",
-            "verdict": "`move`, or why not, in words",
-        },
-    ),
-    "blocks_moved": Kind(
-        meaning="Blocks of a pipeline moved to other stages between two train steps; rank 0 says so for all.",
-        written_by="worker",
-        fields={
-            "rank": _RANK,
-            "at_step": "number of the first train step under the new partition",
-            "before": "splits that were",
-            "after": "splits that hold now",
-            "blocks": "how many blocks moved",
-            "why": "why, in words",
-            "is_return": "true if it took a move back that had not helped",
-            "predicted_pause_s": "seconds that training was to stand still",
-            "measured_pause_s": "seconds that the slowest rank spent on it while it did nothing else",
-        },
-    ),
-    "move_failed": Kind(
-        meaning="Blocks were to move and did not; the old partition holds on all ranks, and training goes on.",
-        written_by="worker",
-        fields={
-            "rank": _RANK,
-            "at_step": "number of the next train step",
-            "before": "splits that hold",
-            "after": "splits that were to hold",
-            "blocks": "how many blocks were to move",
-            "why": "why they were to, in words",
-            "is_return": "true if it was to take a move back",
-            "cause": "what failed, in words",
-        },
-    ),
+    **pipeline_kinds.KINDS,
     "communication_failed": Kind(
         meaning="A collective could not be run; the worker gets the same text as an exception.",
         written_by="worker",
-        fields={"rank": _RANK, "node": _NODE, "group": _GROUP, "text": "the error's text, naming the peer if known"},
+        fields={"rank": RANK, "node": _NODE, "group": _GROUP, "text": "the error's text, naming the peer if known"},
     ),
     "wire_refused": Kind(
         meaning="A server of the job turned somebody away, or cut off a peer that broke the rules. Every reason and "

@@ -1,7 +1,7 @@
 """The partition whose simulated step is shortest.
 
-The solver's formulas do not know the waits of a schedule (`docs/pipeline-planning.md`). So partitions are simulated: all of
-them where they are few; else the exact solutions of both formulas, and cuts are shifted by one block as long as that
+The solver's formulas do not know the waits of a schedule (`docs/pipeline-planning.md`), so partitions are simulated:
+all where they are few; else the exact solutions of both formulas, and cuts are shifted by one block as long as that
 makes the simulated step shorter.
 """
 
