@@ -4,22 +4,10 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from ringweave.telemetry import pipeline_kinds
+from ringweave.telemetry.kind import RANK, Kind
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Kind:
-    """One kind of event."""
-
-    meaning: str
-    """What has happened when such an event is in the log."""
-    written_by: str
-    """Who writes it: the launcher, a worker's backend, or a server of the job."""
-    fields: Mapping[str, str]
-    """Name -> meaning of every field beside `time` and `kind`; all of them are present in every event of the kind."""
-
-
-_RANK = "global rank of the worker"
 _NODE = "name of the worker's node in the cluster file"
 _VERSION = "number of the group's plan: 1 for the first, then 2, 3, ..."
 _NODE_OF_SERVER = "name of the server's node in the cluster file"
@@ -40,7 +28,7 @@ KINDS: Mapping[str, Kind] = {
         meaning="The process of a worker was started.",
         written_by="launcher",
         fields={
-            "rank": _RANK,
+            "rank": RANK,
             "node": _NODE,
             "local_rank": "index of the worker on its node",
             "pid": "process id, which is its process group and session as well",
@@ -50,7 +38,7 @@ KINDS: Mapping[str, Kind] = {
         meaning="The process of a worker ended.",
         written_by="launcher",
         fields={
-            "rank": _RANK,
+            "rank": RANK,
             "node": _NODE,
             "exit_code": "exit code, or null if a signal ended it",
             "signal": "name of the signal that ended it, or null",
@@ -71,7 +59,7 @@ KINDS: Mapping[str, Kind] = {
         meaning="A process group was formed; its first rank says so for all.",
         written_by="worker",
         fields={
-            "rank": _RANK,
+            "rank": RANK,
             "group": _GROUP,
             "node": _NODE,
             "members": "global ranks of the group, in group order",
@@ -96,7 +84,7 @@ KINDS: Mapping[str, Kind] = {
         meaning="The ranks of a group compared what they will run, and it is the same on all; the first says so.",
         written_by="worker",
         fields={
-            "rank": _RANK,
+            "rank": RANK,
             "group": _GROUP,
             "schedule": "name of the schedule",
             "digest": "digest of the schedule's operations, equal on all ranks",
@@ -107,7 +95,7 @@ KINDS: Mapping[str, Kind] = {
         meaning="How many collectives a rank has run so far. Cumulative: the last event of each rank and group counts.",
         written_by="worker",
         fields={
-            "rank": _RANK,
+            "rank": RANK,
             "group": _GROUP,
             "by_schedule": "schedule name -> `collectives` (how many), `bytes` (sum of their message sizes), "
             "`messages` (how many messages this rank sent)",
@@ -117,7 +105,7 @@ KINDS: Mapping[str, Kind] = {
         meaning="A group's plan: the first rank's, which holds for all. One for each version.",
         written_by="worker",
         fields={
-            "rank": _RANK,
+            "rank": RANK,
             "group": _GROUP,
             "version": _VERSION,
             "rates": "link name -> measured bytes per second, for the links that differ from the cluster file",
@@ -129,7 +117,7 @@ KINDS: Mapping[str, Kind] = {
         meaning="The candidates for a size were tried, and one was found to be the fastest.",
         written_by="worker",
         fields={
-            "rank": _RANK,
+            "rank": RANK,
             "group": _GROUP,
             "version": _VERSION,
             "schedule": "name of the one that is taken from now on",
@@ -142,7 +130,7 @@ KINDS: Mapping[str, Kind] = {
         meaning="Collectives became slower or faster, a survey found other rates, and another plan holds from here on.",
         written_by="worker",
         fields={
-            "rank": _RANK,
+            "rank": RANK,
             "group": _GROUP,
             "version": "number of the group's new plan",
             "why": "what was noticed, in words",
@@ -155,7 +143,7 @@ KINDS: Mapping[str, Kind] = {
         meaning="What collectives took so far. The last event of each group, schedule, size and pipelining counts.",
         written_by="worker",
         fields={
-            "rank": _RANK,
+            "rank": RANK,
             "group": _GROUP,
             "schedule": "name of the schedule",
             "bytes": "size of the message",
@@ -171,7 +159,7 @@ KINDS: Mapping[str, Kind] = {
         meaning="A script called `ringweave.prepare`; rank 0 says so for all.",
         written_by="worker",
         fields={
-            "rank": _RANK,
+            "rank": RANK,
             "mode": "how the workers train together",
             "asked": "the mode that the script asked for",
             "reason": "why it is this mode, in words",
@@ -192,7 +180,7 @@ KINDS: Mapping[str, Kind] = {
         meaning="Other shares of every batch, because speeds were measured; rank 0 says so for all.",
         written_by="worker",
         fields={
-            "rank": _RANK,
+            "rank": RANK,
             "batch": "number of the first batch with these shares, counted through all epochs",
             "shares": "samples of each rank in a whole batch",
             "predicted_before_s": "predicted computing time of the slowest rank with the shares that were",
@@ -203,7 +191,7 @@ KINDS: Mapping[str, Kind] = {
         meaning="An epoch is complete, and what all ranks were given was compared with what it consists of.",
         written_by="worker",
         fields={
-            "rank": _RANK,
+            "rank": RANK,
             "epoch": "number of the epoch, from 0",
             "samples": "samples that all ranks together were given",
             "expected": "samples that the epoch has, from where it was resumed",
@@ -217,7 +205,7 @@ KINDS: Mapping[str, Kind] = {
         meaning="Training goes on in rings with a parameter server between them; rank 0 says so for all.",
         written_by="worker",
         fields={
-            "rank": _RANK,
+            "rank": RANK,
             "rings": "ranks of each ring, the fastest ring first; the first rank of each talks to the server",
             "most_staleness_versions": "no push is applied that is older, in versions",
         },
@@ -264,10 +252,11 @@ KINDS: Mapping[str, Kind] = {
             "seconds": "how long the writing took, measured",
         },
     ),
+    **pipeline_kinds.KINDS,
     "communication_failed": Kind(
         meaning="A collective could not be run; the worker gets the same text as an exception.",
         written_by="worker",
-        fields={"rank": _RANK, "node": _NODE, "group": _GROUP, "text": "the error's text, naming the peer if known"},
+        fields={"rank": RANK, "node": _NODE, "group": _GROUP, "text": "the error's text, naming the peer if known"},
     ),
     "wire_refused": Kind(
         meaning="A server of the job turned somebody away, or cut off a peer that broke the rules. Every reason and "

@@ -52,6 +52,11 @@ class HeldBlocks:
             self._held.add(index)
         return self._modules[index]
 
+    def put(self, index: int, module: nn.Module) -> None:
+        """Hold a block whose values are there already, in place of the form that was known of it."""
+        self._modules[index] = module
+        self._held.add(index)
+
     def drop(self, index: int) -> None:
         """Forget a block's values."""
         if index in self._held:

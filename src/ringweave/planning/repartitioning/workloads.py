@@ -1,0 +1,154 @@
+"""What a pipeline's blocks take, and how a partition of them does under given speeds of devices and rates of links."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ringweave.errors import UsageError, explain
+from ringweave.planning.partitioning import Memory, Problem
+from ringweave.planning.partitioning.costs import Costs
+from ringweave.sim.pipelines import StageTimes, generate, simulate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conditions:
+    """How fast devices and links are at present."""
+
+    speeds: tuple[float, ...]
+    """Of each device, in its order: 1 is as profiled, 0.5 takes twice as long."""
+    rates: tuple[float, ...] = ()
+    """Bytes per second of the link into each device but the first, in each direction; empty: links cost nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """A model as blocks, and the schedule that its stages follow. Seconds are those of one microbatch, profiled.
+
+    Raises:
+        UsageError: Rows of unequal length, or values that are no numbers of the right sign.
+    """
+
+    forward_s: tuple[tuple[float, ...], ...]
+    """A row for each kind of device, a number for each block."""
+    backward_s: tuple[tuple[float, ...], ...]
+    """Likewise."""
+    num_devices: int
+    """One stage each."""
+    num_microbatches: int
+    """Of a train step."""
+    kinds: tuple[int, ...] = ()
+    """Of each device: its row; empty where there is one row."""
+    forward_bytes: tuple[float, ...] = ()
+    """Of each block: its output, which crosses a cut behind it; the last is not used. Empty: nothing to count."""
+    backward_bytes: tuple[float, ...] = ()
+    """Of each block: the gradient of its output."""
+    state_bytes: tuple[float, ...] = ()
+    """Of each block: parameters, buffers and optimizer state, copied before it moves. Empty: nothing to count."""
+    gradient_bytes: tuple[float, ...] = ()
+    """Of each block: what is sent while training pauses."""
+    schedule: str = "1f1b"
+    """One of `ringweave.sim.pipelines.NAMES`."""
+    transfers: str = "asynchronous"
+    """How stages transfer: `asynchronous` or `blocking`."""
+    memory: Memory | None = None
+    """None: nothing is limited."""
+
+    def __post_init__(self) -> None:
+        for what in ("forward_s", "backward_s"):
+            for row in getattr(self, what):
+                _check_row(what, row, self.num_blocks)
+        for what in ("forward_bytes", "backward_bytes", "state_bytes", "gradient_bytes"):
+            if getattr(self, what):
+                _check_row(what, getattr(self, what), self.num_blocks)
+        if len(self.forward_s) != len(self.backward_s):
+            expected, do = f"{len(self.forward_s)}, as many as of forward_s", "Give a row for each kind of device"
+            raise UsageError(explain("backward_s: how many rows", got=len(self.backward_s), expected=expected, do=do))
+        self.problem(Conditions(speeds=(1.0,) * self.num_devices))
+
+    @property
+    def num_blocks(self) -> int:
+        """N."""
+        return len(self.forward_s[0]) if self.forward_s else 0
+
+    def problem(self, conditions: Conditions) -> Problem:
+        """The partition that is asked for under these conditions.
+
+        Links are full duplex, so that the larger of the two directions counts.
+        """
+        rows = [
+            tuple(f + b for f, b in zip(forward, backward, strict=True))
+            for forward, backward in zip(self.forward_s, self.backward_s, strict=True)
+        ]
+        return Problem(
+            work=tuple(rows),
+            capability=conditions.speeds,
+            kinds=self.kinds,
+            activation=self._crossing(),
+            bandwidth=conditions.rates,
+            memory=self.memory,
+        )
+
+    def times(self, splits: Sequence[int], conditions: Conditions) -> StageTimes:
+        """Of the stages and links of a partition, for one microbatch."""
+        return StageTimes(
+            forward_s=self._stage_s(self.forward_s, splits, conditions.speeds),
+            backward_s=self._stage_s(self.backward_s, splits, conditions.speeds),
+            forward_transfer_s=_transfers_s(self.forward_bytes, splits, conditions.rates),
+            backward_transfer_s=_transfers_s(self.backward_bytes, splits, conditions.rates),
+        )
+
+    def profiled_s(self, splits: Sequence[int]) -> tuple[float, ...]:
+        """Of each stage: computing in a whole train step as it was profiled, at speed 1."""
+        speeds = (1.0,) * self.num_devices
+        forward_s = self._stage_s(self.forward_s, splits, speeds)
+        backward_s = self._stage_s(self.backward_s, splits, speeds)
+        return tuple(self.num_microbatches * (f + b) for f, b in zip(forward_s, backward_s, strict=True))
+
+    def step_s(self, splits: Sequence[int], conditions: Conditions) -> float:
+        """Simulated seconds of a train step's schedule.
+
+        Cost: O(stages x microbatches).
+        """
+        order = generate(self.schedule, self.num_devices, self.num_microbatches)
+        return simulate(order, self.times(splits, conditions), self.transfers).step_s
+
+    def fits(self, splits: Sequence[int]) -> bool:
+        """Every stage has a block, and room for what it holds."""
+        edges = (0, *splits, self.num_blocks)
+        if any(s >= j for s, j in itertools.pairwise(edges)):
+            return False
+        costs = Costs(self.problem(Conditions(speeds=(1.0,) * self.num_devices)))
+        return all(costs.fits(device, s, j) for device, (s, j) in enumerate(itertools.pairwise(edges)))
+
+    def _stage_s(
+        self, rows: tuple[tuple[float, ...], ...], splits: Sequence[int], speeds: Sequence[float]
+    ) -> tuple[float, ...]:
+        edges = (0, *splits, self.num_blocks)
+        kinds = self.kinds or (0,) * self.num_devices
+        spans = itertools.pairwise(edges)
+        return tuple(
+            math.fsum(rows[kind][s:j]) / speed for (s, j), kind, speed in zip(spans, kinds, speeds, strict=True)
+        )
+
+    def _crossing(self) -> tuple[float, ...]:
+        forward, backward = self.forward_bytes, self.backward_bytes
+        if forward and backward:
+            return tuple(map(max, forward, backward))
+        return forward or backward
+
+
+def _transfers_s(crossing: Sequence[float], splits: Sequence[int], rates: Sequence[float]) -> tuple[float, ...]:
+    if not crossing or not rates:
+        return ()
+    return tuple(crossing[cut - 1] / rate for cut, rate in zip(splits, rates, strict=True))
+
+
+def _check_row(what: str, row: Sequence[float], num_blocks: int) -> None:
+    if len(row) != num_blocks:
+        do = "Give one for each block"
+        raise UsageError(explain(f"{what}: how many", got=len(row), expected=str(num_blocks), do=do))
+    for number, value in enumerate(row, start=1):
+        if not (math.isfinite(value) and value >= 0):
+            expected, do = "a finite number, 0 or more", "Profile the block again"
+            raise UsageError(explain(f"{what} of block {number}", got=value, expected=expected, do=do))

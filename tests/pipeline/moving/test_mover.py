@@ -1,0 +1,98 @@
+import pytest
+
+from ringweave.testing.ranks import Ranks, run_ranks
+from tests.pipeline.moving import moving_functions as functions
+from tests.pipeline.moving.moving_functions import Trained
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+def all_bits(trained: list[Trained]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for each in trained:
+        assert not found.keys() & each.bits.keys(), "a block lies on two ranks"
+        found |= each.bits
+    assert sorted(found) == list(range(functions.NUM_BLOCKS)), "a block is missing"
+    return found
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_twenty_random_moves_have_the_bits_of_none(num_stages: int) -> None:
+    """Dropout, batch norm, AdamW, a schedule of the rate, frozen weights, extra state; several blocks at once."""
+    partitions = functions.random_partitions(num_stages, num_stages, 20)
+    start = functions.random_partitions(99, num_stages, 1)[0]
+    pairs = run_ranks(functions.train_both, num_stages, start, partitions, backend="gloo")
+    plain, moved = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    outcomes = moved[0].outcomes
+    assert len(outcomes) == 20
+    assert [outcome.splits for outcome in outcomes] == partitions
+    assert all(outcome.is_done for outcome in outcomes), [outcome.cause for outcome in outcomes]
+    assert all(each.outcomes == outcomes and each.splits == partitions[-1] for each in moved)
+    assert all(each.losses == plain[0].losses for each in (*plain, *moved))
+    assert all_bits(moved) == all_bits(plain)
+
+
+def test_what_is_left_behind_shows() -> None:
+    """The check above can fail: whatever is left out of the moves, it does."""
+    partitions = functions.random_partitions(5, 2, 6)
+    found = run_ranks(functions.train_wrongly, 2, (3,), partitions, backend="gloo")
+    bits = all_bits([each["none"] for each in found])
+    for fault in functions.FAULTS:
+        moved = [each[fault] for each in found]
+        assert len(moved[0].outcomes) == 6
+        assert all(outcome.is_done for outcome in moved[0].outcomes), moved[0].outcomes
+        assert (all_bits(moved) == bits) == (fault == "nothing"), fault
+
+
+def test_ranks_compare_what_moved() -> None:
+    """With the state left behind the update differs; the move is dropped and the old partition trains on."""
+    found = run_ranks(functions.train_comparing, 2, (3,), [(5,)], backend="gloo")
+    for _, each in found:
+        assert [outcome.is_done for outcome in each.outcomes] == [False]
+        assert "2 blocks differ" in each.outcomes[0].cause
+        assert each.splits == (3,)
+    assert all_bits([each for _, each in found]) == all_bits([plain for plain, _ in found])
+
+
+def test_a_failure_at_any_boundary_leaves_the_old_partition() -> None:
+    """Sender or receiver; the bits are those of no move, and the same move then succeeds."""
+    failures = [
+        ("packing", 0), ("packing", 1), ("making room", 1), ("making room", 2), ("copying", 0), ("copying", 2),
+        ("changes", 1), ("arrived", 2), ("updated", 0), ("updated", 2),
+    ]  # fmt: skip
+    start, other = (2, 5), (1, 3)
+    found = run_ranks(functions.train_with_failures, 3, start, other, failures, backend="gloo", timeout_s=60)
+    bits, losses = all_bits([plain for plain, _ in found]), found[0][0].losses
+    for place, (boundary, rank) in enumerate(failures):
+        moved = [after[place] for _, after in found]
+        for each in moved:
+            assert [outcome.is_done for outcome in each.outcomes] == [False, True], (boundary, rank)
+            assert each.outcomes[0].cause == f"rank {rank}: MemoryError('no room at {boundary}')"
+            assert each.splits == other
+            assert each.losses == losses
+        assert all_bits(moved) == bits
+
+
+@pytest.mark.parametrize(
+    ("boundary", "rank"),
+    [("packing", 0), ("making room", 1), ("copying", 0), ("changes", 0), ("arrived", 1), ("updated", 0)],
+)
+def test_a_rank_that_is_killed_leaves_the_others_with_the_old_partition(boundary: str, rank: int) -> None:
+    with Ranks(functions.die, 3, boundary, rank, (2, 5), (1, 3), backend="gloo", timeout_s=20) as ranks:
+        outcomes = ranks.outcomes()
+    assert outcomes[rank].exit_code == -9
+    for survivor in {0, 1, 2} - {rank}:
+        value = outcomes[survivor].value
+        assert value is not None, outcomes[survivor].error
+        assert value["splits"] == (2, 5)
+        assert value["held"] == tuple(value["own"])
+        assert value["whole"]
+        assert value["text"]
+
+
+def test_moves_that_cannot_begin() -> None:
+    texts = run_ranks(functions.refusals, 2, backend="gloo")[0]
+    assert texts == [
+        "splits: (1, 2), expected 1 splits. A pipeline keeps its number of stages; leave one empty if need be.",
+        "move of blocks: (4,), expected no other under way. Wait until it has ended, with the next update.",
+    ]

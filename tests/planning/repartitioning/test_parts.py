@@ -1,0 +1,135 @@
+"""Estimates, moves, texts, policies, workloads: what the controller is made of."""
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringweave.errors import ScheduleError, UsageError
+from ringweave.planning.repartitioning import Conditions, Move, Policy, Ruling, Window, moves, pause_s, search, stage_of
+from ringweave.planning.repartitioning.estimating import Estimator, newest_agreeing
+from tests.planning.repartitioning.worlds import best_step_s, workload
+
+
+def test_the_newest_that_agree_count() -> None:
+    assert newest_agreeing([1.0] * 7 + [2.0] * 3, 1.15) == [2.0] * 3
+    assert newest_agreeing([1.0] * 8 + [2.0] * 2, 1.15) == [1.0] * 8 + [2.0] * 2
+    assert newest_agreeing([1.0, 2, 2, 9, 2, 2], 1.15) == [2, 2, 9, 2, 2]
+    assert newest_agreeing([1.0, 5.0], 1.15) == [1.0, 5.0]
+
+
+def test_an_estimator_forgets_what_was_before_a_drift() -> None:
+    found = Estimator(1.0, drift=1.15, num_windows=20)
+    assert found.noise == float("inf")
+    assert not any(found.observe([1.02] * 10) for _ in range(5))
+    assert (found.value, found.noise) == (1.02, 0.0)
+    assert found.observe([0.5] * 10)
+    assert found.value == 0.5
+    assert not found.observe([0.0, float("inf")])
+    found.rebase()
+    assert (found.value, found.noise) == (0.5, float("inf"))
+
+
+def test_noise_grows_less_with_windows() -> None:
+    rng = random.Random(3)
+    found = Estimator(1.0, drift=1.15, num_windows=20)
+    errors = []
+    for _ in range(16):
+        found.observe([1 + rng.uniform(-0.05, 0.05) for _ in range(10)])
+        errors.append(found.noise)
+    assert 0.005 < errors[0] < 0.03
+    assert errors[-1] < errors[0] / 2
+    assert abs(found.value - 1) < 0.01
+
+
+@given(st.data())
+def test_moves_lead_from_one_partition_to_the_other(data: st.DataObject) -> None:
+    num_blocks = data.draw(st.integers(2, 12))
+    cuts = st.lists(st.integers(0, num_blocks), min_size=3, max_size=3).map(lambda row: tuple(sorted(row)))
+    old, new = data.draw(cuts), data.draw(cuts)
+    found = [stage_of(old, block) for block in range(num_blocks)]
+    for move in moves(old, new, num_blocks):
+        assert found[move.block] == move.src
+        found[move.block] = move.dst
+    assert found == [stage_of(new, block) for block in range(num_blocks)]
+
+
+def test_the_pause_is_what_does_not_hide_behind_the_step() -> None:
+    work = workload(state_bytes=(30.0,) * 12, gradient_bytes=(10.0,) * 12)
+    made = (Move(2, 0, 1), Move(5, 1, 3), Move(4, 1, 2))
+    conditions = Conditions(speeds=(1.0,) * 4, rates=(10.0, 10.0, 5.0))
+    # The link into device 3 carries two blocks: 6 s of state; the last link one at half the rate: 6 s as well.
+    assert pause_s(work, made, conditions, 100.0) == 2.0
+    assert pause_s(work, made, conditions, 4.0) == 2.0 + 2.0
+    assert pause_s(workload(state_bytes=(), gradient_bytes=()), made, conditions, 0.0) == 0.0
+
+
+def test_the_search_finds_what_brute_force_finds() -> None:
+    """Over random speeds and rates: exactly where it may simulate all; nearly so where it only looks around."""
+    rng = random.Random(11)
+    behind = []
+    for _ in range(20):
+        work = workload(10, forward_s=(tuple(rng.uniform(0.005, 0.03) for _ in range(10)),))
+        conditions = Conditions(
+            speeds=tuple(rng.uniform(0.3, 2) for _ in range(4)),
+            rates=tuple(rng.choice([3e7, 1e8, 1e9]) for _ in range(3)),
+        )
+        best_s = best_step_s(work, conditions)[1]
+        assert search(work, conditions, (2, 5, 8)).step_s == best_s
+        found = search(work, conditions, (2, 5, 8), max_simulations=60)
+        behind.append(found.step_s / best_s)
+        assert found.step_s == work.step_s(found.splits, conditions)
+    assert max(behind) < 1.1
+    assert sum(ratio < 1.01 for ratio in behind) >= 16
+
+
+def test_what_is_refused_is_not_found() -> None:
+    work, conditions = workload(), Conditions(speeds=(0.5, 1.0, 1.0, 1.0), rates=(1e9,) * 3)
+    best = search(work, conditions, (3, 6, 9)).splits
+    other = search(work, conditions, (3, 6, 9), refused={best})
+    assert other.splits != best
+    assert all(a < b for a, b in itertools.pairwise((0, *other.splits, 12)))
+
+
+@pytest.mark.parametrize("what", [Window, Ruling])
+def test_texts_that_are_none(what: type[Window] | type[Ruling]) -> None:
+    for text in ("", "[]", "{}", '{"splits": 3}', "nonsense"):
+        with pytest.raises(ScheduleError, match=r"expected what another rank sent\. Run the same version of ringweave"):
+            what.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"window_steps": 2}, "window_steps of the policy: 2, expected 3 or more. Mend it, or leave it out."),
+        ({"drift": 1.0}, "drift of the policy: 1.0, expected a factor above 1. Mend it, or leave it out."),
+        ({"min_gain": -1}, "min_gain of the policy: -1, expected 0 or more. Mend it, or leave it out."),
+    ],
+)
+def test_a_policy_that_means_nothing(changes: dict, text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Policy(**changes)
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"forward_bytes": (1.0,)}, "forward_bytes: how many: 1, expected 12. Give one for each block."),
+        (
+            {"state_bytes": (-1.0,) * 12},
+            "state_bytes of block 1: -1.0, expected a finite number, 0 or more. Profile the block again.",
+        ),
+        (
+            {"backward_s": ()},
+            "backward_s: how many rows: 0, expected 1, as many as of forward_s. Give a row for each kind of device.",
+        ),
+    ],
+)
+def test_a_workload_that_does_not_fit(changes: dict, text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        dataclasses.replace(workload(), **changes)
+    assert str(caught.value) == text

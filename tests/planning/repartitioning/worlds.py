@@ -1,0 +1,140 @@
+"""A pipeline that trains on virtual time: what a controller sees, and what its rulings make of it."""
+
+import functools
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from ringweave.planning.repartitioning import Conditions, Controller, Policy, Ruling, Window, Workload
+
+Truth = Callable[[int], Conditions]
+"""Conditions of a train step."""
+
+
+def workload(num_blocks: int = 12, num_devices: int = 4, **changes) -> Workload:
+    found = Workload(
+        forward_s=((0.01,) * num_blocks,),
+        backward_s=((0.02,) * num_blocks,),
+        num_devices=num_devices,
+        num_microbatches=4,
+        forward_bytes=(1e6,) * num_blocks,
+        backward_bytes=(1e6,) * num_blocks,
+        state_bytes=(3e6,) * num_blocks,
+        gradient_bytes=(1e6,) * num_blocks,
+    )
+    return replace(found, **changes)
+
+
+@functools.lru_cache(maxsize=4096)
+def step_s(work: Workload, splits: tuple[int, ...], conditions: Conditions) -> float:
+    return work.step_s(splits, conditions)
+
+
+@functools.lru_cache(maxsize=256)
+def best_step_s(work: Workload, conditions: Conditions) -> tuple[tuple[int, ...], float]:
+    """Of all partitions, by brute force."""
+    cuts = itertools.combinations(range(1, work.num_blocks), work.num_devices - 1)
+    return min(((splits, step_s(work, splits, conditions)) for splits in cuts), key=lambda pair: pair[1])
+
+
+@dataclass
+class World:
+    """Train steps under a truth that the controller only measures."""
+
+    controller: Controller
+    work: Workload
+    truth: Truth
+    policy: Policy
+    rng: random.Random
+    noise: float = 0.0
+    is_step_noisy: bool = True
+    """False: only computing and links are; simulating thousands of different steps takes long."""
+    redrawn_every: int = 1
+    """Steps between two draws of the noise."""
+    fails: Callable[[int], bool] = lambda _: False
+    """Whether a move that would hold from a step on fails."""
+    surcharge_s: Callable[[tuple[int, ...]], float] = lambda _: 0.0
+    """What a partition takes beyond what any model knows."""
+    splits: tuple[int, ...] = ()
+    step: int = 0
+    steps: list[tuple[tuple[int, ...], float]] = field(default_factory=list)
+    """Partition and true noiseless seconds of each step."""
+    rulings: list[tuple[int, Ruling]] = field(default_factory=list)
+    _factors: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.splits = self.controller.splits
+
+    def run(self, num_steps: int) -> None:
+        """Train; windows begin anew behind a move."""
+        window: list[tuple] = []
+        move_in, ruling, end = 0, None, self.step + num_steps
+        while self.step < end:
+            window.append(self._one_step())
+            if move_in:
+                move_in -= 1
+                if not move_in:
+                    self._finish(ruling)
+                    window = []
+            elif len(window) == self.policy.window_steps:
+                ruling = self._tell(window)
+                window = []
+                if ruling.is_move:
+                    self.rulings.append((self.step, ruling))
+                    move_in = 1
+
+    def moves(self) -> list[int]:
+        return [step for step, _ in self.rulings]
+
+    def _finish(self, ruling: Ruling | None) -> None:
+        assert ruling is not None
+        if self.fails(self.step):
+            self.controller.moved(self.step, is_done=False, why="the test says so")
+            return
+        self.splits = ruling.splits
+        self.controller.moved(self.step, is_done=True, pause_s=0.01)
+
+    def _one_step(self) -> tuple:
+        if not self._factors or self.step % self.redrawn_every == 0:
+            self._factors = [1 + self.rng.uniform(-self.noise, self.noise) for _ in range(2 * self.work.num_devices)]
+        true = self.truth(self.step)
+        speeds = tuple(s * f for s, f in zip(true.speeds, self._factors, strict=False))
+        rates = tuple(r * f for r, f in zip(true.rates, self._factors[len(speeds) :], strict=False))
+        seen = Conditions(speeds=speeds, rates=rates)
+        more_s = self.surcharge_s(self.splits)
+        self.steps.append((self.splits, step_s(self.work, self.splits, true) + more_s))
+        compute = [s / v for s, v in zip(self.work.profiled_s(self.splits), speeds, strict=True)]
+        self.step += 1
+        return compute, step_s(self.work, self.splits, seen if self.is_step_noisy else true) + more_s, rates
+
+    def _tell(self, window: list[tuple]) -> Ruling:
+        compute, steps, rates = zip(*window, strict=True)
+        told = Window(
+            first_step=self.step - len(window),
+            compute_s=tuple(zip(*compute, strict=True)),
+            step_s=steps,
+            rates=tuple(zip(*rates, strict=True)),
+        )
+        assert Window.parse(str(told)) == told
+        ruling = self.controller.observe(told)
+        assert Ruling.parse(str(ruling)) == ruling
+        return ruling
+
+
+def world(work: Workload, truth: Truth, *, policy: Policy | None = None, seed: int = 0, **settings) -> World:
+    """Begins with the best partition for the truth at step 0."""
+    policy = policy or Policy()
+    first = truth(0)
+    splits = settings.pop("splits", None) or best_step_s(work, first)[0]
+    controller = Controller(work, splits, settings.pop("believed", first), policy)
+    return World(controller, work, truth, policy, random.Random(seed), **settings)
+
+
+def changing(at: dict[int, Conditions]) -> Truth:
+    """From each of these steps on, those conditions."""
+
+    def truth(step: int) -> Conditions:
+        return at[max(first for first in at if first <= step)]
+
+    return truth
