@@ -166,8 +166,11 @@ class Status(wire.Message):
     sent_bytes: Count
     most_peers: Count
     """Most connections at once that belonged to rings."""
+    train_steps: float = pydantic.Field(ge=0, allow_inf_nan=False)
+    """Of all rings together: samples pushed, in steps of synchronous training."""
     memory_bytes: Count
-    """Tensors held: parameters, copies that rings compute on, the optimizer's state."""
+    """Tensors held: parameters, the optimizer's state, gradients of the present train step, what is being received
+    and sent."""
 
 
 class Ask(wire.Message):

@@ -239,7 +239,8 @@ KINDS: Mapping[str, Kind] = {
             "received_bytes": "bytes of pushes received, without frames and encryption",
             "sent_bytes": "bytes of parameters sent, likewise",
             "most_peers": "most connections that stood at once",
-            "memory_bytes": "bytes of tensors held: copies of the parameters, the optimizer's state",
+            "train_steps": "samples pushed, in steps of synchronous training",
+            "memory_bytes": "bytes of tensors held, and of memory that they are received into and sent from",
         },
     ),
     "params_saved": Kind(

@@ -9,8 +9,11 @@ import torch
 
 from ringweave import wire
 from ringweave.params.serving.service import ParameterService
-from ringweave.testing.ranks import run_ranks
+from ringweave.testing.ranks import Ranks
 from tests.params.ring import ring_functions
+
+TIMEOUT_S = 300.0
+"""Sixteen processes that import torch take a minute on two busy cores."""
 
 
 @contextmanager
@@ -27,11 +30,14 @@ def serving(folder: Path, num_ranks: int) -> Iterator[tuple[wire.Server, Paramet
 def run(folder: Path, rings: list[list[int]], *settings: object) -> tuple[list[dict], ParameterService]:
     num_ranks = sum(map(len, rings))
     with serving(folder, num_ranks) as (server, service):
-        values = run_ranks(ring_functions.train, num_ranks, server.port, str(folder / "keys"), rings, *settings)
+        where = (server.port, str(folder / "keys"), rings)
+        with Ranks(ring_functions.train, num_ranks, *where, *settings) as ranks:
+            values = ranks.values(timeout_s=TIMEOUT_S)
     return values, service
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * TIMEOUT_S)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -50,6 +56,7 @@ def test_one_ring_is_synchronous_training(tmp_path, name, options):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * TIMEOUT_S)
 def test_rings_train_beside_each_other(tmp_path):
     rings = [[0, 1], [2], [3]]
     options = {"lr": 0.05, "momentum": 0.9}
@@ -65,6 +72,7 @@ def test_rings_train_beside_each_other(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * TIMEOUT_S)
 def test_changes_after_local_steps(tmp_path):
     rings = [[0, 1], [2, 3]]
     values, service = run(tmp_path, rings, "AdamW", {"lr": 0.01}, 60, 4)
@@ -75,6 +83,7 @@ def test_changes_after_local_steps(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * TIMEOUT_S)
 def test_one_ring_with_local_steps_is_synchronous_training(tmp_path):
     values, _ = run(tmp_path, [[0, 1]], "AdamW", {"lr": 0.01}, 40, 4)
     expected = ring_functions.alone("AdamW", {"lr": 0.01}, 40)
@@ -83,6 +92,7 @@ def test_one_ring_with_local_steps_is_synchronous_training(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * TIMEOUT_S)
 def test_sixteen_workers_in_four_rings_are_four_peers_and_the_traffic_of_the_spec(tmp_path):
     rings = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
     _, service = run(tmp_path, rings, "SGD", {"lr": 0.05}, 6)

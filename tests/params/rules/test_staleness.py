@@ -21,5 +21,5 @@ def test_with_overlap_the_usual_age_is_one_round_of_all_rings_higher():
 
 
 def test_nonsense_is_refused():
-    with pytest.raises(TrainingError, match=r"staleness policy: \(0, 0.04\), expected at least one ring"):
+    with pytest.raises(TrainingError, match=r"staleness policy: \(0, 0.0\), expected at least one ring"):
         StalenessPolicy(num_rings=0)

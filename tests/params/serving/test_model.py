@@ -1,4 +1,4 @@
-"""The parameters in versions: held copies never change, steps are torch's, memory is bounded."""
+"""Steps are torch's, also where several pushes make one; what is read beforehand leaves no trace; memory is bounded."""
 
 import pytest
 import torch
@@ -6,7 +6,8 @@ import torch
 from ringweave.errors import TrainingError
 from ringweave.params.flat import Flat, sizes_of
 from ringweave.params.messages import Group, Setup, TensorSpec
-from ringweave.params.serving.model import VersionedModel, compensate
+from ringweave.params.serving import model as serving_model
+from ringweave.params.serving.model import GatheredModel, compensate
 
 SPECS = [
     TensorSpec(name="weight", shape=[3, 4], dtype="float64"),
@@ -38,61 +39,108 @@ def test_tensors_lie_in_one_piece_for_each_dtype():
     assert all(map(torch.equal, again.views, found.views))
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("SGD", SGD),
-        ("SGD", {"lr": 0.1, "nesterov": True, "momentum": 0.5}),
-        ("AdamW", {"lr": 0.1, "betas": [0.8, 0.9]}),
-    ],
-)
-def test_a_step_is_that_of_torch(name, options):
-    model = VersionedModel(setup_of(name, options), filled(0))
+def newest(model: GatheredModel) -> list[torch.Tensor]:
+    found = Flat(SPECS)
+    model.read(found)
+    return found.views
+
+
+def by_torch(name: str, options: dict, seeds: list[int]) -> list[torch.Tensor]:
     expected = [torch.nn.Parameter(view.clone()) for view in filled(0).views]
     optimizer = getattr(torch.optim, name)(expected, **options)
-    for number in range(5):
-        for parameter, view in zip(expected, filled(number + 1).views, strict=True):
+    for seed in seeds:
+        for parameter, view in zip(expected, filled(seed).views, strict=True):
             parameter.grad = view
         optimizer.step()
-        model.hold(0)
-        model.apply_gradient(0, filled(number + 1), 1.0, [options, options])
-    torch.testing.assert_close(model.hold(0).views, [each.detach() for each in expected], rtol=1e-6, atol=1e-6)
+    return [each.detach() for each in expected]
 
 
-def test_what_is_held_does_not_change():
-    model = VersionedModel(setup_of(), filled(0))
-    copy = model.hold(1)
-    for number in range(3):
-        model.hold(0)
-        model.apply_gradient(0, filled(number), 1.0, [SGD, SGD])
-    assert all(map(torch.equal, copy.views, filled(0).views))
-    assert not torch.equal(model.hold(0).views[0], copy.views[0])
+OPTIMIZERS = [
+    ("SGD", SGD),
+    ("SGD", {"lr": 0.1, "nesterov": True, "momentum": 0.5, "weight_decay": 0.1}),
+    *(("AdamW", {"lr": 0.1, "betas": [0.8, 0.9], "amsgrad": amsgrad}) for amsgrad in (False, True)),
+    *((name, {"lr": 0.01}) for name in ("Adam", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta")),
+]
 
 
-@pytest.mark.parametrize("num_rings", [1, 4])
-def test_there_are_as_many_copies_as_rings_and_no_more(num_rings):
-    model = VersionedModel(setup_of(), filled(0))
-    for ring in range(num_rings):
-        model.hold(ring)
+@pytest.fixture(params=[1 << 18, 5])
+def block(request, monkeypatch):
+    """As in production, and blocks that are shorter than a tensor."""
+    monkeypatch.setattr(serving_model, "BLOCK", request.param)
+
+
+@pytest.mark.usefixtures("block")
+@pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
+def test_a_push_of_a_whole_step_is_a_step_of_torch(name, options):
+    model = GatheredModel(setup_of(name, options), filled(0))
+    for number in range(5):
+        model.apply_gradient(filled(number + 1), 1.0, [options, options])
+    torch.testing.assert_close(newest(model), by_torch(name, options, [1, 2, 3, 4, 5]), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.usefixtures("block")
+@pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
+def test_pushes_that_make_a_step_are_that_step(name, options):
+    model = GatheredModel(setup_of(name, options), filled(0))
+    for number in range(5):
+        for share in (0.5, 0.3, 0.2):
+            model.apply_gradient(filled(number + 1), share, [options, options])
+            newest(model)
+    torch.testing.assert_close(newest(model), by_torch(name, options, [1, 2, 3, 4, 5]), rtol=1e-6, atol=1e-6)
+    assert model.progress.num_finished == 5
+
+
+@pytest.mark.usefixtures("block")
+@pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
+def test_a_part_of_a_step_counts_at_once_and_reading_leaves_no_trace(name, options):
+    model, other = (GatheredModel(setup_of(name, options), filled(0)) for _ in range(2))
+    for number in range(7):
+        for each in (model, other):
+            each.apply_gradient(filled(number), 0.4, [options, options])
+        before = newest(model)
+        torch.testing.assert_close(newest(model), before, rtol=0, atol=0)
+    torch.testing.assert_close(newest(model), newest(other), rtol=0, atol=0)
+    assert not torch.equal(newest(model)[0], model.start.views[0])
+
+
+def test_a_part_of_the_first_step_goes_that_part_of_the_way():
+    model = GatheredModel(setup_of(), filled(0))
+    model.apply_gradient(filled(1), 0.25, [SGD, SGD])
+    torch.testing.assert_close(newest(model)[0], filled(0).views[0] - 0.025 * filled(1).views[0])
+
+
+def test_damping_weighs_within_a_step_and_does_not_shorten_it():
+    model = GatheredModel(setup_of(), filled(0))
+    model.apply_gradient(filled(1), 0.5, [SGD, SGD])
+    model.apply_gradient(filled(2), 0.5, [SGD, SGD], damping=0.5)
+    mean = (filled(1).views[0] + 0.5 * filled(2).views[0]) / 1.5
+    torch.testing.assert_close(newest(model)[0], filled(0).views[0] - 0.1 * mean)
+
+
+def test_shares_that_do_not_add_up_to_one_make_as_many_steps():
+    model = GatheredModel(setup_of(), filled(0))
+    for share in (0.375, 0.375, 0.625, 0.625) * 25:
+        model.apply_gradient(filled(1), share, [SGD, SGD])
+    assert model.progress.num_finished == 50
+    assert model.progress.total == pytest.approx(50)
+
+
+def test_memory_is_that_of_one_sum_and_the_state():
+    model = GatheredModel(setup_of(), filled(0))
+    model.apply_gradient(filled(1), 1.0, [SGD, SGD])
+    assert model.memory_bytes == model.state_bytes == 2 * 136  # one of parameters and one of momentum
     for number in range(40):
-        ring = number * number % num_rings
-        model.apply_gradient(ring, filled(number), 1.0, [SGD, SGD])
-        model.hold(ring)
-        assert model.memory_bytes <= (num_rings + 2) * 136  # and one of momentum
-    assert model.state_bytes == 2 * 136
+        model.apply_gradient(filled(number), 0.25, [SGD, SGD])
+        newest(model)
+        assert model.memory_bytes == 3 * 136
 
 
-def test_the_factor_shortens_the_step():
-    model = VersionedModel(setup_of(compensation=0.0), filled(0))
-    model.apply_gradient(0, filled(1), 0.25, [SGD, SGD])
-    torch.testing.assert_close(model.hold(0).views[0], filled(0).views[0] - 0.025 * filled(1).views[0])
-
-
-def test_parameters_without_a_gradient_stay():
-    model = VersionedModel(setup_of(), filled(0))
-    model.apply_gradient(0, filled(1), 1.0, [SGD, SGD], absent=[1])
-    assert torch.equal(model.hold(0).views[1], filled(0).views[1])
-    assert not torch.equal(model.hold(0).views[0], filled(0).views[0])
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_parameters_without_a_gradient_stay(share):
+    model = GatheredModel(setup_of(), filled(0))
+    model.apply_gradient(filled(1), share, [SGD, SGD], absent=[1])
+    assert torch.equal(newest(model)[1], filled(0).views[1])
+    assert not torch.equal(newest(model)[0], filled(0).views[0])
 
 
 def test_gradients_are_compensated_for_the_way_the_parameters_went():
@@ -103,34 +151,36 @@ def test_gradients_are_compensated_for_the_way_the_parameters_went():
 
 
 def test_a_ring_that_is_behind_is_compensated_on_its_own_copy():
-    model = VersionedModel(setup_of(options={"lr": 1.0}), filled(0))
-    model.hold(0), model.hold(1)
     plain = {"lr": 1.0}
-    model.apply_gradient(0, filled(1), 1.0, [plain, plain])
-    middle = [view.clone() for view in model.hold(0).views]
-    model.apply_gradient(1, filled(2), 1.0, [plain, plain])
+    model = GatheredModel(setup_of(options=plain), filled(0))
+    model.keep(1, filled(0))
+    model.apply_gradient(filled(1), 1.0, [plain, plain])
+    middle = [view.clone() for view in newest(model)]
+    gradient = filled(2)
+    model.compensate(1, gradient)
+    model.apply_gradient(gradient, 1.0, [plain, plain])
     g, moved = filled(2).views[0], middle[0] - filled(0).views[0]
-    torch.testing.assert_close(model.hold(1).views[0], middle[0] - (g + 0.04 * g * g * moved))
+    torch.testing.assert_close(newest(model)[0], middle[0] - (g + 0.04 * g * g * moved))
 
 
 def test_a_change_moves_the_parameters():
-    model = VersionedModel(setup_of(), filled(0))
-    model.apply_change(0, filled(1), 0.5)
-    torch.testing.assert_close(model.hold(0).views[0], filled(0).views[0] + 0.5 * filled(1).views[0])
+    model = GatheredModel(setup_of(), filled(0))
+    model.apply_change(filled(1), 0.5)
+    torch.testing.assert_close(newest(model)[0], filled(0).views[0] + 0.5 * filled(1).views[0])
 
 
 def test_options_of_other_groups_are_refused():
-    model = VersionedModel(setup_of(), filled(0))
+    model = GatheredModel(setup_of(), filled(0))
     with pytest.raises(
         TrainingError, match=r"options of the optimizer's groups: \[\['lr', 'momentum'\]\], expected tho"
     ):
-        model.apply_gradient(0, filled(1), 1.0, [SGD])
+        model.apply_gradient(filled(1), 1.0, [SGD])
     with pytest.raises(TrainingError, match=r"absent gradients: \[9\], expected places of parameters"):
-        model.apply_gradient(0, filled(1), 1.0, [SGD, SGD], absent=[9])
+        model.apply_gradient(filled(1), 1.0, [SGD, SGD], absent=[9])
 
 
 def test_optimizers_that_the_server_cannot_run_are_refused():
     with pytest.raises(TrainingError, match=r"optimizer: 'AdamV', expected one of SGD, .*AdamW"):
-        VersionedModel(setup_of("AdamV"), filled(0))
+        GatheredModel(setup_of("AdamV"), filled(0))
     with pytest.raises(TrainingError, match=r"options of SGD: .*learning rate.*, expected those of the script"):
-        VersionedModel(setup_of(options={"lr": -1.0}), filled(0))
+        GatheredModel(setup_of(options={"lr": -1.0}), filled(0))

@@ -1,6 +1,8 @@
+"""Memory for pushes: bounded, given back when nobody refers to it, and a lane for slow rings."""
+
 import threading
 
-from ringweave.params.serving.rooms import Rooms
+from ringweave.params.serving.rooms import Lanes, Rooms
 
 
 def test_a_room_is_free_when_nobody_refers_to_it():
@@ -17,3 +19,25 @@ def test_a_room_is_free_when_nobody_refers_to_it():
     waiting.join(5)
     assert len(got) == 1
     assert len(second) == 2
+
+
+def test_rooms_are_made_when_they_are_needed():
+    rooms = Rooms(2, [8, 3])
+    assert rooms.memory_bytes == 0
+    first = rooms.take_nowait()
+    assert rooms.memory_bytes == 11
+    second = rooms.take_nowait()
+    assert rooms.take_nowait() is None
+    assert rooms.memory_bytes == 22
+    del first, second
+    assert rooms.take_nowait() is not None
+    assert rooms.memory_bytes == 22
+
+
+def test_slow_rings_hold_nobody_up():
+    lanes = Lanes(1, [8])
+    slow = lanes.of(is_slow=True).take_nowait()
+    assert lanes.of(is_slow=True).take_nowait() is None
+    assert lanes.of(is_slow=False).take_nowait() is not None
+    assert slow is not None
+    assert lanes.memory_bytes == 16

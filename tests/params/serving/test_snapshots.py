@@ -4,16 +4,16 @@ import torch
 from ringweave.errors import TrainingError
 from ringweave.params.rules import Receipt
 from ringweave.params.serving import snapshots
-from ringweave.params.serving.model import VersionedModel
-from tests.params.serving.test_model import filled, setup_of
+from ringweave.params.serving.model import GatheredModel
+from tests.params.serving.test_model import filled, newest, setup_of
 
 ADAMW = {"lr": 0.1, "betas": [0.8, 0.9], "amsgrad": True}
 
 
-def trained(name: str, options: dict, steps: int) -> VersionedModel:
-    model = VersionedModel(setup_of(name, options), filled(0))
+def trained(name: str, options: dict, steps: int) -> GatheredModel:
+    model = GatheredModel(setup_of(name, options), filled(0))
     for number in range(steps):
-        model.apply_gradient(0, filled(number), 1.0, [options, options])
+        model.apply_gradient(filled(number), 0.75, [options, options])
     return model
 
 
@@ -21,20 +21,19 @@ def trained(name: str, options: dict, steps: int) -> VersionedModel:
 def test_goes_on_exactly_where_it_was(tmp_path, name, options):
     model = trained(name, options, 3)
     pushed = {1: Receipt(ring=1, sequence=3, version=3, staleness_versions=0, damping=1.0)}
-    found = snapshots.take(model, 3, pushed, "snapshot")
-    model.apply_gradient(0, filled(3), 1.0, [options, options])  # beside the writing
+    found = snapshots.take(model, 3, pushed)
+    model.apply_gradient(filled(3), 0.75, [options, options])  # beside the writing
     snapshots.save(found, tmp_path / "deep" / "server.safetensors")
-    model.release("snapshot")
     back = snapshots.load(tmp_path / "deep" / "server.safetensors")
     assert (back.version, back.pushed) == (3, pushed)
     later = snapshots.restore(back)
-    later.apply_gradient(0, filled(3), 1.0, [options, options])
-    assert all(map(torch.equal, later.hold(0).views, model.hold(0).views))
+    later.apply_gradient(filled(3), 0.75, [options, options])
+    assert all(map(torch.equal, newest(later), newest(model)))
 
 
 def test_a_damaged_file_is_refused(tmp_path):
     path = tmp_path / "server.safetensors"
-    snapshots.save(snapshots.take(trained("SGD", {"lr": 0.1}, 1), 1, {}, "snapshot"), path)
+    snapshots.save(snapshots.take(trained("SGD", {"lr": 0.1}, 1), 1, {}), path)
     whole = path.read_bytes()
     for num_bytes in (0, 7, 100, len(whole) - 1):
         path.write_bytes(whole[:num_bytes])
@@ -44,12 +43,12 @@ def test_a_damaged_file_is_refused(tmp_path):
 
 def test_a_disk_that_is_full_leaves_the_last_one(tmp_path, monkeypatch):
     path = tmp_path / "server.safetensors"
-    snapshots.save(snapshots.take(trained("SGD", {"lr": 0.1}, 1), 1, {}, "snapshot"), path)
+    snapshots.save(snapshots.take(trained("SGD", {"lr": 0.1}, 1), 1, {}), path)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(snapshots.os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        snapshots.save(snapshots.take(trained("SGD", {"lr": 0.1}, 2), 2, {}, "snapshot"), path)
+        snapshots.save(snapshots.take(trained("SGD", {"lr": 0.1}, 2), 2, {}), path)
     assert snapshots.load(path).version == 1

@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from ringweave import wire
 from ringweave.errors import RingweaveError
 from ringweave.params.messages import Status
@@ -50,6 +52,7 @@ class Process:
         self._asked = asked
         self._log = EventLog(asked.run_dir / "events.jsonl") if asked.run_dir else None
         self._stop = threading.Event()
+        torch.set_num_threads(1)  # the memory is the limit; and threads that wait for each other stall on a busy node
         optimizers.warm_up()
         credentials = load_credentials(asked.credentials)
         self.service = ParameterService(term=asked.term, num_peers=lambda: len(self.server.peers()))

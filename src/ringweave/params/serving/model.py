@@ -1,126 +1,221 @@
-"""The parameters as the server holds them, in versions: a push makes the next one, rings keep the one they compute on.
+"""The parameters as the server holds them: pushes count at once, and train steps are those of synchronous training.
 
-A version that a ring or a snapshot holds is never changed: the next push copies it first. So there are as many copies
-as rings with different versions, the newest among them, and a copy that nobody holds any more is used again. That a
-ring's own copy is there when its push comes is what delay compensation needs.
+An optimizer's state must not move once for each push: momentum would forget k times as fast, and Adam would take the
+noise of a few samples for curvature. So pushes are gathered into *train steps*, each of as many samples as one of
+synchronous training. What a ring is given is always the newest: the parameters at the start of the present train step,
+moved by the optimizer with the mean of all that has been pushed since, by a step as long as these samples are worth.
+The optimizer's state goes on when the train step is full. With one ring that is synchronous training, exactly.
+
+Optimizers work element by element, so they are given blocks of tensors, few at a time: what is needed beside the
+parameters, the state and the sum of gradients stays in the cache.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ringweave.errors import TrainingError, explain
 from ringweave.params.flat import Flat
-from ringweave.params.messages import Option, Setup
+from ringweave.params.messages import Group, Option, Setup
+from ringweave.params.rules import Progress
 from ringweave.params.serving import optimizers
 
-_BLOCK = 1 << 18
-"""Elements that are compensated at once: what is needed beside the gradient stays in the cache."""
+BLOCK = 1 << 18
+"""Elements that are worked on at once."""
 
 
-class VersionedModel:
-    """Parameters, optimizer and the copies that rings compute on; one thread at a time."""
+class GatheredModel:
+    """Parameters and optimizer of a job; one thread at a time."""
 
-    def __init__(self, setup: Setup, initial: Flat) -> None:
+    def __init__(self, setup: Setup, initial: Flat, progress: Progress | None = None) -> None:
         """`initial` holds the first parameters, and is the model's from now on.
 
         Raises:
             TrainingError: The optimizer cannot be made.
         """
         self.setup = setup
-        self._now = initial
-        self._held: dict[Hashable, Flat] = {}
-        self._spare: Flat | None = None
-        self._parameters = [nn.Parameter(view) for view in initial.views]
-        self.optimizer = optimizers.make(setup.optimizer, setup.groups, self._parameters)
-
-    def hold(self, holder: Hashable) -> Flat:
-        """The newest parameters, which stay as they are until the holder holds others or lets go."""
-        self.release(holder)
-        self._held[holder] = self._now
-        return self._now
-
-    def release(self, holder: Hashable) -> None:
-        """The holder needs its copy no more."""
-        copy = self._held.pop(holder, None)
-        if copy is not None and copy is not self._now and not self._is_held(copy):
-            self._spare = copy
-
-    def held(self, holder: Hashable) -> Flat | None:
-        """The copy that it holds."""
-        return self._held.get(holder)
+        self.progress = progress or Progress()
+        self._start = initial
+        self._sum: Flat | None = None
+        self._bases: dict[Hashable, Flat] = {}
+        self._starts = blocks_of(initial)
+        self._places = [place for place, view in enumerate(initial.views) for _ in range(_num_blocks(view))]
+        self._blocks = [nn.Parameter(block) for block in self._starts]
+        self.optimizer = optimizers.make(setup.optimizer, self._groups(), self._blocks)
 
     def apply_gradient(
         self,
-        holder: Hashable,
         gradient: Flat,
-        factor: float,
+        share: float,
         options: Sequence[dict[str, Option]],
         absent: Sequence[int] = (),
+        damping: float = 1.0,
     ) -> None:
-        """One step of the optimizer.
+        """Count a gradient into the present train step, and finish that if it is full now.
 
         Args:
-            holder: Who computed the gradient, on the copy that it holds, which it thereby lets go.
-            gradient: The mean over its samples; changed.
-            factor: What the step counts for: the learning rate is multiplied by it.
-            options: Of each group.
-            absent: Places of parameters without a gradient.
+            gradient: The mean over its samples; it may be changed.
+            share: Its part of a train step.
+            options: Of each group, as they are now.
+            absent: Places of parameters without a gradient; one that no push of the train step has stays as it is.
+            damping: What it counts beside the others of its train step. The length of the step does not depend on
+                it: training would be that many samples behind for good.
 
         Raises:
             TrainingError: Options or places do not belong to this model; nothing is changed.
         """
-        if not all(place < len(self._parameters) for place in absent):
+        if not all(place < len(self.setup.tensors) for place in absent):
             raise TrainingError(
                 explain("absent gradients", got=list(absent), expected="places of parameters", do="Push them whole")
             )
-        optimizers.adjust(self.optimizer, options, factor)
-        base = self.held(holder)
-        if base is not None and base is not self._now and self.setup.compensation:
-            compensate(gradient, self._now, base, self.setup.compensation)
-        self.release(holder)
-        self._make_own()
-        for place, (parameter, view) in enumerate(zip(self._parameters, gradient.views, strict=True)):
-            parameter.grad = None if place in absent else view
-        self.optimizer.step()
-        for parameter in self._parameters:
-            parameter.grad = None
+        optimizers.adjust(self.optimizer, options, self.progress.length + share)
+        is_first = not self.progress.weight
+        self.progress.add(share, share * damping, set(range(len(self.setup.tensors))) - set(absent))
+        if is_first and self.progress.is_full:
+            self._finish(gradient, 1.0)
+            return
+        self._gather(gradient, share * damping, is_first=is_first)
+        if self.progress.is_full and self._sum is not None:
+            self._finish(self._sum, 1 / self.progress.weight)
 
-    def apply_change(self, holder: Hashable, change: Flat, factor: float) -> None:
+    @torch.no_grad()
+    def apply_change(self, change: Flat, factor: float) -> None:
         """Move all parameters by a multiple of what changed in a ring's local steps."""
-        self.release(holder)
-        self._make_own()
-        for own, moved in zip(self._now.pieces, change.pieces, strict=True):
+        for own, moved in zip(self._start.pieces, change.pieces, strict=True):
             own.add_(moved, alpha=factor)
+
+    @torch.no_grad()
+    def read(self, into: Flat) -> None:
+        """Put the newest parameters there."""
+        into.copy_(self._start)
+        if self._sum is None or not self.progress.weight:
+            return
+        outs, sums = blocks_of(into), blocks_of(self._sum)
+        for batch in self._batches():
+            with self._tried_out(batch, outs):
+                self._step(batch, sums, 1 / self.progress.weight)
+
+    def keep(self, holder: Hashable, base: Flat) -> None:
+        """Remember what the holder computes its next gradient on, as `compensate` needs it."""
+        self._bases[holder] = base
+
+    def release(self, holder: Hashable) -> None:
+        """Forget that."""
+        self._bases.pop(holder, None)
+
+    def compensate(self, holder: Hashable, gradient: Flat) -> None:
+        """Turn the holder's gradient into about that at the newest parameters. Needs a copy of these meanwhile."""
+        base = self._bases.pop(holder, None)
+        if base is not None:
+            now = Flat(self.setup.tensors)
+            self.read(now)
+            compensate(gradient, now, base, self.setup.compensation)
+
+    @property
+    def start(self) -> Flat:
+        """The parameters at the start of the present train step."""
+        return self._start
+
+    @property
+    def gathered(self) -> Flat | None:
+        """The sum of the weighed gradients of the present train step; None if there are none."""
+        return self._sum if self.progress.weight else None
+
+    @gathered.setter
+    def gathered(self, found: Flat) -> None:
+        self._sum = found
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of all tensors held: copies, and the optimizer's state."""
-        copies = {id(copy): copy for copy in (self._now, self._spare, *self._held.values()) if copy is not None}
-        states = self.optimizer.state.values()
-        state = sum(value.nbytes for each in states for value in each.values() if isinstance(value, torch.Tensor))
-        return sum(copy.num_bytes for copy in copies.values()) + state
+        """Bytes of all tensors held: parameters, optimizer's state, sum of gradients, what rings compute on."""
+        bases = {id(base): base for base in self._bases.values()}
+        gathered = self._sum.num_bytes if self._sum else 0
+        return self.state_bytes + gathered + sum(base.num_bytes for base in bases.values())
 
     @property
     def state_bytes(self) -> int:
         """Bytes of one set of parameters and of the optimizer's state: what training alone would hold."""
         states = self.optimizer.state.values()
-        state = sum(value.nbytes for each in states for value in each.values() if isinstance(value, torch.Tensor))
-        return self._now.num_bytes + state
+        state = sum(value.nbytes for each in states for value in each.values() if isinstance(value, Tensor))
+        return self._start.num_bytes + state
 
-    def _is_held(self, copy: Flat) -> bool:
-        return any(each is copy for each in self._held.values())
+    def _groups(self) -> list[Group]:
+        """The script's groups, of blocks in the place of tensors."""
+        found = []
+        for group in self.setup.groups:
+            members = set(group.parameters)
+            blocks = [index for index, place in enumerate(self._places) if place in members]
+            found.append(Group(parameters=blocks, options=group.options))
+        return found
 
-    def _make_own(self) -> None:
-        """See to it that nobody holds the newest parameters, which are about to change."""
-        if not self._is_held(self._now):
-            return
-        fresh, self._spare = self._spare or Flat(self.setup.tensors), None
-        fresh.copy_(self._now)
-        self._now = fresh
-        for parameter, view in zip(self._parameters, fresh.views, strict=True):
-            parameter.data = view
+    @torch.no_grad()
+    def _gather(self, gradient: Flat, weight: float, *, is_first: bool) -> None:
+        self._sum = self._sum or Flat(self.setup.tensors)
+        for total, piece in zip(self._sum.pieces, gradient.pieces, strict=True):
+            if is_first:
+                torch.mul(piece, weight, out=total)
+            else:
+                total.add_(piece, alpha=weight)
+
+    def _finish(self, sums: Flat, scale: float) -> None:
+        """The train step is full: the optimizer goes on for good."""
+        blocks = blocks_of(sums)
+        for batch in self._batches():
+            self._step(batch, blocks, scale)
+        self.progress.clear()
+
+    def _step(self, batch: Sequence[int], sums: Sequence[Tensor], scale: float) -> None:
+        """The optimizer's step of some blocks."""
+        for index in batch:
+            if self._places[index] in self.progress.present:
+                self._blocks[index].grad = sums[index] * scale if scale != 1.0 else sums[index]
+        self.optimizer.step()
+        for index in batch:
+            self._blocks[index].grad = None
+
+    def _batches(self) -> Iterator[list[int]]:
+        """Blocks that are worked on together."""
+        batch, count = [], 0
+        for index, block in enumerate(self._starts):
+            if batch and count + len(block) > BLOCK:
+                yield batch
+                batch, count = [], 0
+            batch.append(index)
+            count += len(block)
+        yield batch
+
+    @contextmanager
+    def _tried_out(self, batch: Sequence[int], outs: Sequence[Tensor]) -> Iterator[None]:
+        """Let the optimizer move `outs` in the place of these blocks, and forget that it did."""
+        state = self.optimizer.state
+        kept = {index: state.pop(self._blocks[index], None) for index in batch}
+        for index, own in kept.items():
+            self._blocks[index].data = outs[index]
+            if own is not None:
+                state[self._blocks[index]] = {name: _copy(value) for name, value in own.items()}
+        try:
+            yield
+        finally:
+            for index, own in kept.items():
+                self._blocks[index].data = self._starts[index]
+                state.pop(self._blocks[index], None)
+                if own is not None:
+                    state[self._blocks[index]] = own
+
+
+def blocks_of(flat: Flat) -> list[Tensor]:
+    """The tensors, cut into pieces of at most `BLOCK` elements."""
+    return [block for view in flat.views for block in view.view(-1).split(BLOCK)]
+
+
+def _num_blocks(view: Tensor) -> int:
+    return max(1, -(-view.numel() // BLOCK))
+
+
+def _copy(value: object) -> object:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def compensate(gradient: Flat, now: Flat, base: Flat, strength: float) -> None:
@@ -129,6 +224,6 @@ def compensate(gradient: Flat, now: Flat, base: Flat, strength: float) -> None:
     Source: Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation" (2017), equation 10.
     """
     for own, newest, older in zip(gradient.pieces, now.pieces, base.pieces, strict=True):
-        for begin in range(0, len(own), _BLOCK):
-            block = slice(begin, begin + _BLOCK)
+        for begin in range(0, len(own), BLOCK):
+            block = slice(begin, begin + BLOCK)
             own[block].addcmul_(own[block] * own[block], newest[block] - older[block], value=strength)

@@ -1,6 +1,7 @@
 """What the server does with each message: handlers around one ledger, one model and one lock."""
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,17 +24,21 @@ from ringweave.params.messages import (
     Take,
     Taken,
 )
-from ringweave.params.rules import Ledger, Receipt, StalenessPolicy, TicketOffice
+from ringweave.params.rules import Ledger, Receipt, StalenessPolicy, Tempo, TicketOffice
 from ringweave.params.serving import snapshots
-from ringweave.params.serving.model import VersionedModel
-from ringweave.params.serving.rooms import Rooms
+from ringweave.params.serving.model import GatheredModel
+from ringweave.params.serving.rooms import Lanes
 from ringweave.params.serving.snapshots import Snapshot
 from ringweave.wire import Answer, Call, Done, Handler, Incoming
 
 _LOOK_S = 0.5
-_ROOMS = 2
-"""Pushes that are received at once, one while another is applied; the others wait on their links. Memory is bounded so,
-and of pushes that come at the same time the first is done sooner."""
+_RECEIVING = 1
+"""Pushes that are received at once from quick rings. The others wait on their links, which loses nothing: it is the
+server's link that they share, and of pushes that come at the same time the first is done sooner."""
+_SENDING = 2
+"""Copies of the parameters that are sent at once to quick rings: one is made while the other is on its way."""
+_ROOM_LOOK_S = 0.005
+"""How often a pull looks whether a copy has been sent: nobody can wake it."""
 
 
 @dataclass(slots=True)
@@ -57,10 +62,17 @@ class _Job:
 
     setup: Setup
     ledger: Ledger
-    model: VersionedModel
+    model: GatheredModel
     tickets: TicketOffice
-    rooms: Rooms
+    receiving: Lanes
+    sending: Lanes
+    tempo: Tempo = field(default_factory=Tempo)
     gone: set[int] = field(default_factory=set)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of all tensors, and of the memory that they are received into and sent from."""
+        return self.model.memory_bytes + self.receiving.memory_bytes + self.sending.memory_bytes
 
 
 class ParameterService:
@@ -72,6 +84,7 @@ class ParameterService:
         term: int = 0,
         num_peers: Callable[[], int] = lambda: 0,
         applied: Callable[[Push, Receipt, Sequence[memoryview]], None] = lambda push, receipt, buffers: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Waits for a job to begin.
 
@@ -79,9 +92,10 @@ class ParameterService:
             term: Messages of another one are refused.
             num_peers: Connections that stand, for the counts.
             applied: Called before a push is acknowledged, with the lock held: where a standby is told.
+            clock: Gives seconds.
         """
         self.counts = Counts()
-        self._term, self._num_peers, self._applied = term, num_peers, applied
+        self._term, self._num_peers, self._applied, self._clock = term, num_peers, applied, clock
         self._changed = threading.Condition()
         self._job: _Job | None = None
 
@@ -118,17 +132,12 @@ class ParameterService:
         Raises:
             OSError: The disk does not take it.
         """
-        holder = ("snapshot", path)
         with self._changed:
             job = self._job
             if job is None:
                 return None
-            found = snapshots.take(job.model, job.ledger.version, job.ledger.pushed, holder)
-        try:
-            snapshots.save(found, path)
-        finally:
-            with self._changed:
-                job.model.release(holder)
+            found = snapshots.take(job.model, job.ledger.version, job.ledger.pushed)
+        snapshots.save(found, path)
         return found.version
 
     def status(self) -> Status:
@@ -144,7 +153,8 @@ class ParameterService:
                 received_bytes=counts.received_bytes,
                 sent_bytes=counts.sent_bytes,
                 most_peers=counts.most_peers,
-                memory_bytes=job.model.memory_bytes if job else 0,
+                train_steps=job.model.progress.total if job else 0.0,
+                memory_bytes=job.memory_bytes if job else 0,
             )
 
     def _start(self, call: Call) -> Done:
@@ -165,7 +175,7 @@ class ParameterService:
                     )
                 return Done()
             # Received memory is the caller's connection's: kept, since nobody else has it.
-            model = VersionedModel(setup, Flat.over(setup.tensors, call.buffers))
+            model = GatheredModel(setup, Flat.over(setup.tensors, call.buffers))
             self._job = _begin(setup, model, version=0, pushed={})
             self.counts.received_bytes += sum(len(buffer) for buffer in call.buffers)
         return Done()
@@ -174,12 +184,15 @@ class ParameterService:
         message: Push = incoming.message
         job = self._find(message.term, message.ring, incoming.peer)
         _check_buffers(job.setup, incoming.sizes)
-        return job.rooms.take()
+        room = job.receiving.of(is_slow=job.tempo.is_slow(message.ring)).take()
+        job.tempo.begin(message.ring, self._clock())
+        return room
 
     def _push(self, call: Call) -> Pushed:
         push: Push = call.message
         job = self._find(push.term, push.ring, call.peer)
         with self._changed:
+            job.tempo.end(push.ring, self._clock())
             self.counts.received_bytes += sum(len(buffer) for buffer in call.buffers)
             self.counts.most_peers = max(self.counts.most_peers, self._num_peers())
             receipt = job.ledger.receipt(push.ring, push.sequence)
@@ -198,11 +211,12 @@ class ParameterService:
     def _apply(self, job: _Job, push: Push, buffers: Sequence[memoryview]) -> Receipt:
         age = job.ledger.check(push.ring, push.sequence, push.base_version)
         content = Flat.over(job.setup.tensors, buffers)
-        factor = push.batch_share * job.ledger.policy.damping(age)
+        damping = job.ledger.policy.damping(age)
         if push.content == "gradient":
-            job.model.apply_gradient(push.ring, content, factor, push.options, push.absent)
+            job.model.compensate(push.ring, content)
+            job.model.apply_gradient(content, push.batch_share, push.options, push.absent, damping)
         else:
-            job.model.apply_change(push.ring, content, factor)
+            job.model.apply_change(content, push.batch_share * damping)
         receipt = job.ledger.push(push.ring, push.sequence, push.base_version)
         self.counts.staleness[receipt.staleness_versions] += 1
         self.counts.pushes[push.ring] += 1
@@ -214,7 +228,7 @@ class ParameterService:
         pull: Pull = call.message
         job = self._find(pull.term, pull.ring, call.peer)
         with self._changed:
-            while not _is_due(job, pull):
+            while (room := self._sending_room(job, pull)) is None:
                 if call.left_s() <= 0 or call.cancelled.is_set():
                     raise DeadlineError(
                         explain(
@@ -224,12 +238,19 @@ class ParameterService:
                             do="Look which ring does not push any more",
                         )
                     )
-                self._changed.wait(min(_LOOK_S, call.left_s()))
+                self._changed.wait(min(_ROOM_LOOK_S if _is_due(job, pull) else _LOOK_S, max(0.0, call.left_s())))
             job.gone.discard(pull.ring)
             version = job.ledger.grant(pull.ring)
-            copy = job.model.hold(pull.ring)
+            copy = Flat.over(job.setup.tensors, room)
+            job.model.read(copy)
+            if job.setup.compensation:
+                job.model.keep(pull.ring, copy)
             self.counts.sent_bytes += copy.num_bytes
-        return Answer(Pulled(version=version), copy.buffers())
+        return Answer(Pulled(version=version), room)
+
+    def _sending_room(self, job: _Job, pull: Pull) -> list[memoryview] | None:
+        """Memory for the answer; None as long as the ring may not go on, or all of it is on its way to others."""
+        return job.sending.of(is_slow=job.tempo.is_slow(pull.ring)).take_nowait() if _is_due(job, pull) else None
 
     def _take(self, call: Call) -> Taken:
         take: Take = call.message
@@ -281,11 +302,18 @@ class ParameterService:
             )
 
 
-def _begin(setup: Setup, model: VersionedModel, *, version: int, pushed: dict[int, Receipt]) -> _Job:
+def _begin(setup: Setup, model: GatheredModel, *, version: int, pushed: dict[int, Receipt]) -> _Job:
     policy = StalenessPolicy(num_rings=len(setup.rings), overlaps=setup.overlaps, compensation=setup.compensation)
-    ledger = Ledger(policy, version=version, pushed=pushed)
-    rooms = Rooms(_ROOMS, flat.sizes_of(setup.tensors))
-    return _Job(setup=setup, ledger=ledger, model=model, tickets=TicketOffice(len(setup.rings)), rooms=rooms)
+    sizes = flat.sizes_of(setup.tensors)
+    num_kept = len(setup.rings) if setup.compensation else 0
+    return _Job(
+        setup=setup,
+        ledger=Ledger(policy, version=version, pushed=pushed),
+        model=model,
+        tickets=TicketOffice(len(setup.rings)),
+        receiving=Lanes(_RECEIVING, sizes),
+        sending=Lanes(_SENDING + num_kept, sizes),
+    )
 
 
 def _is_due(job: _Job, pull: Pull) -> bool:

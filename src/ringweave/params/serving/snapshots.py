@@ -1,13 +1,13 @@
 """The server's whole state in one safetensors file: parameters, optimizer, books.
 
-Taken between two pushes by holding the version and copying the optimizer's state, written beside the pushes that
-follow, complete or not at all: a new file is renamed into its place when it is on the disk.
+Copied between two pushes, written beside the pushes that follow, complete or not at all: a new file is renamed into its
+place when it is on the disk.
 """
 
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ from torch import Tensor
 from ringweave.errors import TrainingError, explain
 from ringweave.params.flat import Flat
 from ringweave.params.messages import Setup
-from ringweave.params.rules import Receipt
-from ringweave.params.serving.model import VersionedModel
+from ringweave.params.rules import Progress, Receipt
+from ringweave.params.serving.model import GatheredModel
 
-_FORMAT = 1
+_FORMAT = 2
 _KEY = "ringweave"
 
 
@@ -35,16 +35,20 @@ class Snapshot:
     pushed: dict[int, Receipt]
     """The last receipt of each ring, so that a push that was acknowledged is not applied again."""
     parameters: list[Tensor]
+    """At the start of the present train step."""
+    progress: Progress
+    gathered: list[Tensor]
+    """The sum of the gradients of the present train step; empty if there are none."""
     groups: list[dict[str, Any]]
     """The optimizer's, without the parameters."""
     state: dict[str, Tensor]
-    """The optimizer's, by `place.name`; tensors only."""
+    """The optimizer's, by `block.name`; tensors only."""
     scalars: dict[str, float]
     """Likewise; numbers."""
 
 
-def take(model: VersionedModel, version: int, pushed: Mapping[int, Receipt], holder: object) -> Snapshot:
-    """The state now. Until `model.release(holder)` the parameters in it stay as they are, without a copy."""
+def take(model: GatheredModel, version: int, pushed: Mapping[int, Receipt]) -> Snapshot:
+    """A copy of the state now."""
     found = model.optimizer.state_dict()
     entries = {f"{place}.{name}": value for place, each in found["state"].items() for name, value in each.items()}
     groups = [{key: value for key, value in group.items() if key != "params"} for group in found["param_groups"]]
@@ -52,7 +56,9 @@ def take(model: VersionedModel, version: int, pushed: Mapping[int, Receipt], hol
         setup=model.setup,
         version=version,
         pushed=dict(pushed),
-        parameters=model.hold(holder).views,
+        parameters=[view.clone() for view in model.start.views],
+        progress=replace(model.progress, present=set(model.progress.present)),
+        gathered=[view.clone() for view in model.gathered.views] if model.gathered else [],
         groups=groups,
         state={key: value.clone() for key, value in entries.items() if isinstance(value, Tensor)},
         scalars={key: value for key, value in entries.items() if isinstance(value, (int, float))},
@@ -70,10 +76,12 @@ def save(snapshot: Snapshot, path: Path) -> None:
         "version": snapshot.version,
         "setup": snapshot.setup.model_dump(mode="json"),
         "pushed": [asdict(receipt) for receipt in snapshot.pushed.values()],
+        "progress": {**asdict(snapshot.progress), "present": sorted(snapshot.progress.present)},
         "groups": snapshot.groups,
         "scalars": snapshot.scalars,
     }
     tensors = {f"parameter.{place}": each.contiguous() for place, each in enumerate(snapshot.parameters)}
+    tensors |= {f"gathered.{place}": each.contiguous() for place, each in enumerate(snapshot.gathered)}
     tensors |= {f"state.{key}": each for key, each in snapshot.state.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
@@ -95,6 +103,8 @@ def load(path: Path) -> Snapshot:
             setup = Setup.model_validate(books["setup"])
             state = {key: file.get_tensor(f"state.{key}") for key in _below(file.keys(), "state.")}
             parameters = [file.get_tensor(f"parameter.{place}") for place in range(len(setup.tensors))]
+            progress = _progress_of(books["progress"])
+            gathered = [file.get_tensor(f"gathered.{place}") for place in range(len(_below(file.keys(), "gathered.")))]
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, pydantic.ValidationError) as cause:
         raise TrainingError(
             explain(
@@ -110,18 +120,19 @@ def load(path: Path) -> Snapshot:
         version=books["version"],
         pushed={receipt["ring"]: Receipt(**receipt) for receipt in books["pushed"]},
         parameters=parameters,
+        progress=progress,
+        gathered=gathered,
         groups=books["groups"],
         state=state,
         scalars=books["scalars"],
     )
 
 
-def restore(snapshot: Snapshot) -> VersionedModel:
+def restore(snapshot: Snapshot) -> GatheredModel:
     """The model as it was."""
-    flat = Flat(snapshot.setup.tensors)
-    for view, parameter in zip(flat.views, snapshot.parameters, strict=True):
-        view.copy_(parameter)
-    model = VersionedModel(snapshot.setup, flat)
+    model = GatheredModel(snapshot.setup, _flat_of(snapshot.setup, snapshot.parameters), snapshot.progress)
+    if snapshot.gathered:
+        model.gathered = _flat_of(snapshot.setup, snapshot.gathered)
     state: dict[int, dict[str, Any]] = {}
     for key, value in [*snapshot.state.items(), *snapshot.scalars.items()]:
         place, _, name = key.partition(".")
@@ -130,6 +141,18 @@ def restore(snapshot: Snapshot) -> VersionedModel:
     groups = [{**_tupled(kept), "params": own} for kept, own in zip(snapshot.groups, places, strict=True)]
     model.optimizer.load_state_dict({"state": state, "param_groups": groups})
     return model
+
+
+def _flat_of(setup: Setup, tensors: list[Tensor]) -> Flat:
+    flat = Flat(setup.tensors)
+    for view, tensor in zip(flat.views, tensors, strict=True):
+        view.copy_(tensor)
+    return flat
+
+
+def _progress_of(book: Mapping[str, Any]) -> Progress:
+    numbers = {name: value for name, value in book.items() if name != "present"}
+    return Progress(present=set(book["present"]), **numbers)
 
 
 def _tupled(group: Mapping[str, Any]) -> dict[str, Any]:

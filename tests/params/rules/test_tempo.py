@@ -1,0 +1,31 @@
+"""Which rings are slow, by how long their pushes take."""
+
+from ringweave.params.rules import Tempo
+
+
+def tempo_of(*took_s: float) -> Tempo:
+    tempo = Tempo()
+    for ring, seconds in enumerate(took_s):
+        tempo.begin(ring, 10.0)
+        tempo.end(ring, 10.0 + seconds)
+    return tempo
+
+
+def test_a_ring_is_slow_beside_most_others():
+    tempo = tempo_of(1.0, 1.1, 0.9, 9.0)
+    assert [tempo.is_slow(ring) for ring in range(5)] == [False, False, False, True, False]
+
+
+def test_of_two_rings_the_slower_one_is():
+    tempo = tempo_of(1.0, 10.0)
+    assert [tempo.is_slow(0), tempo.is_slow(1)] == [False, True]
+
+
+def test_rings_that_share_a_link_evenly_are_not():
+    assert not any(map(tempo_of(1.0, 2.0, 1.5, 0.8).is_slow, range(4)))
+
+
+def test_a_push_that_broke_off_says_nothing():
+    tempo = Tempo()
+    tempo.end(0, 5.0)
+    assert not tempo.is_slow(0)

@@ -1,0 +1,83 @@
+"""Rings with the server's defaults, in virtual time: what staleness does to the loss beside synchronous training."""
+
+import statistics
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+from ringweave.testing import rehearsals
+from ringweave.testing.rehearsals import Task
+
+EPOCHS, BATCH = 8, 128
+IMAGES, LABELS = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
+IS_HELD_OUT = torch.arange(len(LABELS)) % 5 == 0
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads that wait for each other take minutes for this on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def loss(model: nn.Module, samples: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(IMAGES[samples].float() / 16), LABELS[samples])
+
+
+def task_of(optimizer: str, seed: int) -> Task:
+    def make_model() -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10))
+
+    def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        if optimizer == "SGD":
+            return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        return torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+    generator, train = torch.Generator().manual_seed(seed), (~IS_HELD_OUT).nonzero().flatten()
+    whole = len(train) - len(train) % BATCH
+    return Task(
+        make_model=make_model,
+        make_optimizer=make_optimizer,
+        loss=loss,
+        epochs=[train[torch.randperm(len(train), generator=generator)[:whole]] for _ in range(EPOCHS)],
+        batch_samples=BATCH,
+        decay=lambda epoch: 1 - epoch / EPOCHS,
+    )
+
+
+@torch.no_grad()
+def held_out(model: nn.Module) -> float:
+    return loss(model, IS_HELD_OUT.nonzero().flatten()).item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize("speeds", [(4.0, 1.0), (1.0, 1.01, 0.5)])
+def test_the_loss_is_that_of_synchronous_training(optimizer, speeds):
+    tasks = [task_of(optimizer, seed) for seed in range(3)]
+    sync = statistics.mean(held_out(rehearsals.synchronous(task)) for task in tasks)
+    found = [rehearsals.asynchronous(task, speeds) for task in tasks]
+    # An optimizer that steps once a push is 15 to 40 % behind with AdamW. What is left is noise of the seeds.
+    assert statistics.mean(held_out(each.model) for each in found) < sync * 1.03
+    assert max(max(each.staleness) for each in found) <= 4 * len(speeds)
+
+
+def test_one_ring_is_synchronous_training():
+    task = task_of("AdamW", 0)
+    expected = rehearsals.synchronous(task)
+    found = rehearsals.asynchronous(task, (1.0,))
+    assert set(found.staleness) == {0}
+    torch.testing.assert_close(list(found.model.parameters()), list(expected.parameters()), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_stalls_let_the_others_go_on():
+    task = task_of("SGD", 0)
+    found = rehearsals.asynchronous(task, (1.0,) * 4, stall=0.125)
+    assert max(found.staleness) > 3
+    assert held_out(found.model) < held_out(rehearsals.synchronous(task)) * 1.1
