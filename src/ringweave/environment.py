@@ -14,6 +14,7 @@ PROBE = "RINGWEAVE_PROBE"
 TUNING = "RINGWEAVE_TUNING"
 SERVER = "RINGWEAVE_SERVER"
 CREDENTIALS = "RINGWEAVE_CREDENTIALS"
+EVENTS = "RINGWEAVE_EVENTS"
 
 _NEVER = "never"
 
@@ -43,11 +44,13 @@ class WorkerEnvironment:
     """`host:port` of the job's parameter server; None means that there is none."""
     credentials: str | None = None
     """Where this process's credentials are: `fd:N`, an inherited descriptor, or the path of a file of its owner's."""
+    events: Path | None = None
+    """Event log of a worker that has no run directory; None means that it writes no events."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "WorkerEnvironment":
         """Read the variables; an empty one counts as absent."""
-        cluster, run_dir = environ.get(CLUSTER), environ.get(RUN_DIR)
+        cluster, run_dir, events = environ.get(CLUSTER), environ.get(RUN_DIR), environ.get(EVENTS)
         return cls(
             cluster_path=Path(cluster) if cluster else None,
             node=environ.get(NODE) or None,
@@ -59,6 +62,7 @@ class WorkerEnvironment:
             tuning={"0": False, "1": True}.get(environ.get(TUNING, "")),
             server=environ.get(SERVER) or None,
             credentials=environ.get(CREDENTIALS) or None,
+            events=Path(events) if events else None,
         )
 
     def to_environ(self) -> dict[str, str]:
@@ -74,5 +78,11 @@ class WorkerEnvironment:
             TUNING: {False: "0", True: "1", None: ""}[self.tuning],
             SERVER: self.server or "",
             CREDENTIALS: self.credentials or "",
+            EVENTS: str(self.events or ""),
         }
         return {name: value for name, value in pairs.items() if value}
+
+    @property
+    def events_path(self) -> Path | None:
+        """The event log that this worker writes to: its run's, or the one that it was given; None if there is none."""
+        return self.run_dir / "events.jsonl" if self.run_dir else self.events

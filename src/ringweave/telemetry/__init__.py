@@ -1,6 +1,7 @@
 """The event log: what happened in a run, written by one writer and read by everything that shows something."""
 
 from ringweave.telemetry.events import Event, EventLog, read, read_last_attempt
-from ringweave.telemetry.kinds import KINDS, Kind
+from ringweave.telemetry.kind import Kind
+from ringweave.telemetry.kinds import KINDS
 
 __all__ = ["KINDS", "Event", "EventLog", "Kind", "read", "read_last_attempt"]

@@ -4,20 +4,9 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Kind:
-    """One kind of event."""
-
-    meaning: str
-    """What has happened when such an event is in the log."""
-    written_by: str
-    """Who writes it: the launcher, a worker's backend, or a server of the job."""
-    fields: Mapping[str, str]
-    """Name -> meaning of every field beside `time` and `kind`; all of them are present in every event of the kind."""
-
+from ringweave.telemetry.kind import Kind
+from ringweave.telemetry.lasting_kinds import LASTING_KINDS
 
 _RANK = "global rank of the worker"
 _NODE = "name of the worker's node in the cluster file"
@@ -259,6 +248,7 @@ KINDS: Mapping[str, Kind] = {
             "refusals": "how many this event stands for: itself and those since the last event of its reason and host",
         },
     ),
+    **LASTING_KINDS,
 }
 
 
