@@ -4,17 +4,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ringweave.telemetry import Iterations as Iterations
+    from ringweave.training import Checkpoints as Checkpoints
     from ringweave.training import prepare as prepare
 
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    """`prepare`, which brings torch, and `Iterations`: loaded when asked for: `import ringweave` stays light."""
-    if name == "prepare":
-        from ringweave.training import prepare
+    """Loaded when it is asked for, since some of it brings torch: `import ringweave` stays light."""
+    if name in ("Checkpoints", "prepare"):
+        from ringweave import training
 
-        return prepare
+        return getattr(training, name)
     if name == "Iterations":
         from ringweave.telemetry import Iterations
 

@@ -16,6 +16,7 @@ LEADER_PER_NIC = "RINGWEAVE_LEADER_PER_NIC"
 SERVER = "RINGWEAVE_SERVER"
 CREDENTIALS = "RINGWEAVE_CREDENTIALS"
 DATA = "RINGWEAVE_DATA"
+EVENTS = "RINGWEAVE_EVENTS"
 
 _NEVER = "never"
 
@@ -49,11 +50,13 @@ class WorkerEnvironment:
     """Where this process's credentials are: `fd:N`, an inherited descriptor, or the path of a file of its owner's."""
     data: str | None = None
     """Where the training data is, as the job file says; None where it says nothing."""
+    events: Path | None = None
+    """Event log of a worker that has no run directory; None means that it writes no events."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "WorkerEnvironment":
         """Read the variables; an empty one counts as absent."""
-        cluster, run_dir = environ.get(CLUSTER), environ.get(RUN_DIR)
+        cluster, run_dir, events = environ.get(CLUSTER), environ.get(RUN_DIR), environ.get(EVENTS)
         return cls(
             cluster_path=Path(cluster) if cluster else None,
             node=environ.get(NODE) or None,
@@ -67,6 +70,7 @@ class WorkerEnvironment:
             server=environ.get(SERVER) or None,
             credentials=environ.get(CREDENTIALS) or None,
             data=environ.get(DATA) or None,
+            events=Path(events) if events else None,
         )
 
     def to_environ(self) -> dict[str, str]:
@@ -84,5 +88,11 @@ class WorkerEnvironment:
             SERVER: self.server or "",
             CREDENTIALS: self.credentials or "",
             DATA: self.data or "",
+            EVENTS: str(self.events or ""),
         }
         return {name: value for name, value in pairs.items() if value}
+
+    @property
+    def events_path(self) -> Path | None:
+        """The event log that this worker writes to: its run's, or the one that it was given; None if there is none."""
+        return self.run_dir / "events.jsonl" if self.run_dir else self.events

@@ -2,6 +2,7 @@
 
 from ringweave.telemetry.events import Event, EventLog, read, read_last_attempt
 from ringweave.telemetry.iterations import Iterations
-from ringweave.telemetry.kinds import KINDS, Kind
+from ringweave.telemetry.kind import Kind
+from ringweave.telemetry.kinds import KINDS
 
 __all__ = ["KINDS", "Event", "EventLog", "Iterations", "Kind", "read", "read_last_attempt"]

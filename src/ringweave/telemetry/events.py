@@ -1,6 +1,7 @@
 """The event log of a run: one JSON object per line, appended by every process of the run."""
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -12,17 +13,21 @@ from ringweave.telemetry.kinds import KINDS
 
 Event = dict[str, Any]
 
+_LOGGER = logging.getLogger("ringweave")
+
 
 class EventLog:
     """Appends events to one file; any number of processes may do so at once.
 
     Each event is one write to a file opened for appending, so lines of different processes never mix. The file is
-    opened for each event: events are rare, and nothing has to be closed or survive a fork.
+    opened for each event: events are rare, and nothing has to be closed or survive a fork. A disk that is full or gone
+    costs events and nothing else; it is said in the log `ringweave`.
     """
 
     def __init__(self, path: str | Path, clock: Callable[[], float] = time.time) -> None:
         self.path = Path(path)
         self._clock = clock
+        self._is_torn = False
 
     def write(self, kind: str, **fields: object) -> None:
         """Append one event.
@@ -35,10 +40,19 @@ class EventLog:
             ValueError: The kind is unknown, or the fields are not those of the kind.
         """
         _check(kind, fields)
-        line = json.dumps({"time": self._clock(), "kind": kind, **fields}) + "\n"
+        line = (json.dumps({"time": self._clock(), "kind": kind, **fields}) + "\n").encode()
+        try:
+            self._append(line)
+        except OSError as error:
+            _LOGGER.warning(
+                "event %s: %s, expected to be written. It is lost, the work goes on. [%s]", kind, error, self.path
+            )
+
+    def _append(self, line: bytes) -> None:
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            os.write(descriptor, line.encode())
+            written = os.write(descriptor, b"\n" + line if self._is_torn else line)
+            self._is_torn = written < len(line)
         finally:
             os.close(descriptor)
 

@@ -13,6 +13,6 @@ class Kind:
     meaning: str
     """What has happened when such an event is in the log."""
     written_by: str
-    """Who writes it: the launcher, a worker's backend, or a server of the job."""
+    """Who writes it: the launcher, a worker's backend, a server of the job, or chaos."""
     fields: Mapping[str, str]
     """Name -> meaning of every field beside `time` and `kind`; all of them are present in every event of the kind."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from ringweave.telemetry import pipeline_kinds
 from ringweave.telemetry.kind import RANK, Kind
+from ringweave.telemetry.lasting_kinds import LASTING_KINDS
 
 _NODE = "name of the worker's node in the cluster file"
 _VERSION = "number of the group's plan: 1 for the first, then 2, 3, ..."
@@ -70,7 +71,7 @@ KINDS: Mapping[str, Kind] = {
         meaning="No cluster file was given, and the network between the nodes of a group is known by probing it.",
         written_by="worker",
         fields={
-            "rank": _RANK,
+            "rank": RANK,
             "group": _GROUP,
             "nodes": "names of the nodes",
             "switches": "names of the switches that were found",
@@ -171,7 +172,7 @@ KINDS: Mapping[str, Kind] = {
         meaning="A script said how far it is (`ringweave.Iterations`); the last event of each node counts.",
         written_by="worker",
         fields={
-            "rank": _RANK,
+            "rank": RANK,
             "iterations": "train steps done in all, those before a resumed checkpoint included",
             "loss": "of the last one, or null",
         },
@@ -272,6 +273,7 @@ KINDS: Mapping[str, Kind] = {
             "refusals": "how many this event stands for: itself and those since the last event of its reason and host",
         },
     ),
+    **LASTING_KINDS,
 }
 
 

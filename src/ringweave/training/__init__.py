@@ -5,8 +5,9 @@ model, optimizer, loader = ringweave.prepare(model, optimizer, loader)
 ```
 """
 
+from ringweave.training.checkpoints import Checkpoints
 from ringweave.training.loading.loader import SharedLoader
 from ringweave.training.preparing import prepare
 from ringweave.training.rings.preparing import Asynchronous
 
-__all__ = ["Asynchronous", "SharedLoader", "prepare"]
+__all__ = ["Asynchronous", "Checkpoints", "SharedLoader", "prepare"]

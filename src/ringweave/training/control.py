@@ -37,9 +37,9 @@ class Control:
         found = self._gather(torch.tensor([own.num_samples, own.fingerprint - _HALF]))
         return [Account(num_samples=int(pair[0]), fingerprint=int(pair[1]) + _HALF) for pair in found]
 
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """Rank 0's tensor, which all others get in the place of theirs."""
-        dist.broadcast(tensor, 0, group=self._group)
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """The tensor of one rank, which all others get in the place of theirs."""
+        dist.broadcast(tensor, source, group=self._group)
         return tensor
 
     def start_exchange(self, own: Speed | None) -> "SpeedExchange":

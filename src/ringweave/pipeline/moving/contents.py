@@ -126,7 +126,7 @@ def digest(block: nn.Module, optimizer: Optimizer | None) -> int:
         for name, value in sorted(contents.tensors.items()):
             if not name.startswith("gradient "):
                 found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-                found.update(memoryview(as_bytes(value).numpy()))
+                found.update(as_bytes(value).numpy().data)
     return found.intdigest() >> 1
 
 

@@ -94,6 +94,11 @@ class SharedLoader:
         """Samples of each rank in the next whole batch."""
         return self._parts.balancer.shares_of(self._next_number)
 
+    @property
+    def next_epoch(self) -> int:
+        """Number of the epoch that the next pass is, or is the rest of."""
+        return self._next_epoch
+
     def __len__(self) -> int:
         """Train steps in a whole epoch, the same on all ranks and for any number of them."""
         if self._reading.num_samples is None:
@@ -144,6 +149,7 @@ class SharedLoader:
         self._next_epoch, self._start, self._seed = state["epoch"], state["position"], state["seed"]
         if self._start >= self._end:
             self._next_epoch, self._start = self._next_epoch + 1, 0
+        self._epoch, self._position = self._next_epoch, self._start
 
     def split(self, loader: DataLoader) -> DataLoader:
         """A loader for evaluation: this rank's part of its samples, each sample on exactly one rank.

@@ -1,0 +1,271 @@
+"""`ringweave.Checkpoints`: what a training needs to go on after anything, with two lines in the script."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ringweave.environment import WorkerEnvironment
+from ringweave.errors import TrainingError, explain
+from ringweave.training.checkpoints import disk, meeting, randomness
+from ringweave.training.checkpoints.disk import Content, Saved
+from ringweave.training.checkpoints.encoding import Encoder
+from ringweave.training.checkpoints.staging import Stage
+from ringweave.training.checkpoints.telling import Teller
+from ringweave.training.checkpoints.writing import Job, Writer
+
+_RANDOM = "random numbers"
+
+
+class Checkpoints:
+    """The last few checkpoints of a training, in a folder.
+
+    ```python
+    checkpoints = ringweave.Checkpoints("runs/text/checkpoints", model=model, optimizer=optimizer, loader=loader)
+    for train_step in range(checkpoints.load() + 1, steps + 1):
+        ...
+        if train_step % 100 == 0:
+            checkpoints.save(train_step)
+    ```
+
+    `save` copies the state in memory and returns; a thread writes it while training goes on. A disk that is full,
+    broken or gone costs checkpoints, said in the log and the event log, and never the training. Rank 0 writes the
+    state, which is the same on all ranks, and each rank its random numbers.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3, rng: bool = True, **parts: Any) -> None:
+        """Say what belongs to a checkpoint, and where it goes.
+
+        Args:
+            folder: Where they are; on a disk that all ranks can reach, or at least rank 0's, also next time.
+            keep: How many to keep; older ones are removed when a newer one is on the disk.
+            rng: Save and load the random numbers of each rank as well.
+            parts: The model, the optimizer, the loader that `prepare` returned, a learning-rate schedule: whatever has
+                state_dict and load_state_dict, under names of your own. What DistributedDataParallel holds is taken
+                out of it.
+
+        Raises:
+            TrainingError: One of them has no state that rank 0 could save for all.
+        """
+        _check(keep, parts)
+        self.folder = Path(folder).absolute()
+        self._keep, self._rng = keep, rng
+        self._parts = {name: _inner(part) for name, part in parts.items()}
+        self._teller = Teller(WorkerEnvironment.from_environ(os.environ))
+        self._stage = Stage()
+        self._writer = Writer(self._write, self._pass_over)
+
+    def save(self, train_step: int) -> None:
+        """Take the state after so many train steps; every rank calls it, and nobody waits for another.
+
+        Returns when the state is copied. If the disk is still busy with an earlier one, this one waits for its turn,
+        and gives it up when a third comes.
+
+        Raises:
+            TrainingError: There is something in the state that cannot be saved without pickle.
+        """
+        started_s = time.perf_counter()
+        rank, world_size = _place()
+        encoder = Encoder()
+        states = {name: part.state_dict() for name, part in self._parts.items()} if rank == 0 else {}
+        if self._rng:
+            states[_RANDOM] = randomness.take()
+        if not states:
+            return
+        trees = {name: encoder.encode(state, name) for name, state in states.items()}
+        try:
+            staged = self._stage.copy(encoder.tensors)
+        except (MemoryError, RuntimeError) as error:
+            self._teller.failed(rank, train_step, self.folder, f"no memory for a copy ({error}).")
+            return
+        document = {"train_step": train_step, "rank": rank, "world_size": world_size, "parts": trees}
+        copy_s = time.perf_counter() - started_s
+        self._writer.submit(Job(train_step=train_step, staged=staged, document=document, copy_s=copy_s))
+
+    def load(self) -> int:
+        """Put all parts where the newest whole checkpoint has them; every rank calls it, after `prepare`.
+
+        A damaged one is passed over, and it is said. Ranks that cannot reach the folder get the state from one that
+        can. The number of ranks may be another one; the random numbers then begin anew.
+
+        Returns:
+            How many train steps that was after; 0 if there is no checkpoint.
+
+        Raises:
+            TrainingError: It holds other parts than these, or does not fit them.
+        """
+        self.wait()
+        among = meeting.messages(os.environ)
+        own = self._newest()
+        found = own if among is None else meeting.agree(own, among)
+        if found is None:
+            return 0
+        saved, content = found
+        self._put(saved, content)
+        rank, world_size = _place()
+        self._teller.loaded(rank, saved, saved_world_size=content.world_size, world_size=world_size)
+        return content.train_step
+
+    def clear(self) -> int:
+        """Remove the checkpoints of an earlier training in this folder; every rank calls it. Returns 0 train steps.
+
+        Raises:
+            OSError: They cannot be removed.
+        """
+        self.wait()
+        if _place()[0] == 0:
+            disk.remove(iter(disk.list_saved(self.folder)))
+        if dist.is_initialized():
+            dist.barrier()
+        return 0
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until what was saved is on the disk, or has failed; False if the time was up before.
+
+        Not needed at the end of a script: Python itself waits then.
+        """
+        return self._writer.wait_idle(timeout_s)
+
+    def _newest(self) -> tuple[Saved, Content] | None:
+        """The newest whole one that this rank can read."""
+        for saved in disk.list_saved(self.folder, rank=0):
+            content = self._read(saved)
+            if content is not None:
+                return saved, content
+        return None
+
+    def _read(self, saved: Saved) -> Content | None:
+        try:
+            return disk.read(saved)
+        except TrainingError as error:
+            self._teller.refused(_place()[0], saved, str(error))
+            return None
+
+    def _put(self, saved: Saved, content: Content) -> None:
+        states = dict(content.parts)
+        random_numbers = states.pop(_RANDOM, None)
+        _check_names(saved, states, self._parts)
+        for name, part in self._parts.items():
+            _load(saved, name, part, states[name])
+        if self._rng:
+            self._put_random_numbers(saved, content, random_numbers)
+
+    def _put_random_numbers(self, saved: Saved, content: Content, of_first: Any) -> None:
+        rank, world_size = _place()
+        state, why = of_first, "they were not saved"
+        if content.world_size != world_size:
+            state, why = None, f"{content.world_size} ranks saved, {world_size} go on"
+        elif rank > 0:
+            own = [each for each in disk.list_saved(self.folder, rank=rank) if each.train_step == saved.train_step]
+            contents = [found for found in map(self._read, own) if found is not None]
+            state, why = contents[0].parts.get(_RANDOM) if contents else None, "their file is damaged or gone"
+        if state is None:
+            self._teller.new_numbers(rank, saved.train_step, why)
+        else:
+            randomness.put(state)
+
+    def _write(self, job: Job) -> None:
+        """In the writer's thread: whatever happens is said, and nothing is raised."""
+        rank, started_s = job.document["rank"], time.perf_counter()
+        try:
+            job.staged.wait_copied()
+            place = {"rank": rank, "train_step": job.train_step}
+            saved = disk.write(self.folder, **place, document=job.document, staged=job.staged)
+            write_s = time.perf_counter() - started_s
+            self._teller.saved(saved, num_bytes=job.staged.num_bytes, copy_s=job.copy_s, write_s=write_s)
+            self._remove_old(rank)
+        except Exception as error:
+            self._teller.failed(rank, job.train_step, self.folder, f"{_reason(error)}.")
+        finally:
+            self._stage.give_back(job.staged)
+
+    def _pass_over(self, job: Job) -> None:
+        self._stage.give_back(job.staged)
+        text = "the disk was still busy with an earlier one when a later one came."
+        self._teller.failed(job.document["rank"], job.train_step, self.folder, text)
+
+    def _remove_old(self, rank: int) -> None:
+        """All but the newest; of other ranks those that belong to none that is kept: they may be gone for ever."""
+        own = disk.list_saved(self.folder, rank=rank)
+        old = own[self._keep :]
+        if rank == 0 and own:
+            oldest = own[: self._keep][-1].train_step
+            old += [each for each in disk.list_saved(self.folder) if each.rank > 0 and each.train_step < oldest]
+        try:
+            disk.remove(iter(old))
+        except OSError as error:
+            self._teller.not_removed(self.folder, _reason(error))
+
+
+def _place() -> tuple[int, int]:
+    """(rank, ranks) of the process group; (0, 1) without one."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _reason(error: Exception) -> str:
+    """Without the path, which is told apart."""
+    return f"[Errno {error.errno}] {error.strerror}" if isinstance(error, OSError) and error.errno else str(error)
+
+
+def _inner(part: Any) -> Any:
+    return part.module if isinstance(part, DistributedDataParallel) else part
+
+
+def _check(keep: int, parts: dict[str, Any]) -> None:
+    if keep < 1:
+        raise TrainingError(
+            explain("checkpoints to keep", got=keep, expected="at least 1", do="Three leave a way back")
+        )
+    for name, part in parts.items():
+        if not callable(getattr(part, "state_dict", None)) or not callable(getattr(part, "load_state_dict", None)):
+            do = "Leave it out; a loader has them when it comes from ringweave.prepare"
+            expected = "an object with state_dict and load_state_dict"
+            raise TrainingError(
+                explain(f"part {name} of checkpoints", got=type(part).__name__, expected=expected, do=do)
+            )
+        if isinstance(part, nn.Module) and any(_is_sharded(each) for each in (*part.modules(), *part.parameters())):
+            do = "Save a sharded model with torch.distributed.checkpoint"
+            raise TrainingError(
+                explain(
+                    f"part {name} of checkpoints",
+                    got="a sharded model",
+                    expected="one that every rank has whole",
+                    do=do,
+                )
+            )
+
+
+def _is_sharded(part: object) -> bool:
+    return hasattr(part, "__tensor_flatten__") or type(part).__name__ == "FullyShardedDataParallel"
+
+
+def _check_names(saved: Saved, states: dict[str, Any], parts: dict[str, Any]) -> None:
+    if states.keys() != parts.keys():
+        raise TrainingError(
+            explain(
+                "parts of a checkpoint",
+                got=", ".join(sorted(states)) or "none",
+                expected=", ".join(sorted(parts)) or "none",
+                do="Give Checkpoints the parts that it was saved with",
+                where=str(saved.path),
+            )
+        )
+
+
+def _load(saved: Saved, name: str, part: Any, state: Any) -> None:
+    try:
+        part.load_state_dict(state)
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TrainingError(
+            explain(
+                f"part {name} of a checkpoint",
+                got=str(error)[:300],
+                expected="the state of one that is built alike",
+                do="Go on with the model and the options that saved it, or into another folder",
+                where=str(saved.path),
+            )
+        ) from error

@@ -1,0 +1,60 @@
+"""kill -9 while a checkpoint is being written, at any moment: what was whole before is found whole."""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ringweave
+from ringweave.training.checkpoints import disk
+from tests.training.checkpoints import examples
+
+SAVES = """
+import sys
+import torch, ringweave
+model = torch.nn.Linear(1000, 1000)
+checkpoints = ringweave.Checkpoints(sys.argv[1], model=model, keep=2)
+train_step = checkpoints.load()
+assert train_step == 0 or model.weight.unique().tolist() == [train_step], "the state is that of its step"
+while True:
+    train_step += 1
+    torch.nn.init.constant_(model.weight, train_step)
+    checkpoints.save(train_step)
+    print(train_step, flush=True)
+    checkpoints.wait()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_killed_in_the_midst_of_a_save_it_goes_on_from_the_last_whole_one(tmp_path: Path) -> None:
+    rng, last = random.Random(3), 0
+    for _ in range(3):
+        with subprocess.Popen(
+            [sys.executable, "-c", SAVES, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            begun = [process.stdout.readline() for _ in range(rng.randint(1, 5))]
+            process.kill()
+            begun += process.stdout.readlines()
+            assert "Error" not in process.stderr.read()
+        steps = [int(line) for line in begun if line.strip()]
+        assert steps[0] == last + 1, "it went on from the newest whole one"
+        found = [saved.train_step for saved in disk.list_saved(tmp_path)]
+        last = max(found, default=0)
+        assert steps[-1] - 1 <= last <= steps[-1], "all but the one that was being written"
+        assert len(found) <= 3
+        for saved in disk.list_saved(tmp_path):
+            disk.read(saved)
+
+
+def test_what_a_killed_process_left_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / ".rank-0.partial").write_bytes(b"half")
+    parts = examples.make()
+    checkpoints = ringweave.Checkpoints(tmp_path, model=parts[0])
+    checkpoints.save(1)
+    assert checkpoints.wait(60)
+    assert [path.name[:13] for path in tmp_path.iterdir()] == ["step-00000001"]
