@@ -13,6 +13,7 @@ from ringweave import environment
 from ringweave.errors import UsageError, explain
 from ringweave.files.problems import closest
 from ringweave.lab import Lab
+from ringweave.launch.local import bootstrap
 from ringweave.launch.local.sites import InLab
 
 WATCHED = Path(__file__).parents[1] / "programs" / "watched.py"
@@ -92,6 +93,7 @@ def commands(
 
 
 def _start(argv: Sequence[str], environ: Mapping[str, str], output: IO[bytes]) -> "subprocess.Popen[bytes]":
+    tied = [sys.executable, "-I", "-S", bootstrap.__file__, str(os.getpid()), *argv]  # it ends when we are killed
     return subprocess.Popen(
-        list(argv), env=dict(environ), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        tied, env=dict(environ), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
     )

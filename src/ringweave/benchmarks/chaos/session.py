@@ -1,9 +1,10 @@
 """A job in a lab, a script of faults, and the clock between them."""
 
 import os
+import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -85,6 +86,7 @@ def run(plan: Plan, cluster: Cluster, progress: Callable[[str], None]) -> Report
     """
     plan.out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
+        stack.enter_context(_ended_cleanly())
         disk = stack.enter_context(hands.small_disk(plan.out / "disk"))
         place = lab.up(cluster, f"chaos-{os.getpid()}", progress=lambda what: progress(f"{what} ..."))
         stack.callback(lab.down, place.name)
@@ -148,6 +150,21 @@ def play(
             _lift(fault, lift, log)
         if attempt is not None:
             attempt.stop()
+
+
+@contextmanager
+def _ended_cleanly() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that nothing of the lab is left."""
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {how: signal.signal(how, interrupt) for how in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for how, handler in before.items():
+            signal.signal(how, handler)
 
 
 def targets(cluster: Cluster) -> Targets:
