@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RUN_DIR ?= runs/demo
 
-.PHONY: setup demo test check fix bench bench-setup clean help
+.PHONY: setup demo test check fix bench bench-setup chaos clean help
 
 help:
 	@echo "make demo    train a small GPT on this machine's Python sources, on 4 workers (2 minutes after set-up)"
@@ -13,6 +13,7 @@ help:
 	@echo "make check   lint, types, architecture"
 	@echo "make fix     format, and mend what the linter can mend"
 	@echo "make bench   measure allreduce beside Gloo, Open MPI and MPICH, in labs (needs root; hours)"
+	@echo "make chaos   faults at random in labs, ringweave beside torchrun (needs root; two hours)"
 	@echo "make setup   only make $(VENV)/ with ringweave, PyTorch and the tools"
 
 setup: $(STAMP)
@@ -61,3 +62,14 @@ bench: bench-setup
 
 clean:
 	rm -rf $(VENV) $(PEERS:%=.venv-%) runs
+
+CHAOS_CLUSTER ?= examples/clusters/eight-nodes.yaml
+SEED ?= 7
+chaos: setup
+	set -e; for system in ringweave torchrun; do for every in 60 15; do \
+	  $(BIN)/ringweave chaos $(CHAOS_CLUSTER) --system $$system --random kill --every $$every --for 600 --seed $(SEED) \
+	    --restart-after 10 --out runs/chaos-$$system-$$every --json -- bench/faults/job.py {disk} \
+	    > bench/results/$(DATE)-chaos-$$system-$$every.json; done; \
+	  $(BIN)/ringweave chaos $(CHAOS_CLUSTER) --system $$system --random kill,pause,cut,slow,fill --every 20 --for 1800 \
+	    --seed $(SEED) --restart-after 10 --out runs/chaos-$$system-mixed --json -- bench/faults/job.py {disk} \
+	    > bench/results/$(DATE)-chaos-$$system-mixed.json; done

@@ -27,6 +27,16 @@ print("sum", sum(p.sum().item() for p in model.parameters()))
 """
 
 
+KEEPS_SECRETS = """
+import os, pathlib
+from ringweave.wire import Credentials
+own = os.environ["RINGWEAVE_CREDENTIALS"]
+pathlib.Path("secrets").mkdir(exist_ok=True)
+Credentials.from_descriptor(os.dup(int(own.removeprefix("fd:")))).save(pathlib.Path("secrets", os.environ["RANK"]))
+"""
+"""Before the script: what was given to the worker, for the test to look for."""
+
+
 def run(folder: Path, script: str, *options: str) -> "subprocess.CompletedProcess[str]":
     (folder / "train.py").write_text(script)
     argv = [sys.executable, "-m", "ringweave", "run", *options, "--run-dir", str(folder / "run"), "train.py"]
@@ -36,7 +46,7 @@ def run(folder: Path, script: str, *options: str) -> "subprocess.CompletedProces
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_in_rings(tmp_path):
-    done = run(tmp_path, SCRIPT, "--workers", "3", "--mode", "ps-hra")
+    done = run(tmp_path, KEEPS_SECRETS + SCRIPT, "--workers", "3", "--mode", "ps-hra")
     assert done.returncode == 0, done.stderr
     sums = {line.split()[-1] for line in done.stdout.splitlines() if " sum " in line}
     assert len(sums) == 1  # all rings have the same parameters at the end of an epoch
@@ -49,8 +59,23 @@ def test_a_run_in_rings(tmp_path):
     assert {"server_started", "rings_formed", "server_exited"} <= set(kinds)
     counted = [event for event in events if event["kind"] == "params_counted"][-1]
     assert (counted["samples"], counted["most_peers"]) == (390, 2)
-    secrets = "".join(path.read_text(errors="replace") for path in (tmp_path / "run").rglob("*") if path.is_file())
-    assert "PRIVATE KEY" not in secrets
+    check_no_secrets(tmp_path / "run", tmp_path / "secrets")
+
+
+def check_no_secrets(run_dir: Path, secrets: Path) -> None:
+    """Nothing that the job's processes kept from others is in any file of the run, and no file is for all to write."""
+    told = [json.loads(path.read_text()) for path in secrets.iterdir()]
+    assert len(told) == 3
+    keys = [line for each in told for line in each["key_pem"].splitlines() if line and "-----" not in line]
+    hidden = {each["token"] for each in told} | set(keys)
+    assert len(hidden) > 3
+    files = [path for path in run_dir.rglob("*") if path.is_file()]
+    assert {"run.json", "events.jsonl", "server.log", "rank-0.log"} <= {path.name for path in files}
+    for path in files:
+        content = path.read_text(errors="replace")
+        assert "PRIVATE KEY" not in content
+        assert not [secret for secret in hidden if secret in content], path
+        assert path.stat().st_mode & 0o022 == 0, path
 
 
 @pytest.mark.slow

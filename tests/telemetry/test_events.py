@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -88,3 +89,22 @@ def test_the_documentation_is_the_table(check_golden) -> None:
 
 def test_every_field_has_a_meaning() -> None:
     assert all(meaning for kind in KINDS.values() for meaning in kind.fields.values())
+
+
+def test_a_disk_that_takes_nothing_costs_the_event_and_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING", "ringweave"):
+        EventLog(tmp_path / "absent" / "e").write("worker_exited", **exited(0))
+    assert "event worker_exited: [Errno 2] No such file or directory" in caplog.text
+    assert "expected to be written. It is lost, the work goes on." in caplog.text
+
+
+def test_a_line_that_the_disk_cut_short_takes_no_other_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, write = EventLog(tmp_path / "e"), os.write
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:20]))
+        log.write("worker_exited", **exited(0))
+    log.write("worker_exited", **exited(1))
+    log.write("worker_exited", **exited(2))
+    assert [event["rank"] for event in read(tmp_path / "e")] == [1, 2]

@@ -104,6 +104,30 @@ def set_rate(name: str | None, link: str, rate: str, as_json: bool) -> int:
     return 0
 
 
+@command.command("cut")
+@_LAB_OPTION
+@click.option("--in", "way", flag_value="in", help="It gets nothing; what it sends arrives.")
+@click.option("--out", "way", flag_value="out", help="Nobody gets anything from it; it gets what is sent to it.")
+@click.argument("node")
+@_JSON_OPTION
+def cut(name: str | None, way: str | None, node: str, as_json: bool) -> int:
+    """Cut NODE off from the network, both ways, silently: packets vanish, and nobody gets an error."""
+    place = _find(name)
+    place.cut(node, way or "both")
+    return _show_cut(place, node, as_json=as_json)
+
+
+@command.command("mend")
+@_LAB_OPTION
+@click.argument("node")
+@_JSON_OPTION
+def mend(name: str | None, node: str, as_json: bool) -> int:
+    """Connect NODE again after lab cut."""
+    place = _find(name)
+    place.mend(node)
+    return _show_cut(place, node, as_json=as_json)
+
+
 @command.command("status")
 @_LAB_OPTION
 @_JSON_OPTION
@@ -135,6 +159,17 @@ def down(name: str | None, is_all: bool, as_json: bool) -> int:
         click.echo(json.dumps({"down": gone}))
     else:
         click.echo(f"down: {', '.join(gone)}" if gone else "nothing to take down")
+    return 0
+
+
+def _show_cut(place: Lab, node: str, *, as_json: bool) -> int:
+    now = place.cut_of(node)
+    if as_json:
+        click.echo(json.dumps({"lab": place.name, "node": node, "cut": now or None}))
+    else:
+        click.echo(
+            f"{node}: " + ({"both": "cut off", "in": "gets nothing", "out": "is not heard"}.get(now, "connected"))
+        )
     return 0
 
 

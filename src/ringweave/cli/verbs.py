@@ -26,7 +26,7 @@ VERBS: Mapping[str, Verb] = {
         module="lab",
         help="Bring a cluster file up on this machine: namespaces, limited links.",
         answers=False,
-        answering=("up", "set", "status", "down"),
+        answering=("up", "set", "cut", "mend", "status", "down"),
     ),
     "discover": Verb(
         module="discover",
@@ -57,6 +57,7 @@ VERBS: Mapping[str, Verb] = {
         answers=False,
         answering=("allreduce",),
     ),
+    "chaos": Verb(module="chaos", help="Let faults happen to a job in a lab, and count what they cost.", answers=True),
     "split": Verb(
         module="planning.split", help="Share GPUs out over unequal nodes, at least three on each.", answers=True
     ),

@@ -17,7 +17,7 @@ from ringweave.comm.members import Members
 from ringweave.comm.probing.findings import Findings
 from ringweave.cost import Assumptions
 from ringweave.environment import WorkerEnvironment
-from ringweave.errors import PeerError
+from ringweave.errors import DisagreementError, PeerError, ScheduleError, explain
 from ringweave.planning import Choice, Plan
 from ringweave.planning.adapting import Situation
 
@@ -124,18 +124,30 @@ class Sending:
 
         Raises:
             PeerError: Nothing came in time.
+            DisagreementError: What came is no plan.
         """
         try:
             self.store.wait([_KEY], self.timeout)
-            document = json.loads(self.store.get(_KEY))
+            value = self.store.get(_KEY)
         except RuntimeError as cause:
             raise PeerError(
                 f"process group: {self.members.name(0)} sent no plan within {self.timeout.total_seconds():g} s, "
                 "expected one when the group is formed. Look into the log of that rank."
             ) from cause
-        tuned = document["tuned"]
-        known = None if tuned is None else {int(number): name for number, name in tuned.items()}
-        return Plan.parse(document["plan"]), known
+        try:
+            document = json.loads(value)
+            tuned = document["tuned"]
+            known = None if tuned is None else {int(number): str(name) for number, name in tuned.items()}
+            return Plan.parse(document["plan"]), known
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, ScheduleError) as cause:
+            raise DisagreementError(
+                explain(
+                    "plan of the group",
+                    got=value,
+                    expected=f"the plan that {self.members.name(0)} made",
+                    do="Run the same ringweave on all ranks, and keep others out of the store",
+                )
+            ) from cause
 
 
 def situation(members: Members, environment: WorkerEnvironment, found: Findings | None = None) -> Situation:

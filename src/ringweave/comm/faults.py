@@ -38,6 +38,18 @@ class Report:
     """The text of a disagreement, which nobody's death explains."""
 
 
+def parse(value: bytes) -> Report | None:
+    """The report in a value of the store; None if it is none, for then its rank has said nothing."""
+    try:
+        report = Report(**json.loads(value))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    texts = (report.doing, report.failure, report.disagreement)
+    is_suspect = report.suspect is None or type(report.suspect) is int
+    is_report = is_suspect and isinstance(report.hung, bool) and all(isinstance(text, str) for text in texts)
+    return report if is_report else None
+
+
 class FaultBoard:
     """Reports of the members of one group, in its store."""
 
@@ -93,12 +105,17 @@ class FaultBoard:
     def _gather(self) -> dict[int, Report]:
         """Everybody's report, or those that came within the grace time."""
         reports: dict[int, Report] = {}
+        unreadable: set[int] = set()
         deadline = self._clock() + GRACE_S
         while True:
             for group_rank in range(self._members.group_size):
                 key = self._key(group_rank)
-                if group_rank not in reports and self._store.check([key]):
-                    reports[group_rank] = Report(**json.loads(self._store.get(key)))
+                if group_rank not in reports and group_rank not in unreadable and self._store.check([key]):
+                    report = parse(self._store.get(key))
+                    if report is None:
+                        unreadable.add(group_rank)
+                    else:
+                        reports[group_rank] = report
             if len(reports) == self._members.group_size or self._is_given_up or self._clock() >= deadline:
                 return reports
             self._sleep(_POLL_S)

@@ -7,14 +7,13 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from datetime import timedelta
-from typing import Any
 
 import psutil
 from torch.distributed import Store
 
 from ringweave import topology
 from ringweave.environment import WorkerEnvironment
-from ringweave.errors import PeerError
+from ringweave.errors import DisagreementError, PeerError, explain
 from ringweave.topology import Node
 
 TOKEN_BYTES = 16
@@ -159,15 +158,32 @@ def meet(
             f"expected all of {len(global_ranks)} ranks. Look into the log of that rank. "
             f"[rank {global_ranks[group_rank]}]"
         ) from cause
-    entries = [json.loads(value) for value in store.multi_get(keys)]
-    ranks = tuple(_member(rank, entry) for rank, entry in zip(global_ranks, entries, strict=True))
-    return Members(ranks, group_rank, bytes.fromhex(entries[0]["token"]))
+    found = [read_entry(value, rank) for rank, value in zip(global_ranks, store.multi_get(keys), strict=True)]
+    return Members(tuple(member for member, _ in found), group_rank, found[0][1])
 
 
-def _member(global_rank: int, entry: dict[str, Any]) -> Member:
-    node, address, more_addresses, rates = entry["place"]
-    entrances = tuple(Entrance(tuple(ports), name) for ports, name in entry["entrances"])
-    return Member(global_rank, Place(node, address, tuple(more_addresses), tuple(rates)), entrances)
+def read_entry(value: bytes, global_rank: int) -> tuple[Member, bytes]:
+    """(a member, the token it drew) from what it put into the store.
+
+    Raises:
+        DisagreementError: That is not what a member of this ringweave puts there.
+    """
+    try:
+        entry = json.loads(value)
+        node, address, more_addresses, rates = entry["place"]
+        entrances = tuple(Entrance(tuple(map(int, ports)), str(name)) for ports, name in entry["entrances"])
+        place = Place(str(node), str(address), tuple(map(str, more_addresses)), tuple(map(float, rates)))
+        return Member(global_rank, place, entrances), bytes.fromhex(entry["token"])
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as cause:
+        raise DisagreementError(
+            explain(
+                "entry of a rank in the store",
+                got=value,
+                expected="where a rank of the same ringweave can be called",
+                do="Run the same ringweave on all ranks, and keep others out of the store",
+                where=f"rank {global_rank}",
+            )
+        ) from cause
 
 
 def _reached_by(node: Node) -> dict[str, float]:

@@ -13,6 +13,7 @@ from ringweave.files.problems import closest, listed
 from ringweave.lab import bringing, cgroups, layout, processes, state, tools
 from ringweave.lab.addresses import Addresses
 from ringweave.lab.bringing import Progress
+from ringweave.lab.faults import cuts
 from ringweave.lab.layout import Layout
 from ringweave.lab.quotas import Mode, Quotas
 from ringweave.topology import Cluster
@@ -134,7 +135,48 @@ class Lab:
         scale = rate_bytes_per_s / sum(port.rate_bytes_per_s for port in ports)
         changed = [replace(port, rate_bytes_per_s=port.rate_bytes_per_s * scale) for port in ports]
         with state.locked(self.name) as lock:
+            deaf = [node for node in cuts.nodes_at(self.layout, link) if cuts.seen(self.layout, node) in cuts.DEAF]
             bringing.limit("change", changed, lock)
+            for node in deaf:
+                cuts.deafen(self.layout, node, lock)
+
+    def cut(self, node: str, way: str = cuts.BOTH) -> None:
+        """Cut a node off from the network, silently, as when a switch fails: nobody gets an error, packets vanish.
+
+        Args:
+            node: Name of the node.
+            way: `in`: it gets nothing. `out`: nobody gets anything from it. `both`. A node that is cut off already is
+                cut off in this way from now on.
+
+        Raises:
+            ClusterError: There is no such node.
+            UsageError: There is no such way.
+            LabError: The lab is gone, or the kernel cannot do it.
+        """
+        cuts.check_way(way)
+        name = self.cluster.node(node).name
+        with state.locked(self.name) as lock:
+            cuts.put(self.layout, name, way, lock)
+
+    def mend(self, node: str) -> None:
+        """Connect a node again; one that is not cut off stays as it is.
+
+        Raises:
+            ClusterError: There is no such node.
+            LabError: The lab is gone.
+        """
+        name = self.cluster.node(node).name
+        with state.locked(self.name) as lock:
+            if cuts.seen(self.layout, name):
+                cuts.put(self.layout, name, "", lock)
+
+    def cut_of(self, node: str) -> str:
+        """How a node is cut off now: `in`, `out`, `both`, or empty.
+
+        Raises:
+            ClusterError: There is no such node.
+        """
+        return cuts.seen(self.layout, self.cluster.node(node).name)
 
     def processes(self) -> dict[str, list[int]]:
         """Node -> ids of the processes that run in it."""

@@ -43,7 +43,7 @@ def read(text: str) -> Plan:
         document["demands"] = tuple((name, Demand(**asked)) for name, asked in document["demands"].items())
         document["left_out"] = tuple(document["left_out"].items())
         return Plan(**document)
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as cause:
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as cause:
         do = f"Pass on what str(plan) gave, from the same version of ringweave ({shorten(cause)})"
         raise ScheduleError(explain("plan", got=text, expected=f"the text of a plan ({FORMAT})", do=do)) from cause
 

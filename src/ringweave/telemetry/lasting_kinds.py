@@ -55,7 +55,7 @@ LASTING_KINDS: Mapping[str, Kind] = {
         written_by="worker",
         fields={
             "rank": RANK,
-            "train_step": "train steps of its parameters: those of the checkpoint that it went on from, and its own",
+            "steps_since_start": "steps that it has made since its process began",
         },
     ),
     "fault_begun": Kind(

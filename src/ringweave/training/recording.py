@@ -17,8 +17,8 @@ class Recorder:
 
     def __init__(self, environment: WorkerEnvironment, rank: int) -> None:
         self._is_speaker = rank == 0
-        run_dir = environment.run_dir
-        self._log = EventLog(run_dir / "events.jsonl") if run_dir and self._is_speaker else None
+        path = environment.events_path
+        self._log = EventLog(path) if path and self._is_speaker else None
 
     def prepared(self, *, mode: str, asked: str, reason: str, shares: Shares) -> None:
         """Training begins."""

@@ -1,3 +1,5 @@
+import random
+
 import pytest
 import torch
 
@@ -48,7 +50,20 @@ def test_a_disk_that_is_full_leaves_the_last_one(tmp_path, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(snapshots.os, "fsync", full)
+    monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
         snapshots.save(snapshots.take(trained("SGD", {"lr": 0.1}, 2), 2, {}), path)
     assert snapshots.load(path).version == 1
+
+
+def test_every_flipped_bit_is_found(tmp_path):
+    path, rng = tmp_path / "server.safetensors", random.Random(6)
+    snapshots.save(snapshots.take(trained("AdamW", {"lr": 0.1}, 1), 1, {}), path)
+    whole = path.read_bytes()
+    whole_books = whole.index(b"__metadata__")
+    for place in [*range(whole_books), *rng.sample(range(len(whole)), 300), len(whole) - 1]:
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        with pytest.raises(TrainingError, match=r"snapshot of the parameter server: "):
+            snapshots.load(path)

@@ -35,7 +35,7 @@ class TuningCache:
         try:
             document = json.loads(self._path(plan).read_text(encoding="utf-8"))
             found = {int(number): name for number, name in document[_FORMAT].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return {}
         return found if all(name in schedules.NAMES for name in found.values()) else {}
 

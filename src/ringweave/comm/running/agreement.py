@@ -81,5 +81,5 @@ def _pack(intent: Intent) -> torch.Tensor:
 def _unpack(message: torch.Tensor) -> Intent | None:
     try:
         return Intent(**json.loads(bytes(message.tolist())))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return None

@@ -5,25 +5,26 @@ place when it is on the disk.
 """
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pydantic
+import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ringweave.errors import TrainingError, explain
+from ringweave.files import durable
 from ringweave.params.flat import Flat
 from ringweave.params.messages import Setup
 from ringweave.params.rules import Progress, Receipt
 from ringweave.params.serving.model import GatheredModel
 
-_FORMAT = 2
-_KEY = "ringweave"
+_FORMAT = 3
+_KEY, _CHECK = "ringweave", "check"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,10 +86,12 @@ def save(snapshot: Snapshot, path: Path) -> None:
     tensors |= {f"state.{key}": each for key, each in snapshot.state.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    save_file(tensors, partial, metadata={_KEY: json.dumps(books)})
+    text = json.dumps(books)
+    save_file(tensors, partial, metadata={_KEY: text, _CHECK: _check(text, tensors)})
     with partial.open("rb") as file:
-        os.fsync(file.fileno())
+        durable.sync(file)
     partial.replace(path)
+    durable.sync_folder(path.parent)
 
 
 def load(path: Path) -> Snapshot:
@@ -99,13 +102,26 @@ def load(path: Path) -> Snapshot:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            books = json.loads(file.metadata()[_KEY])
+            text, stated = file.metadata()[_KEY], file.metadata()[_CHECK]
+            _compare(stated, _check(text, {key: file.get_tensor(key) for key in file.keys()}))  # noqa: SIM118
+            books = json.loads(text)
             setup = Setup.model_validate(books["setup"])
             state = {key: file.get_tensor(f"state.{key}") for key in _below(file.keys(), "state.")}
             parameters = [file.get_tensor(f"parameter.{place}") for place in range(len(setup.tensors))]
             progress = _progress_of(books["progress"])
             gathered = [file.get_tensor(f"gathered.{place}") for place in range(len(_below(file.keys(), "gathered.")))]
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError, pydantic.ValidationError) as cause:
+        return Snapshot(
+            setup=setup,
+            version=books["version"],
+            pushed={receipt["ring"]: Receipt(**receipt) for receipt in books["pushed"]},
+            parameters=parameters,
+            progress=progress,
+            gathered=gathered,
+            groups=books["groups"],
+            state=state,
+            scalars=books["scalars"],
+        )
+    except (SafetensorError, OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as cause:
         raise TrainingError(
             explain(
                 "snapshot of the parameter server",
@@ -115,17 +131,6 @@ def load(path: Path) -> Snapshot:
                 where=str(path),
             )
         ) from cause
-    return Snapshot(
-        setup=setup,
-        version=books["version"],
-        pushed={receipt["ring"]: Receipt(**receipt) for receipt in books["pushed"]},
-        parameters=parameters,
-        progress=progress,
-        gathered=gathered,
-        groups=books["groups"],
-        state=state,
-        scalars=books["scalars"],
-    )
 
 
 def restore(snapshot: Snapshot) -> GatheredModel:
@@ -153,6 +158,21 @@ def _flat_of(setup: Setup, tensors: list[Tensor]) -> Flat:
 def _progress_of(book: Mapping[str, Any]) -> Progress:
     numbers = {name: value for name, value in book.items() if name != "present"}
     return Progress(present=set(book["present"]), **numbers)
+
+
+def _check(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """xxh3 (64 bits) of the books and of every tensor's name, kind, shape and bytes, in hexadecimal."""
+    found = xxhash.xxh3_64(text.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        found.update(tensor.flatten().view(torch.uint8).numpy().data if tensor.numel() else b"")
+    return found.hexdigest()
+
+
+def _compare(stated: str, found: str) -> None:
+    if stated != found:
+        raise ValueError(f"check {found} instead of {stated}")
 
 
 def _tupled(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,6 +46,6 @@ class Ruling:
             document = json.loads(text)
             document["phases"] = tuple(tuple(Stream(*stream) for stream in phase) for phase in document["phases"])
             return cls(**document)
-        except (ValueError, TypeError, KeyError) as cause:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as cause:
             do = f"Run the same version of ringweave on all ranks ({shorten(cause)})"
             raise ScheduleError(explain("ruling", got=text, expected="what the first rank sent", do=do)) from cause

@@ -1,0 +1,204 @@
+"""What faults cost, from the events of a job: steps lost, time to recover, goodput. Pure; all of it is measured.
+
+A train step is done when the first rank has done it. A step is lost when it was done and has to be done again. Goodput
+divides the steps that count by those that the workers which the faults left would have done without faults.
+"""
+
+import itertools
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ringweave.benchmarks.chaos import faults
+from ringweave.benchmarks.chaos.faults import Fault
+from ringweave.telemetry import Event
+
+HORIZON_S = 10.0
+"""So long after a fault is over a pause of the training is its doing; later ones are not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recovery:
+    """What one fault did."""
+
+    fault: str
+    at_s: float
+    """When it really began, after the first train step."""
+    stall_s: float | None
+    """The longest time without a finished train step that it had a part in; None: no step was done after it."""
+    recover_s: float | None
+    """From its begin to the end of that time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What a job did under faults."""
+
+    wall_s: float
+    """From the first train step to the end."""
+    steps: int
+    """Train steps that count."""
+    steps_lost: int
+    """Done, and done again."""
+    samples: int | None
+    """In the steps that count; None where nobody says how many a step has."""
+    samples_lost: int | None
+    faults: int
+    """That really began."""
+    recover_p50_s: float | None
+    recover_p95_s: float | None
+    fault_free_steps_per_s: float | None
+    """Before the first fault."""
+    alive_fraction: float
+    """Worker-seconds that the faults left, of all."""
+    goodput: float | None
+    """steps / (fault_free_steps_per_s x wall_s x alive_fraction)."""
+    recoveries: tuple[Recovery, ...]
+
+    def to_document(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Done:
+    """A train step of the job."""
+
+    time_s: float
+    train_step: int
+
+
+def report(
+    events: Sequence[Event],
+    *,
+    num_workers: int,
+    workers_on: dict[str, int],
+    restart_s: float,
+    samples_per_step: int | None = None,
+) -> Report:
+    """Judge a job by its events.
+
+    Args:
+        events: Of all attempts, oldest first.
+        num_workers: Workers of the job.
+        workers_on: Node -> its workers.
+        restart_s: Seconds after which a killed worker may be started again; so long it does not count as alive.
+        samples_per_step: Samples of a train step; None takes what `ringweave.prepare` said.
+    """
+    done, lost = count_steps(events)
+    if not done:
+        return _nothing()
+    begin_s, end_s = done[0].time_s, done[-1].time_s
+    begun = [(event["time"], *faults.parse(event["fault"])) for event in events if event["kind"] == "fault_begun"]
+    wall_s = max(end_s, events[-1]["time"]) - begin_s
+    first_s = min((time_s for time_s, _ in begun), default=end_s)
+    calm = [each for each in done if each.time_s < first_s]
+    rate = (len(calm) - 1) / (calm[-1].time_s - begin_s) if len(calm) > 2 else None
+    away_s = sum(_away_s(fault, workers_on, restart_s) for _, fault in begun)
+    alive = max(0.0, 1 - away_s / (wall_s * num_workers)) if wall_s else 1.0
+    recoveries = tuple(_recovery(time_s, fault, begun, done, begin_s) for time_s, fault in begun)
+    times = [each.recover_s for each in recoveries if each.recover_s is not None and _stops_workers(each.fault)]
+    steps = len(done) - lost
+    samples = samples_per_step or _batch_samples(events)
+    return Report(
+        wall_s=round(wall_s, 3),
+        steps=steps,
+        steps_lost=lost,
+        samples=steps * samples if samples else None,
+        samples_lost=lost * samples if samples else None,
+        faults=len(begun),
+        recover_p50_s=_quantile(times, 0.5),
+        recover_p95_s=_quantile(times, 0.95),
+        fault_free_steps_per_s=rate,
+        alive_fraction=round(alive, 4),
+        goodput=round(steps / (rate * wall_s * alive), 4) if rate and wall_s and alive else None,
+        recoveries=recoveries,
+    )
+
+
+def count_steps(events: Iterable[Event]) -> tuple[list[Done], int]:
+    """(every train step that was done, again where it was done again; how many had to be done again).
+
+    The job went back when all of its workers began anew. While one goes on, those that join it lose nothing.
+    """
+    bases: dict[int, int] = {}
+    positions: dict[int, int] = {}
+    done: list[Done] = []
+    lost = front = 0
+    for event in events:
+        kind, rank = event["kind"], event.get("rank", 0)
+        if kind == "worker_watched":
+            bases[rank] = positions[rank] = 0
+        elif kind == "checkpoint_loaded":
+            bases[rank] = event["train_step"]
+        elif kind == "train_step_done":
+            began_anew = not any(positions.values())
+            positions[rank] = bases.get(rank, 0) + event["steps_since_start"]
+            reached = max(positions.values())
+            if began_anew and done:
+                lost += max(0, front - (reached - 1))
+            if began_anew or reached > front:
+                done.append(Done(time_s=event["time"], train_step=reached))
+                front = reached
+    return done, lost
+
+
+def _recovery(time_s: float, fault: Fault, begun: Sequence[tuple], done: Sequence[Done], begin_s: float) -> Recovery:
+    """The longest gap between steps that ends after the fault, and begins before its effect, or the next one, does."""
+    later = min((other for other, _ in begun if other > time_s), default=float("inf"))
+    last_s = min(later, time_s + fault.lasts_s + HORIZON_S)
+    gaps = [
+        (after.time_s - before.time_s, after.time_s)
+        for before, after in itertools.pairwise(done)
+        if after.time_s > time_s and before.time_s < last_s
+    ]
+    stall_s, end_s = max(gaps, key=lambda gap: gap[0], default=(None, None))
+    return Recovery(
+        fault=str(fault),
+        at_s=round(time_s - begin_s, 3),
+        stall_s=None if stall_s is None else round(stall_s, 3),
+        recover_s=None if end_s is None else round(end_s - time_s, 3),
+    )
+
+
+def _away_s(fault: Fault, workers_on: dict[str, int], restart_s: float) -> float:
+    """Worker-seconds that a fault takes away, whatever the system makes of it."""
+    if fault.kind == faults.KILL:
+        return restart_s
+    if fault.kind == faults.PAUSE:
+        return fault.lasts_s
+    return fault.lasts_s * workers_on.get(fault.target, 0) if fault.kind == faults.CUT else 0.0
+
+
+def _stops_workers(text: str) -> bool:
+    return faults.parse(text)[0].kind in (faults.KILL, faults.PAUSE, faults.CUT)
+
+
+def _batch_samples(events: Iterable[Event]) -> int | None:
+    found = [event["batch_samples"] for event in events if event["kind"] == "training_prepared"]
+    return found[-1] or None if found else None
+
+
+def _quantile(values: Sequence[float], fraction: float) -> float | None:
+    if len(values) < 2:
+        return values[0] if values else None
+    cuts = statistics.quantiles(values, n=100, method="inclusive")
+    return round(cuts[round(fraction * 100) - 1], 3)
+
+
+def _nothing() -> Report:
+    return Report(
+        wall_s=0.0,
+        steps=0,
+        steps_lost=0,
+        samples=None,
+        samples_lost=None,
+        faults=0,
+        recover_p50_s=None,
+        recover_p95_s=None,
+        fault_free_steps_per_s=None,
+        alive_fraction=1.0,
+        goodput=None,
+        recoveries=(),
+    )

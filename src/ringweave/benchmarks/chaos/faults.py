@@ -1,0 +1,179 @@
+"""Faults as data: a script is lines of text, one fault each. `parse(str(fault)) == fault`.
+
+```text
+at 12.5s kill worker 3                       kill -9
+at 20s pause worker 2 for 30s                SIGSTOP, then SIGCONT
+at 40s cut a0 for 30s                        off the network, silently; cut a0 in, cut a0 out: one way
+at 60s slow a0->r0 to 50Mbit/s for 20s       one direction of a link
+at 80s fill disk for 10s                     no byte left where the job keeps its checkpoints
+```
+
+Seconds count from the first train step of the job.
+"""
+
+import random
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ringweave import units
+from ringweave.errors import UsageError, explain
+from ringweave.files.problems import closest
+
+KILL, PAUSE, CUT, SLOW, FILL = "kill", "pause", "cut", "slow", "fill"
+KINDS = (KILL, PAUSE, CUT, SLOW, FILL)
+DISK = "disk"
+_LINE = re.compile(
+    r"at (?P<at>\d+(?:\.\d+)?)s (?P<kind>[a-z]+) (?P<worker>worker )?(?P<target>\S+)"
+    r"(?: (?P<way>in|out|both))?(?: to (?P<rate>\S+))?(?: for (?P<lasts>\d+(?:\.\d+)?)s)?"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """One thing that goes wrong, and for how long."""
+
+    at_s: float
+    """Seconds after the job's first train step."""
+    kind: str
+    target: str
+    """A worker's rank, a node, a link, or `disk`."""
+    lasts_s: float = 0.0
+    """Until it is taken back; 0 for a kill, which cannot be."""
+    way: str = "both"
+    """Of a cut: `in`, `out` or `both`, from the node's side."""
+    rate_bytes_per_s: float = 0.0
+    """Of a slow link."""
+
+    def __str__(self) -> str:
+        worker = "worker " if self.kind in (KILL, PAUSE) else ""
+        way = f" {self.way}" if self.kind == CUT and self.way != "both" else ""
+        rate = f" to {units.format_rate(self.rate_bytes_per_s)}" if self.kind == SLOW else ""
+        lasts = f" for {self.lasts_s:g}s" if self.kind != KILL else ""
+        return f"at {self.at_s:g}s {self.kind} {worker}{self.target}{way}{rate}{lasts}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Targets:
+    """What there is to hit."""
+
+    num_workers: int
+    nodes: Sequence[str]
+    link_rates: dict[str, float]
+    """Link -> bytes per second."""
+
+
+def parse(text: str, targets: Targets | None = None) -> tuple[Fault, ...]:
+    """The faults of a script, by time; empty lines and what follows a # are left out.
+
+    Raises:
+        UsageError: A line means no fault, or hits what is not there; the text names the line.
+    """
+    faults = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        content = line.partition("#")[0].strip()
+        if content:
+            faults.append(_parse_line(content, f"line {number}"))
+            if targets:
+                _check_target(faults[-1], targets, f"line {number}")
+    return tuple(sorted(faults, key=lambda fault: fault.at_s))
+
+
+def to_text(faults: Iterable[Fault]) -> str:
+    """The script."""
+    return "".join(f"{fault}\n" for fault in faults)
+
+
+def draw(
+    kinds: Sequence[str],
+    targets: Targets,
+    *,
+    seed: int,
+    every_s: float,
+    until_s: float,
+    lasts_s: float,
+    calm_s: float,
+) -> tuple[Fault, ...]:
+    """A script at random; the same for the same arguments.
+
+    Args:
+        kinds: Which faults, equally often.
+        targets: What there is to hit, each equally often.
+        seed: Of all choices.
+        every_s: Mean seconds from one fault to the next (Poisson arrivals); at least a tenth of it passes.
+        until_s: None begins later.
+        lasts_s: How long each lasts.
+        calm_s: None begins earlier: so long the fault-free rate is measured.
+
+    Raises:
+        UsageError: There is no such kind.
+    """
+    for kind in kinds:
+        if kind not in KINDS:
+            do = closest(kind, KINDS) or "See docs/chaos.md"
+            raise UsageError(explain("kind of fault", got=kind, expected=", ".join(KINDS), do=do))
+    rng, faults, at_s = random.Random(seed), [], calm_s
+    while at_s <= until_s:
+        faults.append(_draw_one(rng, rng.choice(list(kinds)), round(at_s, 2), lasts_s, targets))
+        at_s += max(every_s / 10, rng.expovariate(1 / every_s))
+    return tuple(faults)
+
+
+def _draw_one(rng: random.Random, kind: str, at_s: float, lasts_s: float, targets: Targets) -> Fault:
+    if kind == KILL:
+        return Fault(at_s=at_s, kind=kind, target=str(rng.randrange(targets.num_workers)))
+    if kind == PAUSE:
+        return Fault(at_s=at_s, kind=kind, target=str(rng.randrange(targets.num_workers)), lasts_s=lasts_s)
+    if kind == CUT:
+        way = rng.choice(("in", "out", "both"))
+        return Fault(at_s=at_s, kind=kind, target=rng.choice(list(targets.nodes)), lasts_s=lasts_s, way=way)
+    if kind == SLOW:
+        link = rng.choice(sorted(targets.link_rates))
+        rate = round(targets.link_rates[link] / 4)
+        return Fault(at_s=at_s, kind=kind, target=link, lasts_s=lasts_s, rate_bytes_per_s=rate)
+    return Fault(at_s=at_s, kind=kind, target=DISK, lasts_s=lasts_s)
+
+
+def _parse_line(content: str, where: str) -> Fault:
+    found = _LINE.fullmatch(content)
+    kind = found["kind"] if found else ""
+    if found is None or kind not in KINDS or not _is_whole(found, kind):
+        do = closest(kind, KINDS) if kind and kind not in KINDS else "See docs/chaos.md"
+        example = '"at 20s pause worker 2 for 30s"'
+        raise UsageError(
+            explain("fault", got=content, expected=f"a line like {example}", do=do or "See docs/chaos.md", where=where)
+        )
+    return Fault(
+        at_s=float(found["at"]),
+        kind=kind,
+        target=found["target"],
+        lasts_s=float(found["lasts"] or 0),
+        way=found["way"] or "both",
+        rate_bytes_per_s=units.parse_rate(found["rate"]) if found["rate"] else 0.0,
+    )
+
+
+def _is_whole(found: re.Match[str], kind: str) -> bool:
+    """It has the parts that its kind needs, and no others."""
+    return (
+        bool(found["worker"]) == (kind in (KILL, PAUSE))
+        and bool(found["lasts"]) == (kind != KILL)
+        and bool(found["rate"]) == (kind == SLOW)
+        and (not found["way"] or kind == CUT)
+        and (kind != FILL or found["target"] == DISK)
+    )
+
+
+def _check_target(fault: Fault, targets: Targets, where: str) -> None:
+    there: Sequence[str] = {
+        KILL: [str(rank) for rank in range(targets.num_workers)],
+        PAUSE: [str(rank) for rank in range(targets.num_workers)],
+        CUT: targets.nodes,
+        SLOW: sorted(targets.link_rates),
+        FILL: [DISK],
+    }[fault.kind]
+    if fault.target not in there:
+        what = "worker" if fault.kind in (KILL, PAUSE) else "link" if fault.kind == SLOW else "node"
+        do = closest(fault.target, there) or "Name one of the cluster"
+        expected = f"one of {', '.join(there[:8])}{', ...' if len(there) > 8 else ''}"
+        raise UsageError(explain(f"{what} of a fault", got=fault.target, expected=expected, do=do, where=where))

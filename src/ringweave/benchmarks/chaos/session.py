@@ -1,0 +1,216 @@
+"""A job in a lab, a script of faults, and the clock between them."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from ringweave import lab, telemetry
+from ringweave.benchmarks.chaos import accounts, hands, jobs
+from ringweave.benchmarks.chaos.accounts import Report
+from ringweave.benchmarks.chaos.faults import Fault, Targets
+from ringweave.benchmarks.chaos.hands import Hands, LabHands
+from ringweave.benchmarks.chaos.jobs import Job
+from ringweave.errors import LaunchError, explain
+from ringweave.telemetry import EventLog
+from ringweave.topology import Cluster
+
+POLL_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What is to happen."""
+
+    system: str
+    script: Sequence[str]
+    """Path of the script, and its arguments; `{disk}` in them is a folder of the job's own."""
+    faults: Sequence[Fault]
+    out: Path
+    options: Sequence[str] = ()
+    """Of `ringweave lab run`, or torchrun."""
+    until_s: float = 600.0
+    """Seconds after the first train step at which the job is stopped, if it has not ended."""
+    restart_s: float = 0.0
+    """Seconds between the end of a failed attempt and the next one."""
+    start_s: float = 300.0
+    """The job must have made a train step after so many seconds."""
+
+
+class Running(Protocol):
+    """What is needed of an attempt."""
+
+    def ended(self) -> int | None:
+        """Its exit code."""
+        ...
+
+    def stop(self) -> None:
+        """End it."""
+        ...
+
+
+@dataclass(kw_only=True, slots=True)
+class Timetable:
+    """Which fault is due: begun in order, each taken back in its time. Pure."""
+
+    waiting: list[Fault]
+    lifting: list[tuple[float, Fault, Callable[[], None]]] = field(default_factory=list)
+
+    def due(self, now_s: float) -> list[Fault]:
+        """Those whose time has come, and that were not begun."""
+        return [fault for fault in self.waiting if fault.at_s <= now_s]
+
+    def begun(self, fault: Fault, now_s: float, lift: Callable[[], None]) -> None:
+        """It happens; it is to be taken back when it has lasted as long as it should."""
+        self.waiting.remove(fault)
+        self.lifting.append((now_s + fault.lasts_s, fault, lift))
+
+    def over(self, now_s: float) -> list[tuple[Fault, Callable[[], None]]]:
+        """Those that are to be taken back now."""
+        found = [(fault, lift) for end_s, fault, lift in self.lifting if end_s <= now_s]
+        self.lifting = [each for each in self.lifting if each[0] > now_s]
+        return found
+
+
+def run(plan: Plan, cluster: Cluster, progress: Callable[[str], None]) -> Report:
+    """Bring the cluster up, run the job under the faults, take all down again.
+
+    Raises:
+        UsageError: The cluster cannot be a lab.
+        LabError: This machine cannot have it.
+        LaunchError: The job made no train step.
+    """
+    plan.out.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        stack.enter_context(_ended_cleanly())
+        disk = stack.enter_context(hands.small_disk(plan.out / "disk"))
+        place = lab.up(cluster, f"chaos-{os.getpid()}", progress=lambda what: progress(f"{what} ..."))
+        stack.callback(lab.down, place.name)
+        script = [word.replace("{disk}", str(disk)) for word in plan.script]
+        events = plan.out / "events.jsonl"
+        does = LabHands(place, disk, lambda rank: worker_pid(events, rank))
+
+        def start() -> Job:
+            return Job(jobs.commands(plan.system, place, script, plan.out, plan.options), plan.out / "job.log")
+
+        play(plan, start, does, EventLog(events), progress)
+    nodes = cluster.nodes
+    return accounts.report(
+        list(telemetry.read(events)),
+        num_workers=sum(node.num_devices for node in nodes),
+        workers_on={node.name: node.num_devices for node in nodes},
+        restart_s=plan.restart_s,
+    )
+
+
+def play(
+    plan: Plan,
+    start: Callable[[], Running],
+    does: Hands,
+    log: EventLog,
+    progress: Callable[[str], None],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Run the job to its end, or to the end of its time, while faults happen.
+
+    Raises:
+        LaunchError: The job made no train step in its time.
+    """
+    table, job, begin_s, ready_s = Timetable(waiting=list(plan.faults)), start(), None, clock()
+    deadline_s = clock() + plan.start_s
+    attempt: Running | None = job
+    try:
+        while True:
+            now_s = clock()
+            if begin_s is None and has_stepped(log.path):
+                begin_s = now_s
+            if begin_s is None and now_s > deadline_s:
+                raise LaunchError(_no_step(plan))
+            since_s = now_s - begin_s if begin_s is not None else -1.0
+            if since_s >= plan.until_s:
+                return
+            _act(table, since_s, does, log, progress)
+            if attempt is None and now_s >= ready_s:
+                attempt = start()
+            code = attempt.ended() if attempt else None
+            if code == 0:
+                return
+            if code is not None:
+                progress(f"the attempt ended with {code}; the next one begins after {plan.restart_s:g} s")
+                attempt, ready_s = None, now_s + plan.restart_s
+            sleep(POLL_S)
+    finally:
+        for fault, lift in table.over(float("inf")):
+            _lift(fault, lift, log)
+        if attempt is not None:
+            attempt.stop()
+
+
+@contextmanager
+def _ended_cleanly() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that nothing of the lab is left."""
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {how: signal.signal(how, interrupt) for how in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for how, handler in before.items():
+            signal.signal(how, handler)
+
+
+def targets(cluster: Cluster) -> Targets:
+    """What there is to hit in a cluster."""
+    return Targets(
+        num_workers=sum(node.num_devices for node in cluster.nodes),
+        nodes=[node.name for node in cluster.nodes],
+        link_rates={link.name: link.bandwidth_bytes_per_s for link in cluster.links()},
+    )
+
+
+def worker_pid(events: Path, rank: int) -> int | None:
+    """The process that runs a rank, as the last of its kind said."""
+    found = [
+        event["pid"] for event in telemetry.read(events) if event["kind"] == "worker_watched" and event["rank"] == rank
+    ]
+    return found[-1] if found else None
+
+
+def has_stepped(events: Path) -> bool:
+    """A train step was done."""
+    return any(event["kind"] == "train_step_done" for event in telemetry.read(events))
+
+
+def _act(table: Timetable, since_s: float, does: Hands, log: EventLog, progress: Callable[[str], None]) -> None:
+    for fault, lift in table.over(since_s):
+        _lift(fault, lift, log)
+    for fault in table.due(since_s):
+        done = does.begin(fault)
+        if done is not None:
+            target, lift = done
+            table.begun(fault, since_s, lift)
+            log.write("fault_begun", fault=str(fault), target=target)
+            progress(f"{since_s:.1f} s: {fault} ({target})")
+
+
+def _lift(fault: Fault, lift: Callable[[], None], log: EventLog) -> None:
+    lift()
+    log.write("fault_lifted", fault=str(fault))
+
+
+def _no_step(plan: Plan) -> str:
+    return explain(
+        "job under chaos",
+        got=f"no train step after {plan.start_s:g} s",
+        expected="one",
+        do="Run it without chaos first; the job's own output is in job.log",
+        where=str(plan.out / "job.log"),
+    )

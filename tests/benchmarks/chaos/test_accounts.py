@@ -1,0 +1,135 @@
+"""What faults cost, by hand-made events whose answer can be counted on fingers."""
+
+import itertools
+from typing import Any
+
+import pytest
+
+from ringweave.benchmarks.chaos import accounts
+from ringweave.benchmarks.chaos.accounts import Report
+
+
+def watched(rank: int, time: float) -> dict[str, Any]:
+    return {"time": time, "kind": "worker_watched", "rank": rank, "node": "a", "pid": 1}
+
+
+def loaded(rank: int, time: float, train_step: int) -> dict[str, Any]:
+    return {"time": time, "kind": "checkpoint_loaded", "rank": rank, "train_step": train_step}
+
+
+def steps(first: int, last: int, begin_s: float, ranks: int = 2) -> list[dict[str, Any]]:
+    """One a second."""
+    return [
+        {
+            "time": begin_s + number - first + rank / 100,
+            "kind": "train_step_done",
+            "rank": rank,
+            "steps_since_start": number,
+        }
+        for number, rank in itertools.product(range(first, last + 1), range(ranks))
+    ]
+
+
+def fault(line: str, time: float) -> dict[str, Any]:
+    return {"time": time, "kind": "fault_begun", "fault": line, "target": "x"}
+
+
+def judge(events: list[dict[str, Any]], restart_s: float = 0.0) -> Report:
+    return accounts.report(events, num_workers=2, workers_on={"a": 1, "b": 1}, restart_s=restart_s, samples_per_step=8)
+
+
+def begin() -> list[dict[str, Any]]:
+    return [watched(0, 0), watched(1, 0)]
+
+
+def test_without_faults_nothing_is_lost() -> None:
+    found = judge([*begin(), *steps(1, 11, 100.0)])
+    assert (found.steps, found.steps_lost, found.samples, found.faults) == (11, 0, 88, 0)
+    assert found.fault_free_steps_per_s == pytest.approx(1.0)
+    assert found.alive_fraction == 1.0
+    assert found.goodput == pytest.approx(1.1, abs=0.01), "eleven ends of steps in ten seconds"
+
+
+def test_a_restart_from_a_checkpoint_loses_what_was_done_since() -> None:
+    """Steps 1 to 14, a kill at 114; the checkpoint is of step 10; from 124 on steps 11 to 30."""
+    again = [watched(0, 120), watched(1, 120), loaded(0, 121, 10), loaded(1, 121, 10)]
+    found = judge(
+        [*begin(), *steps(1, 14, 100.0), fault("at 13.5s kill worker 1", 113.5), *again, *steps(1, 20, 124.0)]
+    )
+    assert (found.steps, found.steps_lost) == (30, 4)
+    assert found.samples_lost == 32
+    (recovery,) = found.recoveries
+    assert recovery.stall_s == pytest.approx(11.0)
+    assert recovery.recover_s == pytest.approx(10.5)
+    assert found.recover_p50_s == found.recover_p95_s == pytest.approx(10.5)
+
+
+def test_a_restart_at_the_very_step_of_the_checkpoint_loses_nothing() -> None:
+    again = [watched(0, 120), watched(1, 120), loaded(0, 121, 10), loaded(1, 121, 10)]
+    found = judge([*begin(), *steps(1, 10, 100.0), *again, *steps(1, 5, 124.0)])
+    assert (found.steps, found.steps_lost) == (15, 0)
+
+
+def test_a_restart_without_a_checkpoint_loses_everything() -> None:
+    found = judge([*begin(), *steps(1, 10, 100.0), watched(0, 120), watched(1, 120), *steps(1, 12, 124.0)])
+    assert (found.steps, found.steps_lost) == (12, 10)
+
+
+def test_one_step_that_is_done_again_is_one_that_is_lost() -> None:
+    again = [watched(0, 120), watched(1, 120), loaded(0, 121, 9), loaded(1, 121, 9)]
+    found = judge([*begin(), *steps(1, 10, 100.0), *again, *steps(1, 1, 124.0)])
+    assert (found.steps, found.steps_lost) == (10, 1)
+
+
+def test_while_one_worker_goes_on_those_that_join_it_lose_nothing() -> None:
+    events = [*begin(), *steps(1, 10, 100.0), fault("at 10s kill worker 1", 109.5), watched(1, 112)]
+    found = judge([*events, *steps(11, 20, 110.0, ranks=1)])
+    assert (found.steps, found.steps_lost) == (20, 0)
+    assert found.recoveries[0].recover_s == pytest.approx(0.5)
+
+
+def test_time_that_the_faults_take_is_no_blame_and_time_that_the_system_takes_is() -> None:
+    """100 s; worker 1 is paused for 20 s and all wait for it: 80 steps of 90 that 1.8 workers could have done."""
+    events = [*begin(), *steps(1, 40, 100.0), fault("at 39.5s pause worker 1 for 20s", 139.5), *steps(41, 81, 160.0)]
+    found = judge(events)
+    assert found.wall_s == pytest.approx(100.0, abs=0.1)
+    assert found.alive_fraction == pytest.approx(0.9, abs=0.001)
+    assert found.goodput == pytest.approx(81 / 90, abs=0.005)
+    assert found.recoveries[0].stall_s == pytest.approx(21.0)
+
+
+@pytest.mark.parametrize(
+    ("line", "away_s"),
+    [
+        ("at 5s kill worker 0", 10),
+        ("at 5s pause worker 0 for 4s", 4),
+        ("at 5s cut a for 6s", 6),
+        ("at 5s fill disk for 6s", 0),
+    ],
+)
+def test_what_a_fault_takes_away(line: str, away_s: float) -> None:
+    found = judge([*begin(), *steps(1, 51, 100.0), fault(line, 105.0)], restart_s=10)
+    assert found.alive_fraction == pytest.approx(1 - away_s / 100, abs=0.001)
+
+
+def test_a_job_that_never_goes_on_has_not_recovered() -> None:
+    found = judge([*begin(), *steps(1, 10, 100.0), fault("at 10s kill worker 1", 110.0)])
+    assert found.recoveries[0].recover_s is None
+    assert found.recover_p50_s is None
+
+
+def test_a_job_without_a_step_has_nothing_to_report() -> None:
+    found = judge(begin())
+    assert (found.steps, found.goodput, found.recoveries) == (0, None, ())
+
+
+def test_samples_are_those_that_prepare_told() -> None:
+    told = {"time": 1, "kind": "training_prepared", "batch_samples": 256}
+    found = accounts.report([told, *begin(), *steps(1, 3, 100.0)], num_workers=2, workers_on={}, restart_s=0)
+    assert found.samples == 3 * 256
+
+
+def test_a_pause_long_after_a_fault_is_not_its_doing() -> None:
+    events = [*begin(), *steps(1, 10, 100.0), fault("at 9s kill worker 1", 109.5), *steps(11, 40, 112.0)]
+    found = judge([*events, *steps(41, 50, 170.0)])
+    assert found.recoveries[0].stall_s == pytest.approx(3.0)

@@ -1,0 +1,95 @@
+"""`ringweave chaos` as it is typed."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from ringweave import lab
+from ringweave.cli.main import call
+
+ROOT = Path(__file__).parents[2]
+CLUSTER = str(ROOT / "examples" / "clusters" / "unequal-nics.yaml")
+PAIR = "name: pair\nnodes: [{name: a, nic: 200Mbit/s, devices: 1}, {name: b, nic: 200Mbit/s, devices: 1}]\n"
+JOB = """
+import itertools
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+import ringweave
+
+dist.init_process_group()
+model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+optimizer = torch.optim.AdamW(model.parameters())
+checkpoints = ringweave.Checkpoints(sys.argv[1], model=model, optimizer=optimizer)
+done = checkpoints.load()
+for train_step in itertools.count(done + 1) if done == 0 else range(done + 1, done + 10):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    if train_step % 5 == 0:
+        checkpoints.save(train_step)
+        checkpoints.wait()
+dist.destroy_process_group()
+"""
+
+
+def chaos(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = call(["chaos", *arguments])
+    found = capsys.readouterr()
+    return code, found.out, found.err
+
+
+def test_the_faults_of_a_seed_are_shown_by_a_dry_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    options = ["--random", "kill,cut", "--every", "15", "--seed", "3", "--for", "100", "--dry-run"]
+    code, text, _ = chaos(capsys, CLUSTER, *options)
+    assert code == 0
+    assert text.startswith("at 20s ")
+    (tmp_path / "script.txt").write_text(text)
+    assert chaos(capsys, CLUSTER, "--script", str(tmp_path / "script.txt"), "--dry-run") == (0, text, "")
+    document = json.loads(chaos(capsys, CLUSTER, *options, "--json")[1])
+    assert document == {"faults": text.splitlines()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--dry-run"], "faults: none given, expected some. Give --script FILE, or --random kill,pause."),
+        (["--random", "kill"], "script: none given, expected one after --. For example: ringweave chaos C.yaml"),
+        (["--random", "kill", "--system", "torchrn"], 'torchrun. Did you mean "torchrun"?'),
+        (["--script", "/absent"], "script of faults: [Errno 2] No such file or directory"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], text: str
+) -> None:
+    code, _, complaint = chaos(capsys, CLUSTER, *arguments)
+    assert code == 2
+    assert text in complaint
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(os.geteuid() != 0 or bool(lab.problems()), reason="needs a lab: root and namespaces")
+def test_a_job_in_a_lab_is_killed_and_goes_on_from_its_checkpoint(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The first attempt never ends by itself; the second one ends nine steps after its checkpoint."""
+    for name, text in {"pair.yaml": PAIR, "job.py": JOB, "script.txt": "at 3s kill worker 1\n"}.items():
+        (tmp_path / name).write_text(text)
+    arguments = [str(tmp_path / "pair.yaml"), "--script", str(tmp_path / "script.txt"), "--out", str(tmp_path / "out")]
+    code, text, _ = chaos(capsys, *arguments, "--json", "--", str(tmp_path / "job.py"), "{disk}/checkpoints")
+    assert code == 0, (tmp_path / "out" / "job.log").read_text()
+    document = json.loads(text)
+    assert document["script"] == ["at 3s kill worker 1"]
+    assert document["faults"] == 1
+    assert document["steps_lost"] <= 5, "a checkpoint every five steps, each waited for"
+    assert document["steps"] >= 9
+    assert document["recover_p50_s"] > 0
+    assert document["goodput"] > 0
+    assert not (tmp_path / "out" / "disk").is_mount()
+    assert not [name for name in lab.names() if name == f"chaos-{os.getpid()}"]

@@ -1,0 +1,88 @@
+"""What a stranger can do with bytes at the door of a rank, and what a peer can do with a header."""
+
+import random
+import select
+import socket
+import time
+
+import pytest
+
+from ringweave.comm.members import Member, Members, Place
+from ringweave.comm.transport import connecting
+from ringweave.comm.transport.connecting import Switchboard, open_doors
+from ringweave.comm.transport.seam import MismatchError
+from ringweave.comm.transport.streams import StreamConnection
+from tests.wire.test_bad_bytes import mutated
+
+TOKEN = b"0123456789abcdef"
+TAG = 7 << 32 | 5
+CONTENT = b"contents" * 3
+
+
+@pytest.mark.slow
+def test_mutated_hellos_let_nobody_in_but_those_who_know_the_token() -> None:
+    (door,) = open_doors(["127.0.0.1"], 1)
+    ranks = tuple(Member(rank, Place("n", "127.0.0.1", (), (1.0,)), (door.entrance,)) for rank in range(3))
+    switchboard = Switchboard(door, 0, Members(ranks, 2, TOKEN), 60.0, time.monotonic)
+    good, rng = connecting._HELLO.pack(TOKEN, 1, 0), random.Random(8)
+    try:
+        assert caller(switchboard, good) == (1, 0)
+        for _ in range(20_000):
+            data = mutated(rng, good)
+            found = caller(switchboard, data)
+            if not data.startswith(TOKEN):
+                assert found is None
+            assert found in (None, (0, 0), (1, 0)), "never a rank or a rail that there is not"
+    finally:
+        switchboard.close()
+
+
+def caller(switchboard: Switchboard, data: bytes) -> tuple[int, int] | None:
+    ours, theirs = socket.socketpair()
+    with ours:
+        theirs.sendall(data)
+        theirs.close()
+        return switchboard._caller(ours, 60.0)
+
+
+@pytest.mark.slow
+def test_mutated_headers_never_write_past_the_piece_that_was_posted() -> None:
+    rng, good, num_refused = random.Random(9), header(TAG, 8), 0
+    for _ in range(3000):
+        data, room = mutated(rng, good), bytearray(b"-" * 8 + b"keep")
+        ours, theirs = tcp_pair()
+        with ours:
+            theirs.sendall(data + CONTENT)
+            theirs.close()
+            connection = StreamConnection(0, ours)
+            message = connection.receive(memoryview(room)[:8], TAG)
+            is_taken = True
+            try:
+                while not message.done:
+                    connection.read()
+                    select.select([ours], [], [], 60)
+            except (MismatchError, ConnectionResetError):
+                is_taken, num_refused = False, num_refused + 1
+            assert is_taken == (data + CONTENT).startswith(good)
+            assert room[8:] == b"keep"
+    assert num_refused > 2000
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    """A connection over the loopback interface; the first end does not block."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        ours, _ = listener.accept()
+    ours.setblocking(False)
+    return ours, theirs
+
+
+def header(tag: int, num_bytes: int) -> bytes:
+    """As a peer sends it."""
+    ours, theirs = tcp_pair()
+    with ours, theirs:
+        StreamConnection(0, ours).send(memoryview(bytes(num_bytes)), tag)
+        found = b""
+        while len(found) < num_bytes + 1 or select.select([theirs], [], [], 0)[0]:
+            found += theirs.recv(1000)
+        return found[:-num_bytes]
