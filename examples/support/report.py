@@ -10,6 +10,15 @@ from support import files, progress
 LOSSES, HELD_OUT = "losses.jsonl", "held_out.jsonl"
 
 
+def _iterations():
+    """Returns what tells `ringweave status` how far training is; None where ringweave is not installed."""
+    try:
+        from ringweave import Iterations
+    except ImportError:
+        return None
+    return Iterations()
+
+
 class Report:
     """Notes in `folder` what the ranks measured together: rank 0 writes, the others do nothing.
 
@@ -21,6 +30,7 @@ class Report:
         self.steps, self.done_steps = steps, done_steps
         self.started_s = self.last_s = time.perf_counter()
         self.writes = dist.get_rank() == 0
+        self.iterations = _iterations()
         if not self.writes:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -33,6 +43,8 @@ class Report:
 
     def step(self, train_step: int, loss: float, learning_rate: float) -> None:
         """Notes the global mean loss of a train step, in nats per byte."""
+        if self.iterations:
+            self.iterations.done(train_step, loss)
         if not self.writes:
             return
         elapsed_s, self.last_s = time.perf_counter() - self.last_s, time.perf_counter()
@@ -54,6 +66,8 @@ class Report:
     def close(self) -> None:
         """Ends the progress bar, the clock and TensorBoard."""
         self.train_s = time.perf_counter() - self.started_s
+        if self.iterations:
+            self.iterations.close()
         if self.writes:
             self.bar.close()
             self.board.close()

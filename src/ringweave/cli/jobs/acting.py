@@ -4,6 +4,7 @@ import click
 
 from ringweave.cli.jobs import asking
 from ringweave.cli.jobs.following import wait_gone
+from ringweave.launch.services import views
 
 
 def _make(verb: str, text: str, said: str) -> click.Command:
@@ -12,7 +13,7 @@ def _make(verb: str, text: str, said: str) -> click.Command:
     @asking.NAME
     def command(place: str, output: str, name: str) -> int:
         job = asking.service(place).act(name, verb)
-        asking.show(output, asking.document(job), lambda: [f"{name}: {said}"])
+        asking.show(output, views.document(job), lambda: [f"{name}: {said}"])
         return 0
 
     return command
@@ -47,6 +48,6 @@ def delete(place: str, output: str, waits: bool, name: str) -> int:
     if waits:
         wait_gone(service, job)
     asking.show(
-        output, asking.document(job), lambda: [f"{name}: {'nothing is left of it' if waits else 'it will be removed'}"]
+        output, views.document(job), lambda: [f"{name}: {'nothing is left of it' if waits else 'it will be removed'}"]
     )
     return 0

@@ -11,9 +11,8 @@ from click.shell_completion import CompletionItem
 
 from ringweave.errors import RingweaveError
 from ringweave.files import yaml_text
-from ringweave.launch.services import finding, views
+from ringweave.launch.services import finding
 from ringweave.launch.services.service import Service
-from ringweave.launch.services.views import JobView
 
 DEFAULT_PLACE = "local"
 
@@ -69,11 +68,6 @@ def _names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[
 
 
 NAME = click.argument("name", metavar="JOB", shell_complete=_names)
-
-
-def document(seen: JobView) -> dict[str, Any]:
-    """The job as in `-o json`."""
-    return json.loads(views.dumps(seen))
 
 
 def show(output: str, content: Mapping[str, Any], lines: Callable[[], list[str]]) -> None:

@@ -7,6 +7,7 @@ import click
 
 from ringweave.cli.jobs import asking, tables
 from ringweave.cli.jobs.following import watch
+from ringweave.launch.services import views
 
 
 @click.command
@@ -24,7 +25,7 @@ def jobs(place: str, output: str, metrics: bool, port: int | None) -> int:
 
         return serve(service, port) if port is not None else _printed(to_text(service))
     found = service.jobs()
-    documents = {"jobs": [asking.document(job) for job in found]}
+    documents = {"jobs": [views.document(job) for job in found]}
     asking.show(output, documents, lambda: tables.jobs(found, time.time(), wide=output == "wide"))
     return 0
 
@@ -41,13 +42,13 @@ def status(place: str, output: str, watches: bool, name: str) -> int:
     service = asking.service(place)
     if not watches:
         job = service.job(name)
-        asking.show(output, asking.document(job), lambda: tables.status(job, time.time()))
+        asking.show(output, views.document(job), lambda: tables.status(job, time.time()))
         return 0
     clears = sys.stdout.isatty() and output == "table"
     for job in watch(service, name):
         if clears:
             click.clear()
-        asking.show(output, asking.document(job), lambda job=job: tables.status(job, time.time()))
+        asking.show(output, views.document(job), lambda job=job: tables.status(job, time.time()))
     return 0 if job.state == "Succeeded" else 1
 
 
@@ -58,7 +59,7 @@ def why(place: str, output: str, name: str) -> int:
     """Say why JOB does not run, or how it ended, node by node, and what helps."""
     job = asking.service(place).job(name)
     keys = ("name", "state", "reason")
-    content = asking.document(job)
+    content = views.document(job)
     nodes = [{key: node[key] for key in (*keys, "attempts")} for node in content["nodes"]]
     asking.show(output, {key: content[key] for key in keys} | {"nodes": nodes}, lambda: tables.why(job))
     return 0
@@ -70,7 +71,7 @@ def why(place: str, output: str, name: str) -> int:
 def events(place: str, output: str, name: str) -> int:
     """List what happened to JOB: its states, the beginnings and ends of attempts."""
     job = asking.service(place).job(name)
-    asking.show(output, {"name": name, "events": asking.document(job)["events"]}, lambda: tables.events(job))
+    asking.show(output, {"name": name, "events": views.document(job)["events"]}, lambda: tables.events(job))
     return 0
 
 

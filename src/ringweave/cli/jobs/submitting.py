@@ -11,6 +11,7 @@ from ringweave.errors import UsageError, explain
 from ringweave.jobs.requests import job_file
 from ringweave.jobs.requests.job_file import Flag
 from ringweave.jobs.requests.request import Request
+from ringweave.launch.services import views
 from ringweave.launch.services.service import Submission
 
 
@@ -57,7 +58,7 @@ def command(
         _ask(request.name)
     made = service.submit(request, base=base)
     if output != "table":
-        asking.show(output, {"plan": plans.document(plan), "job": asking.document(made.job)}, list)
+        asking.show(output, {"plan": plans.document(plan), "job": views.document(made.job)}, list)
         return 0
     if detach:
         click.echo(f"{request.name}: submitted. ringweave status {request.name}; ringweave logs -f {request.name}")
@@ -67,7 +68,7 @@ def command(
 
 def _show_dry(output: str, tried: Submission, plan: dict[str, Any], *, full: bool) -> None:
     objects = {each.name: each.text for each in tried.objects} if full else {}
-    content = {"plan": plan, "job": asking.document(tried.job), "objects": objects}
+    content = {"plan": plan, "job": views.document(tried.job), "objects": objects}
     parts = [f"--- {name}\n{text.rstrip()}" for name, text in objects.items()]
     asking.show(output, content, lambda: [*parts, "nothing was submitted"])
 

@@ -4,6 +4,8 @@ An entry point names a function that is called with the environment and returns 
 
     [project.entry-points."ringweave.services"]
     ours = "our_package.service:open_service"
+
+An address is a service elsewhere, by the remote protocol of docs/services.md.
 """
 
 import importlib
@@ -29,13 +31,17 @@ def open_service(name: str, environ: Mapping[str, str]) -> Service:
     """The service of that name.
 
     Args:
-        name: `local`, `slurm`, `kubernetes`, or the name of an entry point.
+        name: `local`, `slurm`, `kubernetes`, the name of an entry point, or an address.
         environ: Where it finds its settings.
 
     Raises:
         UsageError: There is none of that name.
         LaunchError: It is there and cannot be loaded.
     """
+    if "://" in name:
+        from ringweave.launch.services import remote  # brings an HTTP client
+
+        return remote.open_service(name, environ)
     if name in OURS:
         return _function(OURS[name], name)(environ)
     found = {entry.name: entry for entry in importlib.metadata.entry_points(group=GROUP)}

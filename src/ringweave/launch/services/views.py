@@ -1,7 +1,9 @@
 """A job as users see it, whatever the place: frozen data, and the JSON of `-o json` and of the remote protocol."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -124,18 +126,18 @@ def view(job: Job, *, place: str, events: Sequence[EventView] = (), files: str =
     )
 
 
-def dumps(seen: JobView) -> str:
-    """The view as JSON; `loads` gives an equal one."""
-    return _VIEW.dump_json(seen).decode()
+def document(seen: JobView) -> dict[str, Any]:
+    """The view as a JSON object; `parse` gives an equal one."""
+    return _VIEW.dump_python(seen, mode="json")
 
 
-def loads(text: str) -> JobView:
-    """The view that a text of `dumps` is.
+def parse(content: object) -> JobView:
+    """The view that a JSON object of `document` is.
 
     Raises:
         ValueError: It is none.
     """
-    return _VIEW.validate_json(text)
+    return _VIEW.validate_json(json.dumps(content))
 
 
 def _node(job: Job, index: int) -> NodeView:

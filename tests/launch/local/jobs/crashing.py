@@ -1,8 +1,9 @@
 """Lives of a job whose supervisor is killed with SIGKILL at one boundary after the other; prints a JSON line for each.
 
-    python crashing.py FOLDER LIFE [FIRST [LAST]]
+    python crashing.py FOLDER LIFE
 
-A process of its own, so that it may fork: everything is imported once, and a supervisor starts in a millisecond.
+The first life has no crash and says which boundaries there are: `NAME#1` is the first time that one is reached. A
+process of its own, so that it may fork: everything is imported once, and a supervisor starts in a millisecond.
 """
 
 import json
@@ -48,27 +49,29 @@ class Life:
         origin = Origin(directory=str(folder), script_text="", environ={"LIFE": life})
         self.registry.submit(lambda _: Entry(id="job-1", job=job_of(life), origin=origin))
 
-    def supervise(self, crash_at: int = 0) -> str:
-        """Run a supervisor in a process of its own; the boundary at which it killed itself, or `` if it ended."""
-        reached = self.state / "reached"
-        reached.unlink(missing_ok=True)
+    def supervise(self, crash_at: str) -> bool:
+        """Run a supervisor in a process of its own; whether it killed itself."""
         pid = os.fork()
         if pid == 0:
-            os._exit(self._serve(crash_at, reached))
+            os._exit(self._serve(crash_at))
         _, status = os.waitpid(pid, 0)
         if os.WIFSIGNALED(status):
             assert os.WTERMSIG(status) == signal.SIGKILL, f"the supervisor got {os.WTERMSIG(status)}"
-            return reached.read_text()
+            return True
         assert os.WEXITSTATUS(status) == 0, "the supervisor failed"
-        return ""
+        return False
 
-    def _serve(self, crash_at: int, reached: Path) -> int:
+    def reached(self) -> list[str]:
+        """The boundaries so far, each with how often it was reached by then."""
+        names = self.boundaries.read_text().splitlines()
+        return [f"{name}#{names[: index + 1].count(name)}" for index, name in enumerate(names)]
+
+    def _serve(self, crash_at: str) -> int:
 
         def die(boundary: str) -> None:
             with self.boundaries.open("a") as log:
                 log.write(f"{boundary}\n")
-            if len(self.boundaries.read_text().splitlines()) == crash_at:
-                reached.write_text(boundary)
+            if self.reached()[-1] == crash_at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         agent = (sys.executable, "-I", "-S", str(LIGHT), str(self.ledger))
@@ -79,17 +82,17 @@ class Life:
             return 1
         return 0
 
-    def lead(self, crash_at: int) -> dict[str, object]:
-        """Lead the job to its end, with one crash on the way; what was seen."""
+    def lead(self, crash_at: str = "") -> dict[str, object]:
+        """Lead the job to its end, with a crash on the way; what was seen."""
         deadline = time.monotonic() + DEADLINE_S
         asker = self._start_asker() if self.life == "asked" else None
-        boundary = ""
+        has_crashed = False
         while self.registry.load("job-1") is not None and time.monotonic() < deadline:
-            boundary = self.supervise(crash_at) or boundary
+            has_crashed = self.supervise(crash_at) or has_crashed
             time.sleep(0.005)
         if asker is not None:
             os.waitpid(asker, 0)
-        return {"boundary": boundary, **self.end()}
+        return {"crash_at": crash_at, "has_crashed": has_crashed, **self.end()}
 
     def _start_asker(self) -> int:
         """Somebody who asks something of the job whenever it has come to that; its process id."""
@@ -143,14 +146,13 @@ class Life:
         return mine
 
 
-def main(folder: Path, life: str, first: int = 1, last: int = 1000) -> None:
+def main(folder: Path, kind: str) -> None:
     leftovers.adopt_orphans()
-    for crash_at in range(first, last + 1):
-        seen = Life(folder / str(crash_at), life).lead(crash_at)
-        print(json.dumps(seen), flush=True)
-        if not seen["boundary"]:
-            return
+    first = Life(folder / "0", kind)
+    print(json.dumps(first.lead()), flush=True)
+    for index, crash_at in enumerate(first.reached(), 1):
+        print(json.dumps(Life(folder / str(index), kind).lead(crash_at)), flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -21,8 +21,11 @@ def test_every_boundary(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     lives = [json.loads(line) for line in done.stdout.splitlines()]
-    boundaries = {life["boundary"] for life in lives}
-    assert boundaries == {f"{when} {name}" for name in ACTIONS for when in ("before", "after")} | INSIDE | {""}
+    boundaries = {life["crash_at"].partition("#")[0] for life in lives if life["has_crashed"]}
+    assert boundaries == {f"{when} {name}" for name in ACTIONS for when in ("before", "after")} | INSIDE
+    # How often these two are asked for depends on what is seen between two looks; all else is the same in every life.
+    missed = {life["crash_at"] for life in lives[1:] if not life["has_crashed"]}
+    assert all(boundary.partition("#")[0].endswith(("SaveRecord", "Regather")) for boundary in missed), missed
     for life in lives:
         end = {key: life[key] for key in ("processes", "files", "outcome", "retries")}
         assert end == {"processes": 0, "files": [], "outcome": None, "retries": None}, life

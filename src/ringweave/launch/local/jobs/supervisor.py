@@ -123,7 +123,7 @@ class Supervisor:
 
 
 def ensure(state: Path, job_id: str, environ: dict[str, str]) -> None:
-    """Start a supervisor where none lives; wake the one that does.
+    """Start a supervisor where none lives; wake the one that does. Of a job that is just being removed there is none.
 
     Raises:
         LaunchError: It cannot be started.
@@ -141,6 +141,8 @@ def ensure(state: Path, job_id: str, environ: dict[str, str]) -> None:
         finally:
             os.close(lock)
     except OSError as error:
+        if not folder.root.exists():  # by the supervisor that lived until now
+            return
         raise LaunchError(f"supervisor could not be started: {error}. [{folder.root}]") from error
 
 

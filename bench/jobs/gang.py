@@ -1,0 +1,107 @@
+"""From the last node that is ready to the start of the workers, and how exactly a TTL is kept.
+
+    python bench/jobs/gang.py [--rounds 20] [--out FILE]
+
+Jobs of three nodes with one worker each, which do nothing but say when they began. Measured with one clock, from the
+report of the last agent that was ready to the first line of the first and of the last worker's script (that includes
+starting three interpreters), and to the agents' word that their workers run.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from ringweave.jobs.requests.request import NodeRequest, Request
+from ringweave.launch.groups import posts
+from ringweave.launch.local.jobs.folders import job_folder
+from ringweave.launch.local.jobs.service import LocalService
+from ringweave.launch.services.service import LogQuery
+
+SCRIPT = "import time\nprint(time.time(), flush=True)\n"
+TTL_S = 1.0
+
+
+class Watch:
+    """Notes when each group is first seen to be ready and to run, by the times of its report files."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._ended = root, threading.Event()
+        self.times: dict[tuple[str, str], float] = {}
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ended.wait(0.001):
+            for path in self._root.glob("jobs/*/groups/*/report.json"):
+                try:
+                    written_s = path.stat().st_mtime
+                    phase = str(posts.parse_report(path.read_bytes()).phase)
+                except (OSError, ValueError):
+                    continue
+                self.times.setdefault((path.parent.name, phase), written_s)
+
+    def close(self) -> None:
+        """Look no more."""
+        self._ended.set()
+        self._thread.join()
+
+    def last(self, phase: str) -> float:
+        """When the last group came into the phase."""
+        return max(time_s for (_, seen), time_s in self.times.items() if seen == phase)
+
+
+def measure(service: LocalService, state: Path, folder: Path, name: str) -> dict[str, float]:
+    """One job."""
+    nodes = tuple(NodeRequest(name=f"n{index}", capacity=1) for index in range(3))
+    asked = {"num_workers": 3, "min_per_node": 1, "device": "cpu", "ttl_s": TTL_S}
+    watch = Watch(state)
+    service.submit(Request(name=name, script="s.py", nodes=nodes, **asked), base=folder)
+    entry = service._registry.find(name)
+    assert entry is not None
+    while (job := service.job(name)).state != "Succeeded":
+        time.sleep(0.02)
+    begun = [float(line.text) for line in service.logs(name, LogQuery())]
+    watch.close()
+    assert job.ended_s is not None
+    root = job_folder(state, entry.id).root
+    while root.exists() or service._registry.find(name):
+        time.sleep(0.001)
+    ready_s = watch.last("Ready")
+    return {
+        "to_running_s": watch.last("Running") - ready_s,
+        "to_first_worker_s": min(begun) - ready_s,
+        "to_last_worker_s": max(begun) - ready_s,
+        "ttl_error_s": time.time() - (job.ended_s + TTL_S),
+    }
+
+
+def main() -> None:
+    """Run the jobs one after the other, and say what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "s.py").write_text(SCRIPT)
+        service = LocalService(folder / "state", requester="bench", environ=os.environ)
+        rows = [measure(service, folder / "state", folder, f"job-{index}") for index in range(asked.rounds)]
+    for key in rows[0]:
+        values = sorted(row[key] for row in rows)
+        print(
+            f"{key:18} median {statistics.median(values):.3f}, most {values[-1]:.3f} s (measured, {len(values)} jobs)"
+        )
+    print(f"load of the machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    if asked.out:
+        load = os.getloadavg()[0]
+        asked.out.write_text(json.dumps({"machine": platform.platform(), "load": load, "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

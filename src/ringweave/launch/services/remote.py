@@ -1,0 +1,150 @@
+"""A service elsewhere, by HTTP and JSON; the protocol is in docs/services.md. `--on http://HOST:PORT` or `https://...`."""
+
+import http.client
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+from pydantic import TypeAdapter
+
+from ringweave.errors import JobError, LaunchError, RingweaveError, UsageError, explain
+from ringweave.jobs.requests.request import Request
+from ringweave.launch.groups.config import read_script
+from ringweave.launch.services import views
+from ringweave.launch.services.service import LogLine, LogQuery, Rendered, Service, Submission
+from ringweave.launch.services.views import JobView
+
+PREFIX = "/v1/jobs"
+TOKEN_FILE = "RINGWEAVE_SERVICE_TOKEN_FILE"
+"""Variable with the path of a file that holds the bearer token, by which the adapter knows who asks."""
+TIMEOUT_S = 60.0
+"""For an answer to begin; logs that are followed may be silent longer, and are not bounded once they have begun."""
+MAX_BYTES = 256 * 2**20
+"""Of an answer."""
+
+
+class RemoteService(Service):
+    """Passes every question on; what it answers is the adapter's word."""
+
+    def __init__(self, address: str, token: str | None = None) -> None:
+        """`address` is `http://HOST:PORT` or `https://HOST:PORT`.
+
+        Raises:
+            UsageError: It is not.
+        """
+        parts = urlsplit(address)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
+            do = "Write it like https://jobs.example:8443"
+            raise UsageError(explain("service", got=address, expected="http(s)://HOST:PORT", do=do, where="--on"))
+        self._address, self._parts, self._token = address, parts, token
+
+    def submit(self, request: Request, *, base: Path, dry_run: bool = False) -> Submission:
+        """Pass the request on; a script that is alone travels with it, a directory has to be there."""
+        script_text = read_script(base / request.script) if request.directory is None else None
+        if request.directory is not None:
+            request = replace(request, directory=str((base / request.directory).absolute()))
+        body = {"request": str(request), "script_text": script_text, "dry_run": dry_run}
+        answer = self._ask("POST", PREFIX, body)
+        return Submission(
+            job=views.parse(answer["job"]), objects=tuple(Rendered(**each) for each in answer.get("objects", ()))
+        )
+
+    def jobs(self) -> Sequence[JobView]:
+        """All jobs that the adapter shows."""
+        return [views.parse(each) for each in self._ask("GET", PREFIX)["jobs"]]
+
+    def job(self, name: str) -> JobView:
+        """One job, with its events."""
+        return views.parse(self._ask("GET", f"{PREFIX}/{quote(name, safe='')}"))
+
+    def act(self, name: str, verb: str) -> JobView:
+        """Pass a verb on."""
+        return views.parse(self._ask("POST", f"{PREFIX}/{quote(name, safe='')}/{verb}", {}))
+
+    def logs(self, name: str, which: LogQuery) -> Iterator[LogLine]:
+        """Lines as they come."""
+        asked = {"node": which.node, "rank": which.rank, "attempt": which.attempt}
+        query = {key: value for key, value in asked.items() if value is not None} | {"follow": int(which.follow)}
+        connection, response = self._open("GET", f"{PREFIX}/{quote(name, safe='')}/logs?{urlencode(query)}")
+        if connection.sock is not None:
+            connection.sock.settimeout(None)
+        return self._lines(connection, response)
+
+    def _lines(self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> Iterator[LogLine]:
+        try:
+            for line in response:
+                yield LogLine(**json.loads(line))
+        except (OSError, http.client.HTTPException, ValueError, TypeError) as error:
+            raise self._failure(str(error) or type(error).__name__) from error
+        finally:
+            connection.close()
+
+    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        connection, response = self._open(method, path, body)
+        try:
+            return _OBJECT.validate_json(response.read(MAX_BYTES))
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise self._failure(str(error) or type(error).__name__) from error
+        finally:
+            connection.close()
+
+    def _open(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """A response that is no error.
+
+        Raises:
+            JobError: The adapter refuses; the text is its own.
+            LaunchError: It cannot be reached, or failed.
+        """
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(str(self._parts.hostname), self._parts.port, timeout=TIMEOUT_S)
+        headers = {"Content-Type": "application/json"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            response = connection.getresponse()
+            if response.status == http.client.OK:
+                return connection, response
+            said = response.read(2**20).decode(errors="replace")
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise self._failure(str(error) or type(error).__name__) from error
+        connection.close()
+        raise self._refusal(response.status, said)
+
+    def _refusal(self, status: int, said: str) -> RingweaveError:
+        try:
+            text = str(json.loads(said)["error"])
+        except (ValueError, KeyError, TypeError):
+            text = said.strip()[:200]
+        if 400 <= status < 500:
+            return JobError(text)
+        return self._failure(f"HTTP {status}: {text}")
+
+    def _failure(self, got: str) -> LaunchError:
+        do = "See whether the adapter runs, and its own log"
+        expected = "an answer of the protocol in docs/services.md"
+        return LaunchError(explain(f"service {self._address}", got=got, expected=expected, do=do, where="--on"))
+
+
+def open_service(address: str, environ: Mapping[str, str]) -> RemoteService:
+    """The service at an address, with the token of the user's.
+
+    Raises:
+        UsageError: The address is none, or the token cannot be read.
+    """
+    path = environ.get(TOKEN_FILE)
+    try:
+        token = Path(path).read_text(encoding="utf-8").strip() if path else None
+    except OSError as error:
+        do = f"Correct {TOKEN_FILE}"
+        raise UsageError(explain("token file", got=path, expected="a file that can be read", do=do)) from error
+    return RemoteService(address, token)
+
+
+_OBJECT = TypeAdapter(dict[str, Any])

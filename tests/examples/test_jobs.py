@@ -1,0 +1,22 @@
+"""The job files of the examples say what they claim."""
+
+from pathlib import Path
+
+import pytest
+
+from ringweave.jobs.requests import job_file
+
+JOBS = Path(__file__).parents[2] / "examples" / "jobs"
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "counts"), [("text", "cpu", (10, 5)), ("digits", "cpu", (3, 3)), ("gpus", "cuda", (8, 3))]
+)
+def test_they_can_be_submitted(name: str, device: str, counts: tuple[int, ...]) -> None:
+    request = job_file.load(JOBS / f"{name}.yaml")
+    assert (request.device, request.split.counts) == (device, counts)
+    assert (JOBS / str(request.directory) / request.script).is_file()
+
+
+def test_all_of_them_are_named_here() -> None:
+    assert {path.stem for path in JOBS.glob("*.yaml")} >= {"text", "digits", "gpus"}

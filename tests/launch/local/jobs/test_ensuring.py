@@ -1,0 +1,182 @@
+"""Supervisors are started where none lives, once; locks, bells, and agents that do not leave."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ringweave.errors import LaunchError
+from ringweave.jobs.life import actions
+from ringweave.jobs.life.observing import Cause, Phase
+from ringweave.launch.groups import posts
+from ringweave.launch.groups.config import Config, ConfigNode
+from ringweave.launch.groups.posts import Opening, Orders, Report
+from ringweave.launch.local.jobs import bells, locks, place, supervisor
+from ringweave.launch.local.jobs.bells import Bell
+from ringweave.launch.local.jobs.folders import JobFolder, job_folder
+from ringweave.launch.local.jobs.group import gpus_of
+from ringweave.launch.local.jobs.place import LocalPlace
+from ringweave.launch.local.jobs.post import FilePost
+from ringweave.launch.workers import Meeting
+from tests.launch.conftest import wait_until
+
+CONFIG = Config(
+    job="job",
+    device="cuda",
+    mode="auto",
+    nodes=(ConfigNode(index=0, name="n0", workers=2), ConfigNode(index=2, name="n2", workers=3)),
+    script="s.py",
+)
+
+
+def test_one_supervisor_is_started_and_then_woken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(locks, "spawn", lambda argv, environ, *, lock, log: started.append(list(argv)))
+    supervisor.ensure(tmp_path, "job-1", {})
+    assert started[0][-2:] == [str(tmp_path), "job-1"]
+    folder = job_folder(tmp_path, "job-1")
+    bell, lock = Bell(folder.bell), locks.try_lock(folder.lock)
+    assert lock is not None
+    assert locks.is_held(folder.lock)
+    supervisor.ensure(tmp_path, "job-1", {})
+    assert len(started) == 1
+    bell.wait(100.0)  # was rung, so it returns
+    bell.close()
+    os.close(lock)
+    assert not locks.is_held(folder.lock)
+
+
+def test_a_job_that_is_being_removed_needs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spawn(*_: object, lock: int, log: Path) -> None:
+        if not log.parent.parent.joinpath("broken").exists():
+            shutil.rmtree(log.parent)
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(locks, "spawn", spawn)
+    supervisor.ensure(tmp_path, "job-1", {})
+    (tmp_path / "jobs" / "broken").touch()
+    with pytest.raises(LaunchError, match=r"supervisor could not be started: .*No such file or directory\. \[.*job-1"):
+        supervisor.ensure(tmp_path, "job-1", {})
+
+
+def test_a_lock_lives_as_long_as_whoever_has_it(tmp_path: Path) -> None:
+    lock = locks.try_lock(tmp_path / "lock")
+    assert lock is not None
+    argv = (
+        sys.executable,
+        "-I",
+        "-S",
+        "-c",
+        "import sys, time; print('said', file=sys.stderr); time.sleep(99)",
+    )
+    pid = locks.spawn(argv, {}, lock=lock, log=tmp_path / "log")
+    os.close(lock)
+    assert locks.is_held(tmp_path / "lock")
+    assert locks.try_lock(tmp_path / "lock") is None
+    wait_until(lambda: (tmp_path / "log").read_text() == "said\n", "the first words")
+    assert os.getsid(pid) == pid
+    assert locks.reap([pid]) == [pid]
+    os.kill(pid, 9)
+    wait_until(lambda: not locks.is_held(tmp_path / "lock"), "the end of the lock")
+    wait_until(lambda: locks.reap([pid]) == [], "the end of the process")
+
+
+def test_a_bell_that_nobody_hears(tmp_path: Path) -> None:
+    bells.ring(tmp_path / "nosuch")
+    os.mkfifo(tmp_path / "bell")
+    bells.ring(tmp_path / "bell")
+    bell = Bell(tmp_path / "bell")
+    bell.wait(0.0)
+    bell.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> JobFolder:
+    folder = JobFolder(root=tmp_path / "jobs" / "job-1")
+    folder.root.mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def agents() -> Iterator[list["subprocess.Popen[bytes]"]]:
+    started: list[subprocess.Popen[bytes]] = []
+    yield started
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def local_place(folder: JobFolder) -> LocalPlace:
+    return LocalPlace(folder, CONFIG, agent=("/nosuch/python",), environ={})
+
+
+def test_an_agent_that_cannot_be_started_leaves_no_group(folder: JobFolder) -> None:
+    here = local_place(folder)
+    with pytest.raises(LaunchError, match=r"agent of node n2 could not be started: .*\. \[/nosuch/python\]"):
+        here.do(actions.CreateGroup(node=2, attempt=1, workers=3, round=1))
+    assert here.observe().groups == ()
+    assert not list((folder.root / "groups").iterdir())
+
+
+def test_an_agent_that_was_killed_failed_by_the_places_doing(folder: JobFolder) -> None:
+    group = folder.group(0, 1)
+    group.root.mkdir(parents=True)
+    group.orders.write_text(posts.dump_orders(Orders(round=1)))
+    group.report.write_text(posts.dump_report(Report(round=1, phase=Phase.RUNNING, pid=1)))
+    (seen,) = local_place(folder).observe().groups
+    assert (seen.phase, seen.cause, seen.text) == (Phase.FAILED, Cause.PLACE, "its agent was killed")
+    local_place(folder).do(actions.StopGroup(node=0, attempt=1))
+    (seen,) = local_place(folder).observe().groups
+    assert (seen.phase, seen.cause, seen.leaving) == (Phase.STOPPED, None, False)
+    local_place(folder).do(actions.DeleteGroup(node=0, attempt=1))
+    assert local_place(folder).observe().groups == ()
+
+
+def test_an_agent_that_does_not_leave_is_killed(folder: JobFolder, agents: list, monkeypatch) -> None:
+    group = folder.group(0, 1)
+    group.root.mkdir(parents=True)
+    lock = locks.try_lock(group.alive)
+    assert lock is not None
+    deaf = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(100)", str(folder.root)]
+    agents.append(subprocess.Popen(deaf, pass_fds=(lock,)))
+    os.close(lock)
+    group.orders.write_text(posts.dump_orders(Orders(round=1)))
+    group.report.write_text(posts.dump_report(Report(round=1, phase=Phase.RUNNING, pid=agents[0].pid)))
+    here = local_place(folder)
+    here.do(actions.DeleteGroup(node=0, attempt=1))
+    (seen,) = here.observe().groups
+    assert (seen.leaving, agents[0].poll()) == (True, None)
+    monkeypatch.setattr(place, "LEAVE_S", 0.0)
+    time.sleep(0.01)
+    wait_until(lambda: here.observe().groups == (), "the end of the agent")
+    assert agents[0].wait() == -9
+
+
+def test_the_gate_opens_where_the_first_node_offered_to_meet(folder: JobFolder) -> None:
+    here = local_place(folder)
+    here.do(actions.CreateConfig(counts=(2, 0, 3)))
+    for node, port in ((0, 7), (2, 8)):
+        group = folder.group(node, 1)
+        group.root.mkdir(parents=True)
+        group.orders.write_text(posts.dump_orders(Orders(round=3)))
+        report = Report(round=3, phase=Phase.READY, pid=1, meeting=Meeting(host="h", port=port))
+        group.report.write_text(posts.dump_report(report))
+    here.do(actions.OpenGate(round=3))
+    assert here.observe().gate == 3
+    post = FilePost(folder, folder.group(2, 1), supervise=lambda: None)
+    assert post.orders() == Orders(round=3, opening=Opening(round=3, meeting=Meeting(host="h", port=7)))
+    here.do(actions.DeleteConfig())
+    assert (here.observe().gate, here.observe().config, post.orders().opening) == (0, False, None)
+    shutil.rmtree(folder.group(2, 1).root)
+    assert post.orders().leave
+
+
+def test_nodes_of_one_machine_share_its_gpus_without_overlap() -> None:
+    assert gpus_of(CONFIG, 0, {}) == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert gpus_of(CONFIG, 2, {}) == {"CUDA_VISIBLE_DEVICES": "2,3,4"}
+    assert gpus_of(CONFIG, 2, {"CUDA_VISIBLE_DEVICES": "7,6,5,4,3"}) == {"CUDA_VISIBLE_DEVICES": "5,4,3"}

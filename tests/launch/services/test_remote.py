@@ -1,0 +1,100 @@
+"""The reference adapter is really run, and asked by the client as an adapter of somebody else would be."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ringweave.errors import JobError, LaunchError, UsageError
+from ringweave.jobs.requests.request import NodeRequest, Request
+from ringweave.launch.local.jobs import supervisor
+from ringweave.launch.local.jobs.folders import job_folder
+from ringweave.launch.local.jobs.service import LocalService
+from ringweave.launch.services import finding, remote
+from ringweave.launch.services.adapter import Adapter
+from ringweave.launch.services.remote import RemoteService
+from ringweave.launch.services.service import LogLine, LogQuery
+
+REQUEST = Request(name="job", num_workers=3, script="s.py", nodes=(NodeRequest(name="n0", capacity=3),), device="cpu")
+
+
+@pytest.fixture
+def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalService:
+    monkeypatch.setattr(supervisor, "ensure", lambda state, job_id, environ: None)
+    (tmp_path / "s.py").write_text("print('alone')")
+    return LocalService(tmp_path / "state", requester="ann", environ={}, clock=lambda: 100.0)
+
+
+@pytest.fixture
+def adapter(local: LocalService) -> Iterator[Adapter]:
+    with Adapter(local, "secret") as adapter:
+        thread = threading.Thread(target=adapter.serve_forever)
+        thread.start()
+        yield adapter
+        adapter.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def there(adapter: Adapter) -> RemoteService:
+    return RemoteService(f"http://127.0.0.1:{adapter.server_port}", "secret")
+
+
+def test_it_answers_as_the_service_does(there: RemoteService, local: LocalService, tmp_path: Path) -> None:
+    tried = there.submit(REQUEST, base=tmp_path, dry_run=True)
+    assert "print('alone')" in tried.objects[0].text
+    assert there.jobs() == []
+    there.submit(REQUEST, base=tmp_path)
+    assert there.job("job") == local.job("job")
+    assert there.jobs() == local.jobs()
+    with pytest.raises(JobError, match="job name job: 'taken by ann 0 s ago"):
+        there.submit(REQUEST, base=tmp_path)
+    assert there.act("job", "suspend") == local.job("job")
+    with pytest.raises(JobError, match="retry of job job"):
+        there.act("job", "retry")
+
+
+def test_logs_are_streamed(there: RemoteService, local: LocalService, tmp_path: Path) -> None:
+    there.submit(REQUEST, base=tmp_path)
+    logs = job_folder(tmp_path / "state", local._registry.all()[0].id).runs("n0", 1) / "round-1" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "rank-1.log").write_text("a\nü\n")
+    (logs / "rank-2.log").write_text("b\n")
+    lines = list(there.logs("job", LogQuery(node="n0", rank=1, attempt=1)))
+    assert lines == [LogLine(node="n0", attempt=1, round=1, rank=1, text=text) for text in ("a", "ü")]
+    with pytest.raises(JobError, match="rank: 7, expected 0 to 2"):
+        there.logs("job", LogQuery(rank=7))
+
+
+def test_a_directory_has_to_be_there(there: RemoteService, tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=rf"script: '{tmp_path}/nosuch/s.py'"):
+        there.submit(
+            Request(name="d", num_workers=3, script="s.py", directory="nosuch", nodes=REQUEST.nodes), base=tmp_path
+        )
+
+
+def test_who_has_no_token_is_refused(adapter: Adapter) -> None:
+    with pytest.raises(JobError, match=r"token: 'another one', expected the adapter's\. Set RINGWEAVE_SERVICE"):
+        RemoteService(f"http://127.0.0.1:{adapter.server_port}").jobs()
+
+
+def test_what_is_not_of_the_protocol(there: RemoteService) -> None:
+    with pytest.raises(JobError, match=r"request: 'POST /v1/jobs/job/fly', expected one of the protocol's\. See docs"):
+        there.act("job", "fly")
+
+
+def test_it_cannot_be_reached(adapter: Adapter) -> None:
+    there = RemoteService("http://127.0.0.1:9", "secret")
+    with pytest.raises(LaunchError, match=r"service http://127\.0\.0\.1:9: .*, expected an answer of the protocol"):
+        there.jobs()
+
+
+def test_addresses_and_tokens(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    environ = {remote.TOKEN_FILE: str(tmp_path / "token")}
+    assert isinstance(finding.open_service("https://jobs.example:1", environ), RemoteService)
+    with pytest.raises(UsageError, match=r"service: 'ftp://x', expected http\(s\)://HOST:PORT\. Write it like https"):
+        finding.open_service("ftp://x", {})
+    with pytest.raises(UsageError, match=r"token file: '/nosuch', expected a file that can be read\. Correct"):
+        finding.open_service("http://x", {remote.TOKEN_FILE: "/nosuch"})
