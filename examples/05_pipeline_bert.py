@@ -35,12 +35,11 @@ def loss_fn(scores: Tensor, target: Tensor) -> Tensor:
 
 def mask(sequences: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     """Returns sequences with some bytes hidden, and a target with those bytes alone."""
-    hidden = torch.rand(sequences.shape, generator=torch.Generator().manual_seed(seed)) < 1 / MASKED_ONE_IN
+    hidden = torch.rand(sequences.shape, generator=torch.Generator().manual_seed(seed)) * MASKED_ONE_IN < 1
     return sequences.masked_fill(hidden, MASK), sequences.masked_fill(~hidden, IGNORED)
 
 
-options = parse_options()
-torch.manual_seed(0)
+options, _ = parse_options(), torch.manual_seed(0)
 sizes = {"hidden_size": options.width, "intermediate_size": 4 * options.width, "num_attention_heads": 4}
 config = BertConfig(vocab_size=MASK + 1, num_hidden_layers=options.layers, tie_word_embeddings=False, **sizes)
 blocks = pipeline.blocks(BertForMaskedLM(config))

@@ -35,7 +35,7 @@ def parse_options() -> argparse.Namespace:
     """Returns the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2, help="measured steps of each partition")
-    parser.add_argument("--block-s", type=float, default=0.03, help="forward of a block on a device of speed 1")
+    parser.add_argument("--block-s", type=float, default=0.02, help="forward of a block on a device of speed 1")
     parser.add_argument("--out", type=Path, default=Path("runs/pipeline-virtual-devices.json"))
     return parser.parse_args()
 
