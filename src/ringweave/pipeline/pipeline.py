@@ -20,6 +20,7 @@ from ringweave.pipeline.running.boundaries import Boundary, Precision, TensorFor
 from ringweave.pipeline.running.groups import Groups
 from ringweave.pipeline.running.runner import Runner
 from ringweave.pipeline.running.schedules import LossFunction
+from ringweave.pipeline.running.stopwatch import Stopwatch
 from ringweave.pipeline.settings import Settings
 from ringweave.sim.pipelines import Order
 
@@ -80,6 +81,11 @@ class Pipeline:
     def order(self) -> Order:
         """What each stage computes in a step, one after the other: what the simulator takes."""
         return self._runner.order
+
+    @property
+    def stopwatch(self) -> Stopwatch:
+        """Times what this rank's stage computes, apart from waiting, once it is turned on."""
+        return self._runner.stopwatch
 
     @property
     def is_first(self) -> bool:

@@ -15,6 +15,7 @@ from ringweave.pipeline.running.groups import Groups
 from ringweave.pipeline.running.keys import Keys
 from ringweave.pipeline.running.schedules import LossFunction
 from ringweave.pipeline.running.stages import StageModule
+from ringweave.pipeline.running.stopwatch import Stopwatch
 from ringweave.pipeline.settings import Settings
 
 
@@ -30,6 +31,8 @@ class Runner:
         keys = Keys(seed=settings.seed, replica=layout.replica_of(groups.rank))
         self.module = StageModule(keys, self._precision)
         """What this rank computes."""
+        self.stopwatch = Stopwatch(device)
+        """What the stage computes, once somebody turns it on."""
         self.order = schedules.order_of(settings.schedule, layout.num_stages, settings.num_microbatches)
         """What each stage computes, one after the other."""
         self._microbatches = schedules.microbatches_of(self.order, self._index)
@@ -53,7 +56,10 @@ class Runner:
         self.module.leaving = crossing[self._index + 1] if self._index < self._num_stages - 1 else None
         place = (self._index, self._num_stages)
         arriving, leaving = crossing[self._index].empty(), crossing[self._index + 1].empty()
-        self._stage = schedules.make_stage(self.module, place, self._device, (arriving, leaving), self._groups.pipeline)
+        crosses = (arriving, leaving)
+        self._stage = schedules.make_stage(
+            self.module, place, self._device, crosses, self._groups.pipeline, self.stopwatch
+        )
         is_mean = self._settings.reduction == "mean"
         self._schedule = schedules.build(
             self._settings.schedule, self.order, self._stage, self._scaled_loss, is_mean=is_mean
