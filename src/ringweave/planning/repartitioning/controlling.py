@@ -269,6 +269,7 @@ class Controller:
         fields: dict[str, object] = {
             "first_step": window.first_step,
             "end_step": window.end_step,
+            "blocks": self._workload.num_blocks,
             "splits": list(self.splits),
             "compute_s": [statistics.median(row) for row in window.compute_s],
             "speeds": list(conditions.speeds),
