@@ -60,7 +60,7 @@ class Controller:
         self.state = State.WATCHING
         self.splits = splits
         self._since_solved = 0
-        self._pending = ""
+        self._pending = "training begins"
         self._refused: set[Splits] = set()
         self._ruling: Ruling | None = None
         self._before: tuple[Splits, float] = (splits, math.inf)
