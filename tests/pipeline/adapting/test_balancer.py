@@ -44,10 +44,10 @@ def test_computing_is_measured_apart_from_waiting(accumulated: int) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_all_links_are_timed() -> None:
-    for num_bytes, seconds in run_ranks(functions.probe, 4, backend="gloo"):
-        assert num_bytes == 64 * 1024
-        assert len(seconds) == 3
-        assert min(seconds) > 0
+    found = run_ranks(functions.probe, 4, backend="gloo")
+    assert all(each == found[0] for each in found)
+    assert found[0][0] == [128 * 1024, 500_000, 2**20]
+    assert all(len(seconds) == 3 and min(seconds) > 0 for seconds in found[0][1])
 
 
 def test_a_stopwatch_counts_what_it_is_told() -> None:

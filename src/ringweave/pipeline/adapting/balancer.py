@@ -37,7 +37,8 @@ class Balancer:
         self._pipeline, self._workload, self._policy, self._log = pipeline, workload, policy, log
         self._clock = clock
         self.mover = Mover(pipeline, self._moved, clock=clock)
-        self._prober = Prober(pipeline, clock)
+        rates = conditions.rates or (0.0,) * (pipeline.layout.num_stages - 1)
+        self._prober = Prober(pipeline, rates, policy.drift, clock)
         splits = pipeline.layout.splits
         self.controller = Controller(workload, splits, conditions, policy) if pipeline.rank == 0 else None
         """Rank 0's; None on the others."""
@@ -79,25 +80,24 @@ class Balancer:
     def _gather(self) -> Window:
         """The same on all ranks; of replicas the slowest counts."""
         layout, size = self._pipeline.layout, len(self._steps)
-        table = torch.zeros(layout.num_stages + 2, max(size, layout.num_stages), dtype=torch.float64)
+        table = torch.zeros(layout.num_stages + 1, size, dtype=torch.float64)
         compute_s, step_s = zip(*self._steps, strict=True)
-        table[self._pipeline.stage, :size] = torch.tensor(compute_s)
+        table[self._pipeline.stage] = torch.tensor(compute_s)
         if self._pipeline.rank == 0:
-            table[-2, :size] = torch.tensor(step_s)
-        table[-1, : layout.num_stages - 1] = torch.tensor(self._prober.probe())
+            table[-1] = torch.tensor(step_s)
         rows = self._pipeline.groups.greatest(table).tolist()
         return Window(
             first_step=self._num_done - size,
-            compute_s=tuple(tuple(row[:size]) for row in rows[: layout.num_stages]),
-            step_s=tuple(rows[-2][:size]),
-            rates=tuple(self._rate(link, seconds) for link, seconds in enumerate(rows[-1][: layout.num_stages - 1])),
+            compute_s=tuple(map(tuple, rows[:-1])),
+            step_s=tuple(rows[-1]),
+            rates=tuple(self._rate(link, seconds) for link, seconds in enumerate(self._prober.probe())),
         )
 
     def _rate(self, link: int, seconds: float) -> tuple[float, ...]:
         """Bytes per second of a message that took so long with its answer; none where that is nearly all latency."""
         latency_s = self._workload.latency_s[link] if self._workload.latency_s else 0.0
         left_s = seconds - 2 * latency_s
-        return (self._prober.num_bytes / left_s,) if left_s > 0.1 * seconds else ()
+        return (self._prober.num_bytes[link] / left_s,) if left_s > 0.1 * seconds else ()
 
     def _moved(self, outcome: Outcome) -> None:
         """The mover's word, on all ranks in the same step."""
