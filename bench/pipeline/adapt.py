@@ -65,6 +65,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--block-s", type=float, default=0.005, help="forward of a block; backward takes twice that")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--splits", default="", help="worker: this partition stays")
+    parser.add_argument("--start", default="", help="worker: the partition that it begins with")
     parser.add_argument("--slow-from", type=int, default=-1, help="worker: step from which device 2 is slow")
     parser.add_argument("--slow-until", type=int, default=2**31)
     parser.add_argument("--noise", type=float, default=0.0)
@@ -91,14 +92,15 @@ def work(options: argparse.Namespace) -> None:
     device = VirtualDevice()
     torch.manual_seed(0)
     blocks = [TimedBlock(Spread(width), options.block_s, 2 * options.block_s, device) for width in widths()]
-    splits = tuple(map(int, options.splits.split(","))) if options.splits else None
+    given = options.splits or options.start
+    splits = tuple(map(int, given.split(","))) if given else None
     x = torch.ones(SAMPLES * options.microbatches, NARROW)
     y = torch.ones(SAMPLES * options.microbatches, widths()[-1])
     settings = Settings(
         num_microbatches=options.microbatches, schedule="1f1b-overlap", splits=splits, device=torch.device("cpu")
     )
     pipeline = Pipeline(blocks, nn.MSELoss(), make_optimizer, x, settings)
-    if splits is None:
+    if not options.splits:
         adapt(pipeline, make_optimizer, Policy(window_steps=WINDOW))
     with (options.folder / f"steps-{rank}.jsonl").open("w", buffering=1) as lines:
         for step in range(options.steps):
@@ -178,7 +180,9 @@ def watch(options: argparse.Namespace) -> int:
     """Run everything and print it; the exit code."""
     steps = ["--steps", str(options.steps)]
     if options.scenario == "noise":
-        adapted = run(options, "noise", [*steps, "--noise", "0.05"], jump)
+        best = best_splits(options, conditions_of("noise")[0])
+        own = ["--noise", "0.05", "--start", ",".join(map(str, best))]
+        adapted = run(options, "noise", [*steps, *own], jump)
         start, moves = adapted["splits"][0], sum(a != b for a, b in itertools.pairwise(adapted["splits"]))
         document = {"moves": moves, "splits": start, "is_good": moves == 0}
     else:

@@ -26,7 +26,7 @@ from torch import nn
 from ringweave.pipeline import Pipeline, Settings
 from ringweave.pipeline.moving import Mover, Outcome
 
-BLOCKS, WIDTH, MICROBATCHES, SAMPLES, TOKENS = 4, 768, 4, 2, 48
+BLOCKS, WIDTH, MICROBATCHES, SAMPLES, TOKENS = 4, 768, 4, 1, 64
 
 
 def parse_options() -> argparse.Namespace:

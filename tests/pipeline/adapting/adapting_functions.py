@@ -43,7 +43,7 @@ def slow_down(log: str, num_steps: int, at: int, factor: float) -> Found:
     """From a step on rank 0's device takes `factor` times as long."""
     os.environ["RINGWEAVE_RUN_DIR"] = log
     device = VirtualDevice()
-    pipeline = make_pipeline(device, forward_s=0.003)
+    pipeline = make_pipeline(device, forward_s=0.002)
     balancer = adapt(pipeline, make_optimizer, Policy(window_steps=4), profile_rounds=1)
     x = torch.ones(2 * MICROBATCHES, WIDTH)
     for step in range(num_steps):

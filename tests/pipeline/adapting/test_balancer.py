@@ -12,8 +12,8 @@ from tests.pipeline.adapting import adapting_functions as functions
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_blocks_leave_a_device_that_became_slow(tmp_path: Path) -> None:
-    """In real processes: rank 0's device takes four times as long from step 8 on; steps are told in the event log."""
-    found = run_ranks(functions.slow_down, 2, str(tmp_path), 32, 8, 4.0, backend="gloo")
+    """In real processes: rank 0's device takes four times as long from step 7 on; steps are told in the event log."""
+    found = run_ranks(functions.slow_down, 2, str(tmp_path), 26, 7, 4.0, backend="gloo")
     assert found[0].splits == found[1].splits
     assert found[0].splits[0] < 6
     assert found[0].outcomes == found[1].outcomes
