@@ -27,6 +27,19 @@ class Found:
     computed: list[Window]
 
 
+class Ticks:
+    """A clock that only computing moves on: what is measured does not depend on this machine."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
 def make_optimizer(block: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(block.parameters(), lr=1e-3)
 
@@ -42,9 +55,10 @@ def make_pipeline(device: VirtualDevice, forward_s: float = 0.001) -> Pipeline:
 def slow_down(log: str, num_steps: int, at: int, factor: float) -> Found:
     """From a step on rank 0's device takes `factor` times as long."""
     os.environ["RINGWEAVE_RUN_DIR"] = log
-    device = VirtualDevice()
-    pipeline = make_pipeline(device, forward_s=0.002)
-    balancer = adapt(pipeline, make_optimizer, Policy(window_steps=4), profile_rounds=1)
+    ticks = Ticks()
+    device = VirtualDevice(clock=ticks, sleep=ticks.sleep)
+    pipeline = make_pipeline(device)
+    balancer = adapt(pipeline, make_optimizer, Policy(window_steps=4), profile_rounds=1, clock=ticks)
     x = torch.ones(2 * MICROBATCHES, WIDTH)
     for step in range(num_steps):
         if step == at and pipeline.rank == 0:
@@ -65,13 +79,15 @@ class Windows(EventLog):
 
 def measure_only(accumulated: int) -> list[dict]:
     """Events of rank 0 under times that nobody waits for: computing is counted by a clock of ticks."""
-    device = VirtualDevice()
-    pipeline = make_pipeline(device)
+    ticks = Ticks()
+    pipeline = make_pipeline(VirtualDevice(clock=ticks, sleep=ticks.sleep))
     work = Workload(
         forward_s=((0.001,) * BLOCKS,), backward_s=((0.002,) * BLOCKS,), num_devices=2, num_microbatches=MICROBATCHES
     )
     log = Windows()
-    balancer = Balancer(pipeline, work, Conditions(speeds=(1.0, 1.0)), Policy(window_steps=3, drift=1e6), log=log)
+    balancer = Balancer(
+        pipeline, work, Conditions(speeds=(1.0, 1.0)), Policy(window_steps=3, drift=1e6), log=log, clock=ticks
+    )
     assert (balancer.controller is None) == (pipeline.rank != 0)
     x = torch.ones(2 * MICROBATCHES, WIDTH)
     for _ in range(2 + 6):

@@ -12,7 +12,7 @@ from tests.pipeline.adapting import adapting_functions as functions
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_blocks_leave_a_device_that_became_slow(tmp_path: Path) -> None:
-    """In real processes: rank 0's device takes four times as long from step 7 on; steps are told in the event log."""
+    """In real processes, by a clock that computing alone moves on: rank 0's device becomes four times slower."""
     found = run_ranks(functions.slow_down, 2, str(tmp_path), 26, 7, 4.0, backend="gloo")
     assert found[0].splits == found[1].splits
     assert found[0].splits[0] < 6
@@ -23,22 +23,22 @@ def test_blocks_leave_a_device_that_became_slow(tmp_path: Path) -> None:
     assert {"pipeline_measured", "partition_solved", "blocks_moved"} <= kinds
     moved = next(event for event in events if event["kind"] == "blocks_moved")
     assert moved["before"] == [6]
-    assert moved["measured_pause_s"] > 0
     measured = [event for event in events if event["kind"] == "pipeline_measured"]
     assert all(len(event["compute_s"]) == 2 and event["measured_s"] > 0 for event in measured)
+    assert len(measured) >= 4
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_computing_is_measured_apart_from_waiting(accumulated: int) -> None:
-    """Six blocks of 3 ms, four microbatches: 72 ms or more of computing; evaluations and accumulation do not count."""
+    """Six blocks of 3 ms, four microbatches: 72 ms of computing; evaluations and accumulation do not count."""
     events = run_ranks(functions.measure_only, 2, accumulated, backend="gloo")[0]
     measured = [event for event in events if event["kind"] == "pipeline_measured"]
     assert [(event["first_step"], event["end_step"]) for event in measured][:2] == [(2, 5), (5, 8)]
     for event in measured:
         for seconds in event["compute_s"]:
-            assert 0.072 <= seconds <= event["measured_s"] * accumulated
+            assert seconds == pytest.approx(0.072)
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ class Balancer:
         self._steps: list[tuple[float, float]] = []
         self._num_done = pipeline.train_step_index
         self._num_left_out = _WARM_UP_STEPS
-        pipeline.stopwatch.is_on = True
+        pipeline.stopwatch.clock, pipeline.stopwatch.is_on = clock, True
         pipeline.stopwatch.lap()
         pipeline.optimizer.register_step_post_hook(lambda *_: self._after_step())
 

@@ -1,7 +1,8 @@
 """What was measured of a pipeline, as what the controller decides on; and the one call that begins it all."""
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from ringweave.environment import WorkerEnvironment
 from ringweave.pipeline import profiling
@@ -25,6 +26,7 @@ def adapt(
     *,
     memory_bytes: Sequence[float] | None = None,
     profile_rounds: int = 5,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Balancer:
     """From now on the pipeline's blocks move to where the step is shortest; all ranks call it at the same time.
 
@@ -36,17 +38,18 @@ def adapt(
         policy: When blocks move; None: the defaults.
         memory_bytes: Of each stage's device; None: nothing is limited.
         profile_rounds: Forwards and backwards that are measured of each kind of block.
+        clock: In seconds.
 
     Raises:
         UsageError: Fewer blocks than stages.
     """
-    found = profiling.profile(pipeline, make_optimizer, rounds=profile_rounds)
+    found = profiling.profile(pipeline, make_optimizer, rounds=profile_rounds, clock=clock)
     largest = max(boundary.forward_bytes for boundary in pipeline.boundaries[1:])
-    links = profiling.measure_links(pipeline.layout, pipeline.groups, pipeline.device, largest)
+    links = profiling.measure_links(pipeline.layout, pipeline.groups, pipeline.device, largest, clock=clock)
     run_dir = WorkerEnvironment.from_environ(os.environ).run_dir
     log = EventLog(run_dir / "events.jsonl") if run_dir and pipeline.rank == 0 else None
     workload = workload_of(pipeline, found, links, memory_bytes=memory_bytes)
-    return Balancer(pipeline, workload, conditions_of(found, links), policy or Policy(), log=log)
+    return Balancer(pipeline, workload, conditions_of(found, links), policy or Policy(), log=log, clock=clock)
 
 
 def workload_of(

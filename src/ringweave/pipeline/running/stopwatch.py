@@ -28,7 +28,8 @@ class Stopwatch:
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         self.is_on = False
         self._is_queued = device.type == "cuda"
-        self._clock = clock
+        self.clock = clock
+        """In seconds; whoever turns it on may bring another one."""
         self._compute_s, self._num_forwards, self._begun_s = 0.0, 0, float("nan")
         self._marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -38,12 +39,12 @@ class Stopwatch:
             return compute(*args, **kwargs)
         if is_forward:
             self._num_forwards += 1
-            self._begun_s = self._clock() if self._num_forwards == 1 else self._begun_s
+            self._begun_s = self.clock() if self._num_forwards == 1 else self._begun_s
         if self._is_queued:
             return self._between_marks(compute, *args, **kwargs)
-        begun_s = self._clock()
+        begun_s = self.clock()
         result = compute(*args, **kwargs)
-        self._compute_s += self._clock() - begun_s
+        self._compute_s += self.clock() - begun_s
         return result
 
     def lap(self) -> Lap:
