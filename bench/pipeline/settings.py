@@ -56,15 +56,15 @@ def batch(setting: Setting) -> torch.Tensor:
     return torch.ones(setting.num_microbatches * setting.samples, setting.width)
 
 
-def step_times(pipeline: Pipeline, setting: Setting, num_steps: int) -> list[float]:
-    """Measured seconds of train steps, after one that is not counted: torch's stages shake hands in it."""
+def step_times(pipeline: Pipeline, setting: Setting, num_steps: int, warm_ups: int = 1) -> list[float]:
+    """Measured seconds of train steps, after some that are not counted: in the first one torch's stages shake hands."""
     x = batch(setting)
     found = []
-    for _ in range(num_steps + 1):
+    for _ in range(warm_ups + num_steps):
         begun_s = time.perf_counter()
         pipeline.train_step(x, target=x)
         found.append(time.perf_counter() - begun_s)
-    return found[1:]
+    return found[warm_ups:]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

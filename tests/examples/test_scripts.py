@@ -14,7 +14,8 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("[0-9]*.py"))
-PREPARED = "03_unequal.py"
+PREPARED, PIPELINE = "03_unequal.py", "05_pipeline_bert.py"
+ORDINARY = [path for path in SCRIPTS if path.name not in (PREPARED, PIPELINE)]
 STEPS, KILL_AFTER = 120, 50
 TINY = "--layers 1 --width 32 --heads 2 --context 32 --batch 8 --max-bytes 300000 --held-out-windows 16"
 OFTEN = f"--steps {STEPS} --checkpoint-every 20 --evaluate-every 40"
@@ -115,7 +116,19 @@ def test_digits_are_learned_with_three_lines_more(tmp_path):
     assert "samples/s (measured), shares (" in output
 
 
-@pytest.mark.parametrize("script", [path for path in SCRIPTS if path.name != PREPARED], ids=lambda path: path.name)
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_bert_learns_in_four_stages():
+    pytest.importorskip("transformers", reason="the extra hf is not installed")
+    sizes = "--layers 2 --width 32 --context 16 --batch 16 --microbatches 4"
+    output = run(PIPELINE, 4, f"--steps 60 --schedule 1f1b-overlap {sizes}")
+    losses = [float(loss) for loss in re.findall(r"step \d+: (\d+\.\d+) nats per masked byte", output)]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0] - 0.5
+    assert re.search(r"held out: \d+\.\d+ nats .*, last blocks of stages \(1, 2, 3\)", output)
+
+
+@pytest.mark.parametrize("script", ORDINARY, ids=lambda path: path.name)
 def test_examples_are_ordinary_scripts(script):
     sources = [script, *(EXAMPLES / "support").glob("*.py")]
     assert not [path.name for path in sources if "ringweave" in path.read_text().lower()]

@@ -4,14 +4,16 @@ import dataclasses
 import hashlib
 import itertools
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from ringweave.errors import RingweaveError
-from ringweave.pipeline import Pipeline, Settings
+from ringweave.pipeline import Pipeline, Settings, checkpoints
 
 FEATURES, CLASSES, BATCH = 6, 3, 24
 
@@ -27,6 +29,7 @@ class Case:
     num_steps: int = 4
     reduction: str = "mean"
     max_norm: float | None = 0.1
+    autocast: torch.dtype | None = None
     widths: tuple[int, ...] = field(default=(FEATURES, 16, 16, 16, 16))
 
 
@@ -57,6 +60,7 @@ def make_pipeline(case: Case) -> Pipeline:
         splits=case.splits,
         reduction=case.reduction,
         seed=7,
+        autocast=case.autocast,
     )
     loss_fn = nn.CrossEntropyLoss(reduction=case.reduction)
     return Pipeline(make_blocks(case.widths), loss_fn, make_optimizer, torch.empty(BATCH, FEATURES), settings)
@@ -139,3 +143,130 @@ def repartition_wrongly() -> list[str]:
         except RingweaveError as error:
             texts.append(str(error))
     return texts
+
+
+def save_and_go_on(directory: Path) -> dict[int, str]:
+    """Three steps, a checkpoint, three more; the bits of the held blocks."""
+    pipeline = make_pipeline(Case(splits=(2, 4), schedule="1f1b-overlap"))
+    scheduler = LambdaLR(pipeline.optimizer, lambda step: 1 / (1 + step))
+    _train_with(pipeline, scheduler, range(3))
+    checkpoints.save(pipeline, directory, {"scheduler": scheduler.state_dict()})
+    _train_with(pipeline, scheduler, range(3, 6))
+    return fingerprints(pipeline)
+
+
+def load_and_go_on(directory: Path, splits: tuple[int, ...]) -> tuple[dict[int, str], int]:
+    """The last three steps from the checkpoint, with other stages; the bits, and the steps that were done before."""
+    pipeline = make_pipeline(Case(splits=splits))
+    scheduler = LambdaLR(pipeline.optimizer, lambda step: 1 / (1 + step))
+    scheduler.load_state_dict(checkpoints.load(pipeline, directory)["scheduler"])
+    before = pipeline.train_step_index
+    _train_with(pipeline, scheduler, range(3, 6))
+    return fingerprints(pipeline), before
+
+
+def load_wrongly(directory: Path) -> list[str]:
+    """The texts of the errors: nothing there, another number of blocks, other shapes."""
+    texts = []
+    for widths, place in (
+        (Case().widths, directory / "none"),
+        ((FEATURES, 16), directory),
+        ((FEATURES, 8, 8, 8, 8), directory),
+    ):
+        try:
+            checkpoints.load(make_pipeline(Case(widths=widths)), place)
+        except RingweaveError as error:
+            texts.append(str(error).replace(str(directory), "DIR"))
+    return texts
+
+
+def _train_with(pipeline: Pipeline, scheduler: LambdaLR, steps: range) -> None:
+    for step in steps:
+        x, y = batch_of(step)
+        pipeline.train_step(x, target=y, max_norm=0.5)
+        scheduler.step()
+
+
+def train_replicas(splits: tuple[int, ...], num_replicas: int, num_steps: int) -> tuple[dict[int, list[float]], float]:
+    """(parameters of the held blocks, last loss) of float64 training in which each replica has its part of a batch."""
+    torch.manual_seed(0)
+    blocks: list[nn.Module] = [nn.Linear(FEATURES, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, CLASSES)]
+    blocks = [block.double() for block in blocks]
+    samples = BATCH // num_replicas
+    example = torch.empty(samples, FEATURES, dtype=torch.float64)
+    settings = Settings(num_microbatches=2, splits=splits)
+    if dist.get_rank() >= len(splits) + 1:
+        nn.init.zeros_(next(blocks[0].parameters()))  # replicas take the values of the first one
+    pipeline = Pipeline(blocks, nn.CrossEntropyLoss(), make_optimizer, example, settings)
+    replica = pipeline.layout.replica_of(pipeline.rank)
+    loss = torch.tensor(0.0)
+    for step in range(num_steps):
+        x, y = batch_of(step)
+        own = slice(replica * samples, (replica + 1) * samples)
+        loss = pipeline.train_step(x[own].double(), target=y[own], max_norm=0.3)
+    held = {
+        index: nn.utils.parameters_to_vector(pipeline.blocks[index].parameters()).tolist()
+        for index in pipeline.blocks.held
+        if any(True for _ in pipeline.blocks[index].parameters())
+    }
+    return held, loss.item()
+
+
+def train_plainly(num_steps: int) -> tuple[dict[int, list[float]], float]:
+    """The same training by a plain loop."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(FEATURES, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, CLASSES)
+    ).double()
+    optimizer = make_optimizer(model)
+    loss = torch.tensor(0.0)
+    for step in range(num_steps):
+        x, y = batch_of(step)
+        loss = nn.functional.cross_entropy(model(x.double()), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        index: nn.utils.parameters_to_vector(model[index].parameters()).tolist() for index in (0, 2, 4)
+    }, loss.item()
+
+
+def scale_losses(splits: tuple[int, ...]) -> tuple[dict[int, str], float]:
+    """Two updates under autocast with a scaler, and one that a gradient of the first stage forbids on all ranks."""
+    pipeline = make_pipeline(Case(splits=splits, widths=(FEATURES, 16, 16, 16), autocast=torch.bfloat16))
+    scaler = pipeline.grad_scaler(init_scale=2.0**10, growth_interval=1000)
+    for step in range(3):
+        x, y = batch_of(step)
+        pipeline.forward_backward(x, target=y, scale=scaler.get_scale())
+        if step == 1 and pipeline.is_first:
+            gradient = next(pipeline.blocks[0].parameters()).grad
+            assert gradient is not None
+            gradient[0] = torch.inf
+        scaler.unscale_(pipeline.optimizer)
+        pipeline.clip_grad_norm(1.0)
+        scaler.step(pipeline.optimizer)
+        scaler.update()
+        pipeline.optimizer.zero_grad()
+    return fingerprints(pipeline), scaler.get_scale()
+
+
+def give_wrong_batches() -> list[str]:
+    """The texts of the errors."""
+    pipeline = make_pipeline(Case())
+    texts = []
+    for samples in (BATCH - 1, BATCH + 4):
+        x, y = batch_of(0, samples)
+        try:
+            pipeline.train_step(x, target=y)
+        except RingweaveError as error:
+            texts.append(str(error))
+    return texts
+
+
+def outputs(splits: tuple[int, ...]) -> list[float] | None:
+    """What comes out of the last stage in evaluation mode."""
+    pipeline = make_pipeline(Case(splits=splits))
+    x, y = batch_of(0)
+    output = pipeline.output(x, target=y)
+    return None if output is None else output.flatten().tolist()

@@ -51,3 +51,38 @@ def test_partitions_that_cannot_be_taken() -> None:
         "Move their values and optimizer state here first. [rank 0]"
     )
     assert len(second) == 1
+
+
+def test_replicas_train_as_one_process_on_the_whole_batch() -> None:
+    alone, _ = pipeline_functions.train_plainly(5)
+    for held, _ in run_ranks(pipeline_functions.train_replicas, 4, (2,), 2, 5):
+        assert held
+        for index, values in held.items():
+            assert values == pytest.approx(alone[index], rel=1e-9, abs=1e-12)
+
+
+def test_one_verdict_on_infinite_gradients_for_all_stages() -> None:
+    (alone, scale) = run_ranks(pipeline_functions.scale_losses, 1, ())[0]
+    assert scale == 2.0**9, "halved once"
+    together: dict[int, str] = {}
+    for bits, their_scale in run_ranks(pipeline_functions.scale_losses, 2, (2,)):
+        together |= bits
+        assert their_scale == scale
+    assert together == alone
+
+
+def test_outputs_come_from_the_last_stage() -> None:
+    alone = run_ranks(pipeline_functions.outputs, 1, ())[0]
+    assert run_ranks(pipeline_functions.outputs, 2, (3,)) == [None, alone]
+
+
+def test_batches_of_another_form_are_refused() -> None:
+    first, second = run_ranks(pipeline_functions.give_wrong_batches, 1)[0]
+    assert first == (
+        "batch, input 0: (23, 6), expected samples in its first dimension, a multiple of 4, "
+        "the number of microbatches. Choose another batch size."
+    )
+    assert second == (
+        "batch: {'input 0': (28, 6)}, expected {'input 0': (24, 6)}, as in the example. "
+        "Drop an incomplete last batch (drop_last=True), and give the same side inputs. [rank 0]"
+    )

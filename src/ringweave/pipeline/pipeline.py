@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,15 +10,17 @@ from torch import Tensor, nn
 
 from ringweave.comm import joining
 from ringweave.errors import TrainingError, UsageError, explain
-from ringweave.pipeline.blocks.holding import HeldBlocks
 from ringweave.pipeline.layouts import Layout, even_splits
+from ringweave.pipeline.models.holding import HeldBlocks
 from ringweave.pipeline.optimizing import gradients
 from ringweave.pipeline.optimizing.optimizer import BlockOptimizers, MakeOptimizer
+from ringweave.pipeline.optimizing.scaling import GradScaler
 from ringweave.pipeline.running import boundaries
-from ringweave.pipeline.running.boundaries import Boundary, TensorForm
+from ringweave.pipeline.running.boundaries import Boundary, Precision, TensorForm
 from ringweave.pipeline.running.groups import Groups
 from ringweave.pipeline.running.runner import Runner
 from ringweave.pipeline.running.schedules import LossFunction
+from ringweave.pipeline.running.stopwatch import Stopwatch
 from ringweave.pipeline.settings import Settings
 from ringweave.sim.pipelines import Order
 
@@ -55,12 +58,13 @@ class Pipeline:
         self.settings = settings
         self.layout = _layout(len(blocks), settings)
         self.device = settings.device or own_device()
+        precision = Precision(device=self.device, autocast=settings.autocast)
         self._batch = _forms(_as_inputs(example), side or {}, settings.num_microbatches)
         first = [value[: len(value) // settings.num_microbatches] for value in _as_inputs(example)]
         first_side = {name: value[: len(value) // settings.num_microbatches] for name, value in (side or {}).items()}
         self.side_forms = {name: TensorForm.of(value).empty() for name, value in first_side.items()}
         """Side inputs of one microbatch, without values."""
-        self.boundaries: tuple[Boundary, ...] = boundaries.follow(blocks, tuple(first), first_side)
+        self.boundaries: tuple[Boundary, ...] = boundaries.follow(blocks, tuple(first), first_side, precision)
         """What crosses before each block and behind the last one, of one microbatch."""
         self.rank = dist.get_rank()
         self.stage = self.layout.stage_of(self.rank)
@@ -77,6 +81,11 @@ class Pipeline:
     def order(self) -> Order:
         """What each stage computes in a step, one after the other: what the simulator takes."""
         return self._runner.order
+
+    @property
+    def stopwatch(self) -> Stopwatch:
+        """Times what this rank's stage computes, apart from waiting, once it is turned on."""
+        return self._runner.stopwatch
 
     @property
     def is_first(self) -> bool:
@@ -133,6 +142,10 @@ class Pipeline:
         if factor < 1:
             gradients.scale(self.blocks, factor)
         return norm
+
+    def grad_scaler(self, **options: Any) -> GradScaler:
+        """For float16: a GradScaler whose verdict is that of all ranks, with `torch.amp.GradScaler`'s options."""
+        return GradScaler(self.groups, self.device, **options)
 
     def evaluate(self, *inputs: Tensor, target: Tensor, side: Mapping[str, Tensor] | None = None) -> Tensor:
         """The loss of a batch in evaluation mode, without gradients; arguments and result as those of `train_step`."""

@@ -33,6 +33,9 @@ class Settings:
     seed: int = 0
     """Of what blocks draw (dropout); each draws by seed, block, train step, microbatch and replica, so that partitions
     do not matter."""
+    autocast: torch.dtype | None = None
+    """Blocks and loss are computed under torch.autocast with it; None: they are not. What crosses stages may have this
+    type, so it is said here and not around the loop."""
     device: torch.device | None = None
     """Where this rank computes; None means its own GPU (LOCAL_RANK) if there is one, else the CPU."""
 

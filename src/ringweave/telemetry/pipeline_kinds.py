@@ -16,6 +16,7 @@ KINDS: Mapping[str, Kind] = {
             "rank": RANK,
             "first_step": "number of the window's first train step",
             "end_step": "number of the train step behind its last",
+            "blocks": "how many blocks the model has",
             "splits": _SPLITS,
             "compute_s": "of each stage: seconds of computing in a train step, without waiting; medians",
             "speeds": _SPEEDS,

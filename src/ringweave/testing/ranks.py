@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Self
 
 _PORT = "RINGWEAVE_TESTING_STORE_PORT"
-_PRELOADED = ["torch", "torch.distributed", "ringweave.comm.backend", "ringweave.testing.ranks"]
+_PRELOADED = ["torch", "torch.distributed", "ringweave.comm.backend", "ringweave.pipeline", "ringweave.testing.ranks"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -206,6 +206,26 @@ def die(boundary: str, rank: int, splits: tuple[int, ...], other: tuple[int, ...
     return {"text": text, "splits": layout.splits, "held": held, "own": layout.ranges[pipeline.stage], "whole": values}
 
 
+def train_replicas(partitions: list[tuple[int, ...]]) -> tuple[dict[int, int], list[Outcome]]:
+    """Two replicas of two stages; each step is a loop's own, and every second update is left out."""
+    pipeline = make_pipeline((3,))
+    outcomes: list[Outcome] = []
+    moving, todo = Mover(pipeline, outcomes.append), list(partitions)
+    for step in range(8):
+        x, y = batch_of(2 * step + pipeline.rank // 2)
+        pipeline.forward_backward(x, target=y)
+        if step % 2 == 0:
+            pipeline.optimizer.step()
+        pipeline.optimizer.zero_grad()
+        if todo and not moving.is_moving:
+            moving.begin(todo.pop(0))
+    return fingerprints(pipeline), outcomes
+
+
+def train_replicas_both(partitions: list[tuple[int, ...]]) -> list[tuple[dict[int, int], list[Outcome]]]:
+    return [train_replicas([]), train_replicas(partitions)]
+
+
 def refusals() -> list[str]:
     """Texts of errors."""
     pipeline = pipeline_functions.make_pipeline(pipeline_functions.Case(splits=(2,)))

@@ -90,6 +90,17 @@ def test_a_rank_that_is_killed_leaves_the_others_with_the_old_partition(boundary
         assert value["text"]
 
 
+def test_replicas_move_alike_and_steps_may_be_left_out() -> None:
+    """A `GradScaler` leaves updates out: the move waits for the next one."""
+    found = run_ranks(functions.train_replicas_both, 4, [(5,), (2,)], backend="gloo")
+    for first in (0, 2):
+        plain, moved = [each[0][0] for each in found[first : first + 2]], [each[1] for each in found[first : first + 2]]
+        assert [[outcome.splits for outcome in outcomes] for _, outcomes in moved] == [[(5,), (2,)]] * 2
+        assert all(outcome.is_done for _, outcomes in moved for outcome in outcomes)
+        assert plain[0] | plain[1] == moved[0][0] | moved[1][0]
+        assert sorted(moved[0][0]) == [0, 1]
+
+
 def test_moves_that_cannot_begin() -> None:
     texts = run_ranks(functions.refusals, 2, backend="gloo")[0]
     assert texts == [

@@ -70,7 +70,9 @@ class _Pending:
     is_copying: bool = False
     is_whole: bool = False
     """All has arrived, and the blocks are held beside the old ones."""
-    pause_s: float = 0.0
+    spent_s: float = 0.0
+    begun_s: float = 0.0
+    """When what is being done now began, by the clock."""
 
 
 class Mover:
@@ -190,7 +192,7 @@ class Mover:
         self._at_boundary("voted")
         self._pending = None
         self._pipeline.repartition(pending.layout.splits)
-        pause = torch.tensor([pending.pause_s], dtype=torch.float64)
+        pause = torch.tensor([pending.spent_s + self._clock() - pending.begun_s], dtype=torch.float64)
         self._talk(lambda: dist.all_reduce(pause, op=dist.ReduceOp.MAX, group=self._group))
         self._tell(pending, is_done=True, pause_s=float(pause))
 
@@ -289,11 +291,11 @@ class Mover:
     def _timed(self, work: Callable[[_Pending], None]) -> None:
         pending = self._pending
         assert pending is not None
-        pending.pause_s -= self._clock()
+        pending.begun_s = self._clock()
         try:
             work(pending)
         finally:
-            pending.pause_s += self._clock()
+            pending.spent_s += self._clock() - pending.begun_s
 
     def _try(self, pending: _Pending, action: Callable[[], Any]) -> Any:
         """Do something on this rank alone; what fails is told in the next vote."""

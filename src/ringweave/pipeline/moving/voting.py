@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-_TEXT_BYTES = 512
+from ringweave.pipeline.telling import tell
 
 
 def vote(cause: str, group: dist.ProcessGroup) -> str:
@@ -18,12 +18,7 @@ def vote(cause: str, group: dist.ProcessGroup) -> str:
     dist.all_reduce(first, op=dist.ReduceOp.MIN, group=group)
     if int(first) == size:
         return ""
-    text = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
-    raw = cause.encode()[:_TEXT_BYTES]
-    text[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else text[:0]
-    dist.broadcast(text, group=group, group_src=int(first))
-    told = text.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
-    return f"rank {int(first)}: {told}"
+    return f"rank {int(first)}: {tell(cause, group, int(first))}"
 
 
 def compare(sent: dict[int, int], arrived: dict[int, int], num_items: int, group: dist.ProcessGroup) -> list[int]:

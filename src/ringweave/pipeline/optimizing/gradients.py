@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from ringweave.pipeline.blocks.holding import HeldBlocks
+from ringweave.pipeline.models.holding import HeldBlocks
 from ringweave.pipeline.running.groups import Groups
 
 

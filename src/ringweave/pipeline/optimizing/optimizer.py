@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ringweave.errors import TrainingError, explain
-from ringweave.pipeline.blocks.holding import HeldBlocks
+from ringweave.pipeline.models.holding import HeldBlocks
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 """Makes the optimizer of a block: `lambda block: torch.optim.AdamW(block.parameters(), lr=1e-3)`."""

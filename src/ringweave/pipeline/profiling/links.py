@@ -59,7 +59,7 @@ def measure_links(
     num_bytes = max(num_bytes, _LEAST_BYTES)
     stage = layout.stage_of(groups.rank)
     table = torch.zeros(2, layout.num_stages - 1, 2, dtype=torch.float64)
-    probe = _Probe(groups.pipeline, device, clock)
+    probe = Probe(groups.pipeline, device, clock)
     for link in range(layout.num_stages - 1):
         for direction, (src, dst) in enumerate(((link, link + 1), (link + 1, link))):
             for place, size in enumerate((0, num_bytes)):
@@ -76,7 +76,7 @@ def _link(pair: list[float], num_bytes: int) -> Link:
     return Link(latency_s=empty_s / 2, s_per_byte=max(0.0, full_s - empty_s) / num_bytes)
 
 
-class _Probe:
+class Probe:
     """One message and its answer."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, clock: Callable[[], float]) -> None:

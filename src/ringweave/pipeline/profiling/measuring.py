@@ -4,7 +4,6 @@ Blocks of one kind (the same modules, the same shapes) are measured once on each
 of their own, so that nothing of the model moves: no parameter, no running mean, no random number.
 """
 
-import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from ringweave.pipeline.optimizing.optimizer import MakeOptimizer, has_parameters
 from ringweave.pipeline.pipeline import Pipeline
-from ringweave.pipeline.running import sides
+from ringweave.pipeline.running import filling, sides
 from ringweave.pipeline.running.boundaries import Boundary, as_values
 
 
@@ -130,9 +129,9 @@ class _Bench:
         """(seconds of forward and backward, bytes) of a block."""
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            block = _filled_copy(self._pipeline.blocks[index], self._device)
-            values = tuple(_filled(tensor, self._device) for tensor in self._pipeline.boundaries[index].empty())
-            side = {name: _filled(value, self._device) for name, value in self._pipeline.side_forms.items()}
+            block = filling.copy_of(self._pipeline.blocks[index], self._device)
+            values = tuple(filling.like(tensor, self._device) for tensor in self._pipeline.boundaries[index].empty())
+            side = {name: filling.like(value, self._device) for name, value in self._pipeline.side_forms.items()}
             given = sides.wanted(block, side)
             laps = [self._lap(block, values, given) for _ in range(self._rounds + 1)]
             num_bytes = _Bytes(state=self._state_bytes(block), stash=_stash_bytes(block, values, given))
@@ -179,25 +178,3 @@ def _stash_bytes(block: nn.Module, values: tuple[Tensor, ...], side: dict[str, T
         output = block(*values, **side)
     del output
     return sum(kept.values())
-
-
-def _filled_copy(block: nn.Module, device: torch.device) -> nn.Module:
-    """A copy with small random values: those of a block that another rank holds are not here."""
-    made = copy.deepcopy(block).to_empty(device=device)
-    for tensor in (*made.parameters(), *made.buffers()):
-        _fill(tensor)
-    return made.train()
-
-
-def _filled(form: Tensor, device: torch.device) -> Tensor:
-    made = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device=device)
-    _fill(made)
-    return made.requires_grad_(form.requires_grad)
-
-
-@torch.no_grad()
-def _fill(tensor: Tensor) -> None:
-    """Floats of common size; zeros elsewhere, which are valid as indices."""
-    tensor.zero_()
-    if tensor.is_floating_point():
-        tensor.uniform_(0.01, 0.02)

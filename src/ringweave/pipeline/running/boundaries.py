@@ -1,7 +1,8 @@
 """What crosses from block to block, known before anything runs: torch's stages then infer nothing with real forwards.
 
 A stage that infers its shapes runs a real forward first, which moves buffers on (running means, say): a pipeline that
-was rebuilt would not be the one that was not. So blocks are followed once without data, on torch's meta device.
+was rebuilt would not be the one that was not. So blocks are followed once without data, on torch's meta device; those
+that decide by values, as copies with values of their own.
 
 Source: `docs/decisions/0016-pipeline.md`.
 """
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ringweave.errors import TrainingError, explain
-from ringweave.pipeline.running import sides
+from ringweave.pipeline.running import filling, sides
 
-META = torch.device("meta")
+META, HOST = torch.device("meta"), torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +67,41 @@ class Boundary:
         return tuple(form.empty() for form in self.forms)
 
 
-def follow(blocks: Sequence[nn.Module], inputs: tuple[Tensor, ...], side: Mapping[str, Tensor]) -> tuple[Boundary, ...]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Precision:
+    """In what blocks are computed."""
+
+    device: torch.device
+    autocast: torch.dtype | None = None
+    """Of operations that take it; None: what tensors have."""
+
+    def apply(self) -> torch.autocast:
+        """A context for forwards and losses."""
+        return torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None)
+
+
+def follow(
+    blocks: Sequence[nn.Module],
+    inputs: tuple[Tensor, ...],
+    side: Mapping[str, Tensor],
+    precision: Precision | None = None,
+) -> tuple[Boundary, ...]:
     """What crosses before each block and behind the last one, of one microbatch.
 
     Args:
         blocks: All of the model, on any device; they are not changed, and none of their buffers is.
         inputs: Of one microbatch; only their form matters.
         side: What all stages are given, of one microbatch.
+        precision: With autocast, blocks are tried on the device: torch's meta device knows nothing of autocast.
 
     Raises:
-        TrainingError: A block gives something else than tensors, or cannot be followed without data.
+        TrainingError: A block gives something else than tensors, or does not take what the one before it gives.
     """
     values = tuple(_form_on_meta(value) for value in inputs)
     side = {name: _form_on_meta(value) for name, value in side.items()}
     found = [_boundary(values)]
     for index, block in enumerate(blocks):
-        values = _through(index, block, values, side)
+        values = _through(index, block, values, side, precision or Precision(device=HOST))
         found.append(_boundary(values))
     return tuple(found)
 
@@ -92,28 +112,48 @@ def as_values(output: Any) -> tuple[Tensor, ...]:
 
 
 def _through(
-    index: int, block: nn.Module, values: tuple[Tensor, ...], side: Mapping[str, Tensor]
+    index: int, block: nn.Module, values: tuple[Tensor, ...], side: Mapping[str, Tensor], precision: Precision
 ) -> tuple[Tensor, ...]:
-    tensors = dict((*block.named_parameters(), *block.named_buffers()))
-    without_data = {name: _form_on_meta(tensor) for name, tensor in tensors.items()}
-    where = f"block {index}, {type(block).__name__}"
+    given = sides.wanted(block, side)
     try:
-        with torch.enable_grad():
-            given = sides.wanted(block, side)
-            output = as_values(torch.func.functional_call(block, without_data, values, given))
-    except (RuntimeError, NotImplementedError) as cause:
-        expected = "a block that can be computed without data, on torch's meta device"
-        do = "Keep decisions that depend on values out of forward"
-        raise TrainingError(
-            explain("block", got=str(cause).split("\n", 1)[0], expected=expected, do=do, where=where)
-        ) from cause
+        output = _without_data(block, values, given) if precision.autocast is None else None
+        if output is None:
+            output = _with_stand_ins(block, values, given, precision)
+    except (RuntimeError, NotImplementedError, ValueError, IndexError) as cause:
+        got, where = str(cause).split("\n", 1)[0], f"block {index}, {type(block).__name__}"
+        expected = "a block that can be computed on what the one before it returns"
+        do = "Compare its forward's arguments with that"
+        raise TrainingError(explain("block", got=got, expected=expected, do=do, where=where)) from cause
     odd = [type(value).__name__ for value in output if not isinstance(value, Tensor)]
     if odd:
-        do = "Wrap it so that it returns what the next block is called with"
-        raise TrainingError(
-            explain("output of a block", got=odd[0], expected="a tensor or a tuple of tensors", do=do, where=where)
-        )
-    return output
+        where = f"block {index}, {type(block).__name__}"
+        expected, do = "a tensor or a tuple of tensors", "Wrap it so that it returns what the next block is called with"
+        raise TrainingError(explain("output of a block", got=odd[0], expected=expected, do=do, where=where))
+    return tuple(_form_on_meta(value) for value in output)
+
+
+def _without_data(block: nn.Module, values: tuple[Tensor, ...], side: dict[str, Tensor]) -> tuple[Tensor, ...] | None:
+    """None if it cannot be done."""
+    tensors = dict((*block.named_parameters(), *block.named_buffers()))
+    empty = {name: _form_on_meta(tensor) for name, tensor in tensors.items()}
+    try:
+        with torch.enable_grad():
+            return as_values(torch.func.functional_call(block, empty, values, side))
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _with_stand_ins(
+    block: nn.Module, values: tuple[Tensor, ...], side: dict[str, Tensor], precision: Precision
+) -> tuple[Tensor, ...]:
+    """For blocks that decide by values, as masks of the transformers library do: a copy with values of its own."""
+    device = precision.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
+        stand_in = filling.copy_of(block, device)
+        own = tuple(filling.like(value, device) for value in values)
+        given = {name: filling.like(value, device) for name, value in side.items()}
+        with precision.apply():
+            return as_values(stand_in(*own, **given))
 
 
 def _form_on_meta(tensor: Tensor) -> Tensor:

@@ -29,6 +29,10 @@ class Groups:
         dist.all_reduce(own, group=self.control)
         return own
 
+    def wait_for_all(self) -> None:
+        """Until every rank has come here."""
+        dist.barrier(group=self.control)
+
     def greatest(self, own: Tensor) -> Tensor:
         """The greatest over all ranks, value by value, of a small vector in host memory."""
         dist.all_reduce(own, op=dist.ReduceOp.MAX, group=self.control)

@@ -7,14 +7,15 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 
-from ringweave.pipeline.blocks.holding import HeldBlocks
 from ringweave.pipeline.layouts import Layout
+from ringweave.pipeline.models.holding import HeldBlocks
 from ringweave.pipeline.running import schedules, sides
-from ringweave.pipeline.running.boundaries import Boundary
+from ringweave.pipeline.running.boundaries import Boundary, Precision
 from ringweave.pipeline.running.groups import Groups
 from ringweave.pipeline.running.keys import Keys
 from ringweave.pipeline.running.schedules import LossFunction
 from ringweave.pipeline.running.stages import StageModule
+from ringweave.pipeline.running.stopwatch import Stopwatch
 from ringweave.pipeline.settings import Settings
 
 
@@ -25,9 +26,13 @@ class Runner:
         self, layout: Layout, settings: Settings, loss_fn: LossFunction, groups: Groups, device: torch.device
     ) -> None:
         self._settings, self._loss_fn, self._groups, self._device = settings, loss_fn, groups, device
+        self._precision = Precision(device=device, autocast=settings.autocast)
         self._index, self._num_stages = layout.stage_of(groups.rank), layout.num_stages
-        self.module = StageModule(Keys(seed=settings.seed, replica=layout.replica_of(groups.rank)), device)
+        keys = Keys(seed=settings.seed, replica=layout.replica_of(groups.rank))
+        self.module = StageModule(keys, self._precision)
         """What this rank computes."""
+        self.stopwatch = Stopwatch(device)
+        """What the stage computes, once somebody turns it on."""
         self.order = schedules.order_of(settings.schedule, layout.num_stages, settings.num_microbatches)
         """What each stage computes, one after the other."""
         self._microbatches = schedules.microbatches_of(self.order, self._index)
@@ -48,9 +53,13 @@ class Runner:
         if crossing == self._crossing:
             return
         self._crossing = crossing
+        self.module.leaving = crossing[self._index + 1] if self._index < self._num_stages - 1 else None
         place = (self._index, self._num_stages)
         arriving, leaving = crossing[self._index].empty(), crossing[self._index + 1].empty()
-        self._stage = schedules.make_stage(self.module, place, self._device, (arriving, leaving), self._groups.pipeline)
+        crosses = (arriving, leaving)
+        self._stage = schedules.make_stage(
+            self.module, place, self._device, crosses, self._groups.pipeline, self.stopwatch
+        )
         is_mean = self._settings.reduction == "mean"
         self._schedule = schedules.build(
             self._settings.schedule, self.order, self._stage, self._scaled_loss, is_mean=is_mean
@@ -96,4 +105,5 @@ class Runner:
         return given, target.to(self._device) if self._stage.is_last else None
 
     def _scaled_loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return self._loss_fn(output, target) * self._scale
+        with self._precision.apply():
+            return self._loss_fn(output, target) * self._scale

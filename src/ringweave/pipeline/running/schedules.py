@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import _Action, _PipelineSchedule, _PipelineScheduleRuntime
 
 from ringweave.errors import UsageError, explain
+from ringweave.pipeline.running.stopwatch import Stopwatch, WatchedStage
 from ringweave.sim import pipelines
 from ringweave.sim.pipelines import Action, Kind, Order
 
@@ -96,6 +97,7 @@ def make_stage(
     device: torch.device,
     crossing: tuple[tuple[Tensor, ...], tuple[Tensor, ...]],
     group: torch.distributed.ProcessGroup,
+    stopwatch: Stopwatch,
 ) -> PipelineStage:
     """A stage whose shapes are given, so that torch infers nothing.
 
@@ -105,7 +107,10 @@ def make_stage(
         device: Where it computes.
         crossing: What arrives and what leaves, on the meta device.
         group: Of the replica's ranks, stage i at rank i.
+        stopwatch: Told what it computes.
     """
     index, num_stages = place
     arriving, leaving = crossing
-    return PipelineStage(module, index, num_stages, device, input_args=arriving, output_args=leaving, group=group)
+    stage = WatchedStage(module, index, num_stages, device, input_args=arriving, output_args=leaving, group=group)
+    stage.stopwatch = stopwatch
+    return stage

@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
 from torch import Tensor, nn
 
+from ringweave.errors import TrainingError, explain
 from ringweave.pipeline.running import sides
-from ringweave.pipeline.running.boundaries import as_values
+from ringweave.pipeline.running.boundaries import Boundary, Precision, as_values
 from ringweave.pipeline.running.keys import Keys
 
 
@@ -18,11 +18,13 @@ class StageModule(nn.Module):
     What the blocks are may change between two steps.
     """
 
-    def __init__(self, keys: Keys, device: torch.device) -> None:
+    def __init__(self, keys: Keys, precision: Precision) -> None:
         super().__init__()
         self.blocks: list[tuple[int, nn.Module]] = []
         """Index in the model and module; not registered, since blocks belong to those who hold them."""
-        self._keys, self._device = keys, device
+        self.leaving: Boundary | None = None
+        """What the next stage expects; None for the last one, whose output goes to the loss."""
+        self._keys, self._precision = keys, precision
         self._train_step = 0
         self._side: Sequence[Mapping[str, Tensor]] = ()
         self._microbatches = iter(())
@@ -42,8 +44,9 @@ class StageModule(nn.Module):
         """The activations behind the last block; what arrives, where there is none."""
         microbatch = next(self._microbatches)
         for index, block in self.blocks:
-            with self._drawing(index, microbatch):
+            with self._precision.apply(), self._drawing(index, microbatch):
                 values = as_values(block(*values, **sides.wanted(block, self._side[microbatch])))
+        self._check(values)
         return values[0] if len(values) == 1 else values
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -60,4 +63,12 @@ class StageModule(nn.Module):
     def _drawing(self, index: int, microbatch: int) -> AbstractContextManager[None]:
         if not self.training:
             return nullcontext()
-        return self._keys.drawing(index, self._train_step, microbatch, self._device)
+        return self._keys.drawing(index, self._train_step, microbatch, self._precision.device)
+
+    def _check(self, values: tuple[Tensor, ...]) -> None:
+        """Gloo would take bytes of another type for what it expects."""
+        got = [(tuple(value.shape), value.dtype) for value in values]
+        if self.leaving is not None and got != [(form.shape, form.dtype) for form in self.leaving.forms]:
+            expected = f"{[(form.shape, form.dtype) for form in self.leaving.forms]}, as in the example"
+            do = "Compute in one precision (Settings.autocast), with shapes that do not depend on values"
+            raise TrainingError(explain("activations of a stage", got=got, expected=expected, do=do))

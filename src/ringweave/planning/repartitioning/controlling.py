@@ -24,6 +24,8 @@ from ringweave.planning.repartitioning.rulings import Ruling, Window
 from ringweave.planning.repartitioning.searching import Candidate, Splits, num_simulations, search
 from ringweave.planning.repartitioning.workloads import Conditions, Workload
 
+_FELT = 0.1
+"""Of the slowest stage's computing for a microbatch, what a transfer must take for its link to matter."""
 _MOST_DOUBLINGS = 6
 """Of the cooldown: 64 windows."""
 
@@ -58,11 +60,12 @@ class Controller:
         self.state = State.WATCHING
         self.splits = splits
         self._since_solved = 0
-        self._pending = ""
+        self._pending = "training begins"
         self._refused: set[Splits] = set()
         self._ruling: Ruling | None = None
         self._before: tuple[Splits, float] = (splits, math.inf)
         self._quiet_until = 0
+        self._thinking_s = 0.0
         self._num_vain = 0
         self._s_per_byte = 0.0
         self._notes: list[Note] = []
@@ -89,6 +92,7 @@ class Controller:
         step_s = statistics.median(newest_agreeing(window.step_s, self._policy.drift))
         self._note_window(window, step_s)
         self._since_solved += len(window.step_s)
+        self._save_up(len(window.step_s) * step_s)
         if self.state is State.TRIAL:
             self.state = State.WATCHING
             if not drifted and step_s >= self._before[1] and not self._policy.unconditional:
@@ -146,10 +150,22 @@ class Controller:
                 found.append(f"device {device + 1} computes at {self._speeds[device].value / before:.2f} of its speed")
         for link, row in enumerate(window.rates[: len(self._rates)]):
             before = self._rates[link].value
-            if self._rates[link].observe(row):
+            if self._rates[link].observe(row) and self._is_felt(link, before):
                 now = self._rates[link].value / before
                 found.append(f"the link into device {link + 2} transfers at {now:.2f} of its rate")
         return "; ".join(found)
+
+    def _is_felt(self, link: int, before: float) -> bool:
+        """A link's transfers take a part of what stages compute, at the rate that was or at that of now.
+
+        Where they do not, its rate may jump as it likes: as it does inside of a busy machine.
+        """
+        rates = list(self.conditions.rates)
+        rates[link] = min(before, rates[link])
+        conditions = Conditions(speeds=self.conditions.speeds, rates=tuple(rates))
+        times = self._workload.times(self.splits, conditions)
+        computing_s = max(f + b for f, b in zip(times.forward_s, times.backward_s, strict=True))
+        return max(times.transfer_s(link)) > _FELT * computing_s
 
     def _is_due(self, step: int) -> bool:
         is_period = self._since_solved >= self._policy.every_steps
@@ -157,13 +173,19 @@ class Controller:
             return is_period
         return (is_period or bool(self._pending)) and step >= self._quiet_until
 
+    def _save_up(self, trained_s: float) -> None:
+        """Thinking may take a share of the time; what was not used is kept, up to a period's."""
+        share = self._policy.thinking_share
+        steps = self._policy.every_steps / self._policy.window_steps
+        self._thinking_s = min(self._thinking_s + share * trained_s, share * trained_s * max(1.0, steps))
+
     def _think(self, step_s: float) -> Ruling:
         """Solve, and move if it is worth it."""
         why = self._pending or f"{self._policy.every_steps} steps have passed"
         conditions = self.conditions
-        thinking_s = self._policy.thinking_share * self._policy.every_steps * step_s
-        most = num_simulations(self._workload, thinking_s)
+        most = num_simulations(self._workload, self._thinking_s)
         best = search(self._workload, conditions, self.splits, self._refused, most)
+        self._thinking_s = 0.0
         now_s = self._workload.step_s(self.splits, conditions)
         pause = self._pause_s(best.splits, conditions, step_s)
         verdict = self._verdict(best, now_s, pause)
@@ -247,6 +269,7 @@ class Controller:
         fields: dict[str, object] = {
             "first_step": window.first_step,
             "end_step": window.end_step,
+            "blocks": self._workload.num_blocks,
             "splits": list(self.splits),
             "compute_s": [statistics.median(row) for row in window.compute_s],
             "speeds": list(conditions.speeds),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ringweave.errors import UsageError, explain
 from ringweave.planning.partitioning import Memory, Problem
 from ringweave.planning.partitioning.costs import Costs
-from ringweave.sim.pipelines import StageTimes, generate, simulate
+from ringweave.sim.pipelines import Order, StageTimes, generate, simulate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,8 +47,10 @@ class Workload:
     """Of each block: parameters, buffers and optimizer state, copied before it moves. Empty: nothing to count."""
     gradient_bytes: tuple[float, ...] = ()
     """Of each block: what is sent while training pauses."""
-    schedule: str = "1f1b"
-    """One of `ringweave.sim.pipelines.NAMES`."""
+    latency_s: tuple[float, ...] = ()
+    """Of the link into each device but the first: what a transfer takes beside its bytes. Empty: nothing."""
+    schedule: str | Order = "1f1b"
+    """One of `ringweave.sim.pipelines.NAMES`, or an order itself."""
     transfers: str = "asynchronous"
     """How stages transfer: `asynchronous` or `blocking`."""
     memory: Memory | None = None
@@ -94,8 +96,8 @@ class Workload:
         return StageTimes(
             forward_s=self._stage_s(self.forward_s, splits, conditions.speeds),
             backward_s=self._stage_s(self.backward_s, splits, conditions.speeds),
-            forward_transfer_s=_transfers_s(self.forward_bytes, splits, conditions.rates),
-            backward_transfer_s=_transfers_s(self.backward_bytes, splits, conditions.rates),
+            forward_transfer_s=self._transfers_s(self.forward_bytes, splits, conditions.rates),
+            backward_transfer_s=self._transfers_s(self.backward_bytes, splits, conditions.rates),
         )
 
     def profiled_s(self, splits: Sequence[int]) -> tuple[float, ...]:
@@ -110,7 +112,9 @@ class Workload:
 
         Cost: O(stages x microbatches).
         """
-        order = generate(self.schedule, self.num_devices, self.num_microbatches)
+        order = self.schedule
+        if not isinstance(order, Order):
+            order = generate(order, self.num_devices, self.num_microbatches)
         return simulate(order, self.times(splits, conditions), self.transfers).step_s
 
     def fits(self, splits: Sequence[int]) -> bool:
@@ -131,17 +135,20 @@ class Workload:
             math.fsum(rows[kind][s:j]) / speed for (s, j), kind, speed in zip(spans, kinds, speeds, strict=True)
         )
 
+    def _transfers_s(
+        self, crossing: Sequence[float], splits: Sequence[int], rates: Sequence[float]
+    ) -> tuple[float, ...]:
+        if not crossing or not rates:
+            return ()
+        latency_s = self.latency_s or (0.0,) * len(rates)
+        cuts = zip(latency_s, splits, rates, strict=True)
+        return tuple(fixed_s + crossing[cut - 1] / rate if cut else fixed_s for fixed_s, cut, rate in cuts)
+
     def _crossing(self) -> tuple[float, ...]:
         forward, backward = self.forward_bytes, self.backward_bytes
         if forward and backward:
             return tuple(map(max, forward, backward))
         return forward or backward
-
-
-def _transfers_s(crossing: Sequence[float], splits: Sequence[int], rates: Sequence[float]) -> tuple[float, ...]:
-    if not crossing or not rates:
-        return ()
-    return tuple(crossing[cut - 1] / rate for cut, rate in zip(splits, rates, strict=True))
 
 
 def _check_row(what: str, row: Sequence[float], num_blocks: int) -> None:

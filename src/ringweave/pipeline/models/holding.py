@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ringweave.errors import TrainingError, explain
 
@@ -70,16 +70,18 @@ def check_untied(modules: Sequence[nn.Module]) -> None:
     Raises:
         TrainingError: For the first one, with both its names.
     """
-    seen: dict[int, tuple[int, str]] = {}
+    for (index, name), (first, first_name), _ in shared(modules):
+        do = "Build the model without tied weights (tie_word_embeddings=False), or take blocks(model, tied='untie')"
+        expected = "a tensor of the block's own, since blocks may lie on different ranks"
+        got = f"{first_name} of block {first}"
+        raise TrainingError(explain(f"{name} of block {index}", got=got, expected=expected, do=do))
+
+
+def shared(modules: Sequence[nn.Module]) -> Iterator[tuple[tuple[int, str], tuple[int, str], Tensor]]:
+    """Each parameter or buffer that an earlier block has as well: (index and name, the first ones, the tensor)."""
+    owners: dict[int, tuple[int, str]] = {}
     for index, module in enumerate(modules):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            first = seen.setdefault(id(tensor), (index, name))
+            first = owners.setdefault(id(tensor), (index, name))
             if first[0] != index:
-                raise TrainingError(
-                    explain(
-                        "weights of blocks",
-                        got=f"{name} of block {index} is {first[1]} of block {first[0]}",
-                        expected="parameters and buffers that belong to one block",
-                        do="Untie them (blocks(model, tied='untie') copies them), or put both into one block",
-                    )
-                )
+                yield (index, name), first, tensor

@@ -1,0 +1,265 @@
+"""A device slows to half its speed, or a link is cut to a fifth, while a pipeline trains; later it is given back.
+
+    python bench/pipeline/adapt.py --scenario device     # needs root (a lab of network namespaces); about 2 minutes
+    python bench/pipeline/adapt.py --scenario link
+    python bench/pipeline/adapt.py --scenario noise      # devices and links jump by 5 %: nothing may move
+
+Four real processes in a lab, each with a virtual device (blocks whose time is a timed wait), real transfers over
+limited links. Beside it the best partition for the changed conditions, by brute force over simulated steps, is measured
+under them from the start, without moves. Exit code 1 if the throughput from two windows and two steps behind a change
+on is below 0.95 of that (after giving back: of what it was before), or if noise moves anything.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ringweave import lab, telemetry, topology
+from ringweave.lab import Lab
+from ringweave.pictures import adapting
+from ringweave.pipeline import Pipeline, Settings
+from ringweave.pipeline.adapting import adapt
+from ringweave.pipeline.virtual import TimedBlock, VirtualDevice
+from ringweave.planning.repartitioning import Conditions, Policy, Workload
+
+DEVICES, BLOCKS, SAMPLES, WINDOW = 4, 12, 8, 10
+NARROW, WIDE = 1_000, 8_000
+"""Floats of a sample that leave a block: little leaves the first one, so that its cut is the best over a slow link."""
+RATE = 200e6 / 8
+GOODPUT = 0.95
+ALLOWED = 0.95
+RUN_TIMEOUT_S = 900
+
+
+class Spread(nn.Module):
+    """Cheap, with parameters, and an output of any width."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((width,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[samples, any] -> [samples, width]."""
+        return x.mean(1, keepdim=True) * self.weight
+
+
+def parse_options() -> argparse.Namespace:
+    """Returns the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scenario", choices=("device", "link", "noise"), default="device")
+    parser.add_argument("--change", type=int, default=34, help="step at which it changes")
+    parser.add_argument("--restore", type=int, default=84, help="step at which it is given back")
+    parser.add_argument("--steps", type=int, default=134, help="of the whole job")
+    parser.add_argument("--block-s", type=float, default=0.005, help="forward of a block; backward takes twice that")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--splits", default="", help="worker: this partition stays")
+    parser.add_argument("--start", default="", help="worker: the partition that it begins with")
+    parser.add_argument("--slow-from", type=int, default=-1, help="worker: step from which device 2 is slow")
+    parser.add_argument("--slow-until", type=int, default=2**31)
+    parser.add_argument("--noise", type=float, default=0.0)
+    parser.add_argument("--folder", type=Path, default=Path("runs/pipeline-adapt"))
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--picture", type=Path, help="stages over time and steps, PNG or SVG")
+    return parser.parse_args()
+
+
+def widths() -> list[int]:
+    """Of each block's output."""
+    return [NARROW, *[WIDE] * (BLOCKS - 1)]
+
+
+def make_optimizer(block: nn.Module) -> torch.optim.Optimizer:
+    """Plain and cheap."""
+    return torch.optim.SGD(block.parameters(), lr=1e-4)
+
+
+def work(options: argparse.Namespace) -> None:
+    """What every rank does: train steps, and a line for each in a file of its own."""
+    torch.set_num_threads(1)
+    rank, rng = int(os.environ["RANK"]), random.Random(int(os.environ["RANK"]))
+    device = VirtualDevice()
+    torch.manual_seed(0)
+    blocks = [TimedBlock(Spread(width), options.block_s, 2 * options.block_s, device) for width in widths()]
+    given = options.splits or options.start
+    splits = tuple(map(int, given.split(","))) if given else None
+    x = torch.ones(SAMPLES * options.microbatches, NARROW)
+    y = torch.ones(SAMPLES * options.microbatches, widths()[-1])
+    settings = Settings(
+        num_microbatches=options.microbatches, schedule="1f1b-overlap", splits=splits, device=torch.device("cpu")
+    )
+    pipeline = Pipeline(blocks, nn.MSELoss(), make_optimizer, x, settings)
+    if not options.splits:
+        adapt(pipeline, make_optimizer, Policy(window_steps=WINDOW))
+    with (options.folder / f"steps-{rank}.jsonl").open("w", buffering=1) as lines:
+        for step in range(options.steps):
+            slow = rank == 1 and options.slow_from <= step < options.slow_until and options.slow_from >= 0
+            device.speed = (0.5 if slow else 1.0) * (1 + rng.uniform(-options.noise, options.noise))
+            begun_s = time.time()
+            pipeline.train_step(x, target=y)
+            lines.write(json.dumps([begun_s, time.time(), pipeline.layout.splits]) + "\n")
+    torch.distributed.destroy_process_group()
+
+
+def best_splits(options: argparse.Namespace, conditions: Conditions) -> tuple[int, ...]:
+    """By brute force over simulated steps with the true times."""
+    sizes = tuple(4.0 * SAMPLES * width for width in widths())
+    load = Workload(
+        forward_s=((options.block_s,) * BLOCKS,),
+        backward_s=((2 * options.block_s,) * BLOCKS,),
+        num_devices=DEVICES,
+        num_microbatches=options.microbatches,
+        forward_bytes=sizes,
+        backward_bytes=sizes,
+        schedule="1f1b-overlap",
+    )
+    return min(
+        itertools.combinations(range(1, BLOCKS), DEVICES - 1), key=lambda splits: load.step_s(splits, conditions)
+    )
+
+
+def cluster(folder: Path) -> topology.Cluster:
+    """Four nodes on one switch."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "cluster.yaml"
+    nodes = "\n".join(f"  - {{name: d{node}, nic: 200Mbit/s, devices: 1}}" for node in range(DEVICES))
+    path.write_text(f"name: pipeline\nnodes:\n{nodes}\n")
+    return topology.load(path)
+
+
+def run(options: argparse.Namespace, name: str, own: list[str], on_step: Callable[[Lab, int], None]) -> dict[str, Any]:
+    """Run workers in a lab of their own; `on_step` is called with each step that the first rank has begun."""
+    place = lab.up(cluster(options.folder), f"adapt-{os.getpid()}", quotas="off")
+    folder = (options.folder / name).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in [*folder.glob("steps-*.jsonl"), folder / "events.jsonl"]:
+        old.unlink(missing_ok=True)
+    verb = [sys.executable, "-c", "from ringweave.cli.main import main; main()", "lab", "run", "--lab", place.name]
+    fixed = ["--folder", str(folder), "--block-s", str(options.block_s), "--microbatches", str(options.microbatches)]
+    try:
+        on_step(place, -1)
+        with subprocess.Popen([*verb, "--run-dir", str(folder), __file__, *fixed, *own]) as process:
+            follow(process, folder / "steps-0.jsonl", lambda step: on_step(place, step))
+    finally:
+        lab.down(place.name)
+    if process.returncode != 0:
+        raise SystemExit(f"workers: exit code {process.returncode}, expected 0")
+    rows = [[json.loads(line) for line in path.open()] for path in sorted(folder.glob("steps-*.jsonl"))]
+    steps = list(zip(*rows, strict=True))
+    return {
+        "steps_s": [max(row[1] for row in step) - max(row[0] for row in step) for step in steps],
+        "splits": [step[0][2] for step in steps],
+    }
+
+
+def follow(process: subprocess.Popen[bytes], path: Path, on_step: Callable[[int], None]) -> None:
+    """Call `on_step` once for each line of a growing file, until the process has ended."""
+    deadline_s, known = time.monotonic() + RUN_TIMEOUT_S, -1
+    while process.poll() is None:
+        if time.monotonic() > deadline_s:
+            process.terminate()
+        count = len(path.read_bytes().splitlines()) if path.exists() else -1
+        for step in range(known + 1, count + 1):
+            on_step(step)
+        known = max(known, count)
+        time.sleep(0.02)
+
+
+def watch(options: argparse.Namespace) -> int:
+    """Run everything and print it; the exit code."""
+    steps = ["--steps", str(options.steps)]
+    if options.scenario == "noise":
+        best = best_splits(options, conditions_of("noise")[0])
+        own = ["--noise", "0.05", "--start", ",".join(map(str, best))]
+        adapted = run(options, "noise", [*steps, *own], jump)
+        start, moves = adapted["splits"][0], sum(a != b for a, b in itertools.pairwise(adapted["splits"]))
+        document = {"moves": moves, "splits": start, "is_good": moves == 0}
+    else:
+        even, changed = conditions_of(options.scenario)
+        optimum = best_splits(options, changed)
+        static = ["--steps", "14", "--splits", ",".join(map(str, optimum))]
+        slow = ["--slow-from", "0"] if options.scenario == "device" else []
+        beside = run(options, "static", [*static, *slow], lambda place, step: cut(options, place, step, at=-1))
+        timing = ["--slow-from", str(options.change), "--slow-until", str(options.restore)] if slow else []
+        adapted = run(options, "adapted", [*steps, *timing], lambda place, step: cut(options, place, step))
+        document = judge(options, adapted, beside) | {"best_splits": optimum, "best_even": best_splits(options, even)}
+    if options.picture:
+        name = "noise" if options.scenario == "noise" else "adapted"
+        events = telemetry.read_last_attempt(options.folder / name / "events.jsonl")
+        adapting.draw(adapting.history(events), options.picture)
+    document |= {"scenario": options.scenario, "steps_s": adapted["steps_s"]}
+    shown = {key: value for key, value in document.items() if key != "steps_s"}
+    print(json.dumps(shown, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(document) + "\n")
+    return 0 if document["is_good"] else 1
+
+
+def conditions_of(scenario: str) -> tuple[Conditions, Conditions]:
+    """Before, and changed."""
+    rate = GOODPUT * RATE
+    even = Conditions(speeds=(1.0,) * DEVICES, rates=(rate,) * (DEVICES - 1))
+    if scenario == "device":
+        return even, Conditions(speeds=(1.0, 0.5, 1.0, 1.0), rates=even.rates)
+    return even, Conditions(speeds=even.speeds, rates=(rate / 5, rate, rate))
+
+
+def judge(options: argparse.Namespace, adapted: dict[str, Any], beside: dict[str, Any]) -> dict[str, Any]:
+    """Throughput behind each change beside what it should be."""
+    steps_s, grace = adapted["steps_s"], 2 * WINDOW + 2
+    before_s = statistics.median(steps_s[10 : options.change])
+    behind_s = statistics.median(steps_s[options.change + grace : options.restore])
+    after_s = statistics.median(steps_s[options.restore + grace :])
+    optimum_s = statistics.median(beside["steps_s"][2:])
+    speeds = {"changed": optimum_s / behind_s, "given_back": before_s / after_s}
+    moved = [step for step, pair in enumerate(itertools.pairwise(adapted["splits"]), 1) if pair[0] != pair[1]]
+    return {
+        "is_good": min(speeds.values()) >= ALLOWED,
+        "throughput_of_optimum": speeds,
+        "median_step_s": {
+            "before": before_s,
+            "unmended": statistics.median(steps_s[options.change + 1 : options.change + 8]),
+            "changed": behind_s,
+            "optimum": optimum_s,
+            "given_back": after_s,
+        },
+        "moves": [[step, adapted["splits"][step - 1], adapted["splits"][step]] for step in moved],
+        "change": options.change,
+        "restore": options.restore,
+    }
+
+
+def cut(options: argparse.Namespace, place: Lab, step: int, at: int | None = None) -> None:
+    """The first device's NIC, in both directions: the link between the first two stages."""
+    if options.scenario != "link":
+        return
+    for link in ("d0->core", "core->d0"):
+        if step == (options.change if at is None else at):
+            place.set_rate(link, RATE / 5)
+        elif step == options.restore and at is None:
+            place.set_rate(link, RATE)
+
+
+def jump(place: Lab, step: int) -> None:
+    """Every link gets a rate near to its own at each step."""
+    for node, link in itertools.product(place.cluster.nodes, ("{}->core", "core->{}")):
+        place.set_rate(link.format(node.name), RATE * random.Random(step).uniform(0.95, 1.05))
+
+
+if __name__ == "__main__":
+    chosen = parse_options()
+    if "RANK" in os.environ:
+        work(chosen)
+    else:
+        sys.exit(watch(chosen))

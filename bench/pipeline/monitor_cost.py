@@ -1,0 +1,91 @@
+"""What measuring costs: the same pipeline of virtual devices with and without a balancer, by turns.
+
+    python bench/pipeline/monitor_cost.py --rounds 8        # four processes, about 2 minutes
+
+Devices are alike and the partition is even, so that nothing moves; windows end, links are probed, rank 0 is asked and
+solves as in any run. Both pipelines live in the same processes and take turns of whole periods. Exit code 1 if the
+median step with the balancer is more than 0.5 % longer.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from settings import Setting, batch, make_optimizer, make_pipeline
+
+from ringweave.pipeline import Pipeline
+from ringweave.pipeline.adapting import adapt
+from ringweave.planning.repartitioning import Policy
+
+ALLOWED, DEVICES = 0.005, 4
+
+
+def parse_options() -> argparse.Namespace:
+    """Returns the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=8, help="turns of each")
+    parser.add_argument("--steps", type=int, default=20, help="in a turn; windows have ten")
+    parser.add_argument("--block-s", type=float, default=0.005, help="forward of a block; backward takes twice that")
+    parser.add_argument("--out", type=Path, default=Path("runs/pipeline-monitor-cost.json"))
+    return parser.parse_args()
+
+
+def work(options: argparse.Namespace) -> None:
+    """A worker: both pipelines by turns; rank 0 writes seconds of a step for each turn."""
+    setting = Setting(
+        work_s=(options.block_s,) * 12,
+        speeds=(1.0,) * DEVICES,
+        schedule="1f1b-overlap",
+        num_microbatches=8,
+        splits=(3, 6, 9),
+    )
+    plain, watched = make_pipeline(setting), make_pipeline(setting)
+    balancer = adapt(watched, make_optimizer, Policy(min_gain=0.2))
+    found: dict[str, list[float]] = {"plain": [], "watched": []}
+    for turn in range(-1, options.rounds):
+        for name, pipeline in ([("plain", plain), ("watched", watched)])[:: 1 if turn % 2 else -1]:
+            seconds = steps(pipeline, batch(setting), options.steps)
+            if turn >= 0:
+                found[name].append(seconds)
+    assert not balancer.outcomes
+    if dist.get_rank() == 0:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(found) + "\n")
+    dist.destroy_process_group()
+
+
+def steps(pipeline: Pipeline, x: torch.Tensor, count: int) -> float:
+    """Seconds of a train step, mean over a turn: what is done only at some steps counts with its share."""
+    dist.barrier()
+    begun_s = time.perf_counter()
+    for _ in range(count):
+        pipeline.train_step(x, target=x)
+    dist.barrier()
+    return (time.perf_counter() - begun_s) / count
+
+
+def main() -> None:
+    """Under a launcher a worker; else start the workers and report."""
+    options = parse_options()
+    if "RANK" in os.environ:
+        work(options)
+        return
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={DEVICES}"]
+    subprocess.run([*command, __file__, *sys.argv[1:]], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+    found = json.loads(options.out.read_text())
+    ratios = [watched / plain - 1 for plain, watched in zip(found["plain"], found["watched"], strict=True)]
+    middle = {name: statistics.median(row) for name, row in found.items()}
+    print(f"median step (measured): {1e3 * middle['plain']:.2f} ms without, {1e3 * middle['watched']:.2f} ms with")
+    print(f"{len(ratios)} pairs of turns: median difference {100 * statistics.median(ratios):+.2f} %")
+    sys.exit(int(statistics.median(ratios) > ALLOWED))
+
+
+if __name__ == "__main__":
+    main()

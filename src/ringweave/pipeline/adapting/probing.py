@@ -1,0 +1,96 @@
+"""Rates of the links between neighbouring stages, timed again and again with the receiver waiting.
+
+A probe is short, since it is made at the end of every window: one message each way at the same time (links are full
+duplex), and links that share no stage at once. Only where the time differs from the one before it is repeated, and the
+fastest counts: whatever else runs makes a message slower, nothing makes it faster than its link.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from ringweave.pipeline.pipeline import Pipeline
+from ringweave.pipeline.profiling.links import Probe
+
+MESSAGE_S = 0.005
+"""What a message is to take at the rate that is believed; of a window of some seconds next to nothing."""
+LEAST_BYTES, MOST_BYTES = 128 * 1024, 2**20
+"""Of a message; shorter ones pass in a burst that says nothing about the rate."""
+MORE_ROUNDS = 2
+_PAYLOAD, _READY, _DONE = 1, 2, 3
+
+
+class Prober:
+    """Times the links of one pipeline; the same calls on all its ranks at the same time."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        rates: Sequence[float],
+        drift: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`rates` in bytes per second are believed at first; beyond a factor of `drift` a probe is repeated."""
+        self._pipeline, self._drift, self._clock = pipeline, drift, clock
+        self._stage, self._num_links = pipeline.stage, pipeline.layout.num_stages - 1
+        self.num_bytes = [self._size(rate) for rate in rates]
+        """Of a message on each link."""
+        self._before: list[float] = []
+
+    def probe(self) -> list[float]:
+        """Seconds of a message and its answer on each link, of the slower direction; the same on all ranks."""
+        seconds = self._once()
+        pairs = zip(seconds, self._before or seconds, strict=True)
+        if any(not before / self._drift < now < before * self._drift for now, before in pairs):
+            for _ in range(MORE_ROUNDS):
+                seconds = list(map(min, seconds, self._once()))
+        self._before = seconds
+        return seconds
+
+    def _once(self) -> list[float]:
+        found = torch.zeros(self._num_links, dtype=torch.float64)
+        for parity in (0, 1):
+            for link in range(parity, self._num_links, 2):
+                if self._stage in (link, link + 1):
+                    found[link] = self._exchange(link)
+        return self._pipeline.groups.greatest(found).tolist()
+
+    def _exchange(self, link: int) -> float:
+        """Seconds on this rank, until the other end has all."""
+        peer = link + 1 if self._stage == link else link
+        num_bytes = self.num_bytes[link]
+        if self._pipeline.device.type != "cpu":
+            # NCCL tells no messages apart by tags: one direction after the other.
+            probe = Probe(self._pipeline.groups.pipeline, self._pipeline.device, self._clock)
+            return max(probe.exchange(self._stage, *way, num_bytes) for way in ((link, link + 1), (link + 1, link)))
+        # The first message takes up what a limited link lets through in a burst; the second one is timed.
+        return [self._message(peer, num_bytes) for _ in range(2)][-1]
+
+    def _message(self, peer: int, num_bytes: int) -> float:
+        """Both ways at once: seconds until the other end has all of ours."""
+        group = self._pipeline.groups.pipeline
+        arriving, leaving = torch.empty(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
+        mark = torch.zeros(1, dtype=torch.uint8)
+        payload = dist.irecv(arriving, group=group, group_src=peer, tag=_PAYLOAD)
+        answer = dist.irecv(torch.empty_like(mark), group=group, group_src=peer, tag=_DONE)
+        ready = dist.isend(mark, group=group, group_dst=peer, tag=_READY)
+        dist.recv(torch.empty_like(mark), group=group, group_src=peer, tag=_READY)
+        begun_s = self._clock()
+        sent = dist.isend(leaving, group=group, group_dst=peer, tag=_PAYLOAD)
+        _wait(payload)
+        done = dist.isend(mark, group=group, group_dst=peer, tag=_DONE)
+        _wait(answer)
+        took_s = self._clock() - begun_s
+        for work in (ready, sent, done):
+            _wait(work)
+        return took_s
+
+    def _size(self, rate: float) -> int:
+        return int(min(max(MESSAGE_S * rate, LEAST_BYTES), MOST_BYTES))
+
+
+def _wait(work: dist.Work | None) -> None:
+    assert work is not None
+    work.wait()

@@ -1,0 +1,161 @@
+"""Checkpoints of pipelines that do not know of partitions: a file for each block, and one for what all share.
+
+```text
+DIR/pipeline.json                  train steps done, number of blocks, settings of the optimizer, the script's own state
+DIR/block-00003.safetensors        parameters, buffers and optimizer state of one block
+```
+
+So they are loaded with other stages, on one device, or block by block by a program of its own. There is no pickle in
+them. A directory is complete or not there: it is written beside its place and renamed.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from ringweave.errors import TrainingError, explain
+from ringweave.pipeline.pipeline import Pipeline
+
+SHARED = "pipeline.json"
+_FORMAT = 1
+_MODEL, _OPTIMIZER = "model/", "optimizer/"
+
+
+def save(pipeline: Pipeline, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
+    """Write what training needs to go on; all ranks call it between two steps, and all see the same file system.
+
+    Args:
+        pipeline: The first replica's ranks write their blocks.
+        directory: Replaced if it is there.
+        extra: What else the script wants back, as JSON: `scheduler.state_dict()`, say.
+    """
+    beside = directory.with_name(directory.name + ".part")
+    if pipeline.rank == 0:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(parents=True)
+    pipeline.groups.wait_for_all()
+    if pipeline.layout.replica_of(pipeline.rank) == 0:
+        for block in pipeline.blocks.held:
+            _save_block(pipeline, block, beside)
+    if pipeline.rank == 0:
+        shared = {
+            "format": _FORMAT,
+            "num_blocks": len(pipeline.blocks),
+            "train_steps": pipeline.train_step_index,
+            "optimizer": pipeline.optimizer.settings(),
+            "extra": extra or {},
+        }
+        (beside / SHARED).write_text(json.dumps(shared, indent=1) + "\n", encoding="utf-8")
+    pipeline.groups.wait_for_all()
+    if pipeline.rank == 0:
+        shutil.rmtree(directory, ignore_errors=True)
+        beside.rename(directory)
+    pipeline.groups.wait_for_all()
+
+
+def load(pipeline: Pipeline, directory: Path) -> dict[str, Any]:
+    """Go on where `save` was called, with any partition; returns the script's `extra`.
+
+    Raises:
+        TrainingError: There is no complete checkpoint, or it is of another model.
+    """
+    shared = _shared(directory)
+    if shared["num_blocks"] != len(pipeline.blocks):
+        expected = f"{len(pipeline.blocks)}, as the pipeline has"
+        do = "Build the same blocks as the run that saved it"
+        raise TrainingError(
+            explain(
+                "blocks of the checkpoint", got=shared["num_blocks"], expected=expected, do=do, where=str(directory)
+            )
+        )
+    for block in pipeline.blocks.held:
+        _load_block(pipeline, block, directory)
+    pipeline.optimizer.load_settings(shared["optimizer"])
+    pipeline.train_step_index = shared["train_steps"]
+    return shared["extra"]
+
+
+def _shared(directory: Path) -> dict[str, Any]:
+    try:
+        shared = json.loads((directory / SHARED).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as cause:
+        do = "Name a directory that checkpoints.save has written"
+        expected = f"a file {SHARED}"
+        raise TrainingError(
+            explain("checkpoint", got=str(cause), expected=expected, do=do, where=str(directory))
+        ) from cause
+    if shared.get("format") != _FORMAT:
+        do = "Load it with the version that saved it"
+        raise TrainingError(
+            explain(
+                "format of the checkpoint", got=shared.get("format"), expected=str(_FORMAT), do=do, where=str(directory)
+            )
+        )
+    return shared
+
+
+def _save_block(pipeline: Pipeline, block: int, directory: Path) -> None:
+    # Two names of one tensor inside of a block are one in the file: safetensors refuses shared memory.
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in pipeline.blocks[block].state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[_MODEL + name] = tensor.detach().contiguous().cpu()
+    optimizer = pipeline.optimizer.of(block)
+    rest: dict[str, Any] = {}
+    for place, state in (optimizer.state_dict()["state"] if optimizer else {}).items():
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                tensors[f"{_OPTIMIZER}{place}/{name}"] = value.detach().contiguous().cpu()
+            else:
+                rest.setdefault(str(place), {})[name] = value
+    safetensors.torch.save_file(tensors, _path(directory, block), metadata={"optimizer": json.dumps(rest)})
+
+
+def _load_block(pipeline: Pipeline, block: int, directory: Path) -> None:
+    path = _path(directory, block)
+    model: dict[str, Tensor] = {}
+    state: dict[int, dict[str, Any]] = {}
+    with safe_open(path, framework="pt", device=str(pipeline.device)) as file:
+        for place, values in json.loads((file.metadata() or {}).get("optimizer", "{}")).items():
+            state.setdefault(int(place), {}).update(values)
+        for key in file.keys():  # noqa: SIM118 - not a dict
+            if key.startswith(_MODEL):
+                model[key.removeprefix(_MODEL)] = file.get_tensor(key)
+            else:
+                place, name = key.removeprefix(_OPTIMIZER).split("/", 1)
+                state.setdefault(int(place), {})[name] = file.get_tensor(key)
+    _fill(pipeline, block, model, path)
+    optimizer = pipeline.optimizer.of(block)
+    if optimizer is not None:
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+
+
+@torch.no_grad()
+def _fill(pipeline: Pipeline, block: int, model: Mapping[str, Tensor], path: Path) -> None:
+    own: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in pipeline.blocks[block].state_dict(keep_vars=True).items():
+        own.setdefault(id(tensor), (name, tensor))
+    shapes = {name: tuple(tensor.shape) for name, tensor in own.values()}
+    got = {name: tuple(tensor.shape) for name, tensor in model.items()}
+    if shapes != got:
+        odd = next(iter(sorted(shapes.items() ^ got.items())))
+        expected = "the names and shapes of this block"
+        do = "Build the same blocks as the run that saved it"
+        raise TrainingError(
+            explain(f"block {block} of the checkpoint", got=odd, expected=expected, do=do, where=str(path))
+        )
+    for name, tensor in own.values():
+        tensor.copy_(model[name])
+
+
+def _path(directory: Path, block: int) -> Path:
+    return directory / f"block-{block:05d}.safetensors"

@@ -1,0 +1,89 @@
+"""Measured blocks and links of two virtual devices, and what follows from them."""
+
+import pytest
+
+from ringweave.errors import UsageError
+from ringweave.pipeline.profiling import BlockCost, Link, Profile, partition, predict
+from ringweave.pipeline.profiling.predicting import transfers_of
+from ringweave.sim import pipelines
+from ringweave.testing.ranks import run_ranks
+from tests.pipeline.profiling import profiling_functions
+from tests.pipeline.profiling.profiling_functions import WORK_S
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_kinds_are_measured_once_on_each_device_and_nothing_moves() -> None:
+    first, second = run_ranks(profiling_functions.measure, 2)
+    profile = first["profile"]
+    assert second["profile"] == profile
+    assert second["links"] == first["links"]
+    assert first["is_untouched"]
+    assert second["is_untouched"]
+    timed, other = profile.blocks[0], profile.blocks[3]
+    assert profile.blocks[2] == profile.blocks[1], "of one kind"
+    assert timed.kind != profile.blocks[1].kind, "no gradient goes back to the inputs"
+    assert other.kind != timed.kind
+    for device, speed in enumerate(profiling_functions.SPEEDS):
+        assert timed.forward_s[device] > 0.8 * WORK_S / speed
+        assert timed.backward_s[device] > 0.8 * 2 * WORK_S / speed
+    samples, parameters = 4, 8 * 8 + 8
+    assert timed.forward_bytes == timed.backward_bytes == samples * 8 * 4
+    assert timed.state_bytes == 4 * (2 * parameters + 2 * parameters + 2), "values, gradients, two moments, two steps"
+    assert other.stash_bytes >= samples * 32 * 4
+    assert first["step_s"] > 3 * WORK_S * 3
+    assert first["best"] == second["best"]
+
+
+def a_profile(forward_s: tuple[tuple[float, ...], ...]) -> Profile:
+    return Profile(
+        blocks=tuple(
+            BlockCost(
+                kind="",
+                forward_s=each,
+                backward_s=tuple(2 * one for one in each),
+                forward_bytes=100,
+                backward_bytes=50,
+                state_bytes=10,
+                stash_bytes=1,
+            )
+            for each in forward_s
+        )
+    )
+
+
+FREE = Link(latency_s=0.0, s_per_byte=0.0)
+
+
+def test_a_step_is_that_of_the_simulated_order() -> None:
+    """The spec's figures: transfer as long as a forward, 4 stages, 32 microbatches."""
+    profile = a_profile(((1.0,) * 4,) * 4)
+    slow = Link(latency_s=0.5, s_per_byte=0.005), Link(latency_s=0.0, s_per_byte=0.02)
+    links = (slow[0],) * 3, (slow[1],) * 3
+    for name, step_s in (("1f1b", 172), ("1f1b-overlap", 111)):
+        order = pipelines.generate(name, 4, 32)
+        found = predict(profile, links, (1, 2, 3), order, transfers=transfers_of(name))
+        assert found.step_s == pytest.approx(step_s)
+        assert found.bound_s == pytest.approx(111)
+
+
+def test_the_partition_of_the_spec() -> None:
+    """Ten equal blocks, devices 2 : 3 : 2 : 3."""
+    profile = a_profile(tuple(tuple(6 / speed for speed in (2, 3, 2, 3)) for _ in range(10)))
+    assert partition(profile, ((FREE,) * 3, (FREE,) * 3)).splits == (2, 5, 7)
+
+
+def test_memory_limits_a_device() -> None:
+    profile = a_profile(((1.0, 1.0),) * 4)
+    links = (FREE,), (FREE,)
+    assert partition(profile, links).splits == (2,)
+    assert partition(profile, links, memory_bytes=(100, 15), in_flight=(2, 1)).splits == (3,)
+    with pytest.raises(UsageError, match="memory of devices: 'full after block 3 of 4'"):
+        partition(profile, links, memory_bytes=(25, 15), in_flight=(2, 1))
+
+
+def test_nothing_crosses_an_empty_end() -> None:
+    profile = a_profile(((1.0, 1.0),) * 2)
+    slow = Link(latency_s=7.0, s_per_byte=1.0)
+    order = pipelines.generate("gpipe", 2, 1)
+    assert predict(profile, ((slow,), (slow,)), (0,), order).step_s == pytest.approx(6 + 14)

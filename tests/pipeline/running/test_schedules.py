@@ -1,0 +1,46 @@
+"""What torch's schedules are given, without any process."""
+
+import pytest
+
+from ringweave.errors import UsageError
+from ringweave.pipeline.running import schedules
+from ringweave.sim import pipelines
+from ringweave.sim.pipelines import Action, Kind
+
+
+def test_orders_by_name_and_as_data() -> None:
+    order = pipelines.generate("1f1b-overlap", 3, 5)
+    assert schedules.order_of("1f1b-overlap", 3, 5) == order
+    assert schedules.order_of(order, 3, 5) is order
+    assert schedules.microbatches_of(order, 1) == (0, 1, 2, 3, 4)
+
+
+def test_forwards_may_come_in_any_order() -> None:
+    actions = tuple(Action(0, kind, index) for kind in (Kind.FORWARD, Kind.BACKWARD) for index in (2, 0, 1))
+    assert schedules.microbatches_of(pipelines.Order((actions,)), 0) == (2, 0, 1)
+
+
+def test_orders_that_do_not_fit() -> None:
+    with pytest.raises(UsageError) as caught:
+        schedules.order_of(pipelines.generate("gpipe", 3, 5), 4, 5)
+    assert str(caught.value) == (
+        "stages of the order: 3, expected 4, as the pipeline has. "
+        "Generate it for this number, or start as many workers."
+    )
+    with pytest.raises(UsageError) as caught:
+        schedules.order_of("1f1b", 4, 3)
+    assert str(caught.value) == (
+        "microbatches: 3, expected at least 4, the number of stages, for 1f1b. "
+        "Cut the batch finer, or take gpipe or 1f1b-overlap."
+    )
+    assert schedules.order_of("1f1b-overlap", 4, 3).num_microbatches == 3
+
+
+def test_receives_stand_ready_from_the_start_and_results_leave_at_once() -> None:
+    order = pipelines.generate("1f1b-overlap", 3, 2)
+    lowered = [schedules._with_transfers(stage, actions, 3) for stage, actions in enumerate(order.stages)]
+    assert [" ".join(map(str, actions)) for actions in lowered] == [
+        "0RECV_B0 0RECV_B1 0F0 0SEND_F0 0F1 0SEND_F1 0B0 0B1 0REDUCE_GRAD",
+        "1RECV_F0 1RECV_F1 1RECV_B0 1RECV_B1 1F0 1SEND_F0 1F1 1SEND_F1 1B0 1SEND_B0 1B1 1SEND_B1 1REDUCE_GRAD",
+        "2RECV_F0 2RECV_F1 2F0 2B0 2SEND_B0 2F1 2B1 2SEND_B1 2REDUCE_GRAD",
+    ]
