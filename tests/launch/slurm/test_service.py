@@ -1,0 +1,169 @@
+"""The service, with Slurm in memory: names, refusals, waiting, what commands do where no controller runs."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ringweave.errors import JobError, LaunchError
+from ringweave.launch.services.service import LogQuery
+from ringweave.launch.slurm.registry import Registry
+from tests.launch.slurm.fakes import FakeSlurm, a_request, a_service
+
+
+@pytest.fixture
+def fake() -> FakeSlurm:
+    return FakeSlurm()
+
+
+@pytest.fixture
+def service(tmp_path, fake):
+    return a_service(tmp_path, fake)
+
+
+def files(folder: Path) -> list[str]:
+    return [path.name for path in (folder / "state").rglob("*") if path.is_file()]
+
+
+def test_of_64_at_once_one_gets_the_name(tmp_path, fake):
+    services = [a_service(tmp_path, fake, requester=f"user{index}") for index in range(64)]
+    together = threading.Barrier(64)
+
+    def submit(service):
+        together.wait()
+        try:
+            return service.submit(a_request(), base=tmp_path).job.requester
+        except JobError as error:
+            return error
+
+    with ThreadPoolExecutor(64) as pool:
+        outcomes = list(pool.map(submit, services))
+    winners = [outcome for outcome in outcomes if isinstance(outcome, str)]
+    refusals = [str(outcome) for outcome in outcomes if isinstance(outcome, JobError)]
+    assert len(winners) == 1
+    assert len(refusals) == 63
+    start = f"job name text: 'taken by {winners[0]} "
+    assert all(text.startswith(start) and "ringweave delete text" in text for text in refusals)
+    assert len(fake.scripts) == 1, "Slurm was asked once"
+
+
+def test_where_locks_do_not_work_the_folder_still_has_one_owner(tmp_path, fake, service):
+    # The second one looks before the first has renamed its folder into place.
+    registry = Registry(tmp_path / "state")
+    service.submit(a_request(name="other"), base=tmp_path)
+    first = registry.find("other")
+    assert first is not None
+    with pytest.raises(OSError, match="not empty"):
+        registry.submit(lambda there: first)
+
+
+def test_what_slurm_refuses_leaves_nothing(tmp_path, fake, service):
+    fake.refusal = "Batch job submission failed: Invalid account or account/partition combination specified"
+    with pytest.raises(LaunchError, match="Invalid account"):
+        service.submit(a_request(), base=tmp_path)
+    assert service.jobs() == []
+    assert files(tmp_path) == ["submit.lock"]
+
+
+def test_a_dry_run_shows_the_batch_script_and_changes_nothing(tmp_path, fake, service):
+    submission = service.submit(a_request(), base=tmp_path, dry_run=True)
+    assert [each.name for each in submission.objects] == ["batch script", "config.json"]
+    assert "#SBATCH hetjob" in submission.objects[0].text
+    assert fake.scripts == []
+    assert service.jobs() == []
+
+
+def test_a_waiting_job_says_what_slurm_waits_for(tmp_path, fake, service):
+    service.submit(a_request(), base=tmp_path)
+    fake.reasons[10] = "ReqNodeNotAvail,_UnavailableNodes:small"
+    view = service.job("text")
+    assert view.reason is not None
+    assert view.reason.code == "NotPlaced"
+    assert "Slurm job 10 (ReqNodeNotAvail,_UnavailableNodes:small): a machine that it names is down" in view.reason.text
+    assert all("sinfo -R says why" in str(node.reason) for node in view.used_nodes)
+
+
+def test_a_requeued_job_says_so(tmp_path, fake, service):
+    service.submit(a_request(), base=tmp_path)
+    registry = Registry(tmp_path / "state")
+    with registry.changing("text") as entry:
+        assert entry is not None
+        registry.save("text", entry.job.record, type(entry.hold)(allocation=10, claim="10.0", adopted="10.0"))
+    fake.reasons[10] = "BeginTime"
+    view = service.job("text")
+    assert view.state == "Retrying"
+    assert str(view.reason).startswith(
+        "its allocation was taken back by Slurm; Slurm job 10 (BeginTime): it was requeued"
+    )
+
+
+@pytest.mark.parametrize(("verb", "state"), [("stop", "Stopped"), ("suspend", "Suspended")])
+def test_taken_back_while_it_waits(tmp_path, fake, service, verb, state):
+    service.submit(a_request(), base=tmp_path)
+    assert service.act("text", verb).state == state
+    assert fake.states == {10: "CANCELLED"}
+    again = "retry" if verb == "stop" else "resume"
+    view = service.act("text", again)
+    assert view.state == "Pending"
+    assert fake.states == {10: "CANCELLED", 20: "PENDING"}
+    assert "Slurm job 20" in str(view.reason)
+
+
+def test_deleted_while_it_waits_nothing_is_left(tmp_path, fake, service):
+    service.submit(a_request(), base=tmp_path)
+    service.act("text", "delete")
+    assert files(tmp_path) == ["submit.lock"]
+    assert fake.states == {10: "CANCELLED"}
+    with pytest.raises(JobError, match=r"job: 'text', expected the name of a job that is here. See ringweave jobs"):
+        service.job("text")
+
+
+def test_submitted_suspended_it_asks_slurm_for_nothing_until_it_is_resumed(tmp_path, fake, service):
+    assert service.submit(a_request("suspend: true\n"), base=tmp_path).job.state == "Suspended"
+    assert fake.scripts == []
+    assert service.act("text", "resume").state == "Pending"
+    assert len(fake.scripts) == 1
+
+
+def test_killed_before_slurm_was_asked_a_look_says_so_and_resume_asks(tmp_path, fake, service):
+    fake.refusal = "killed here"
+    service._registry.forget = lambda entry: None  # as if the command had been killed
+    with pytest.raises(LaunchError):
+        service.submit(a_request(), base=tmp_path)
+    fake.refusal = ""
+    service = a_service(tmp_path, fake)
+    assert "Slurm was not asked; ringweave resume text asks" in str(service.job("text").reason)
+    assert fake.scripts == [], "a job must not begin because somebody looks at it"
+    service.act("text", "resume")
+    assert len(fake.scripts) == 1
+
+
+def test_an_allocation_that_slurm_forgot_is_one_that_ended(tmp_path, fake, service):
+    service.submit(a_request(), base=tmp_path)
+    fake.states.clear()
+    view = service.job("text")
+    assert view.state == "Stopped"
+    assert "Slurm does not know it any more. ringweave retry text asks for another" in view.events[0].text
+
+
+def test_a_ttl_that_has_passed_removes_it_at_the_next_look(tmp_path, fake, service):
+    service.submit(a_request("ttl: 0s\n"), base=tmp_path)
+    service.act("text", "stop")
+    assert service.jobs() == []
+    assert files(tmp_path) == ["submit.lock"]
+
+
+def test_others_may_not(tmp_path, fake, service):
+    service.submit(a_request(), base=tmp_path)
+    other = a_service(tmp_path, fake, requester="bob")
+    with pytest.raises(JobError, match='stop by bob: "the job is ann\'s", expected a job of their own'):
+        other.act("text", "stop")
+    assert other.jobs() == []
+
+
+def test_logs_of_what_is_not_there_are_refused(tmp_path, fake, service):
+    service.submit(a_request(), base=tmp_path)
+    with pytest.raises(JobError, match="node: 'n7', expected one of n0, n1"):
+        service.logs("text", LogQuery(node="n7"))
+    assert list(service.logs("text", LogQuery())) == []
