@@ -26,6 +26,7 @@ class FakeSlurm:
     restarts: dict[int, int] = field(default_factory=dict)
     steps: str = ""
     refusal: str = ""
+    now_s: float = 1e9
     called: list[Sequence[str]] = field(default_factory=list)
     scripts: list[str] = field(default_factory=list)
 
@@ -77,7 +78,14 @@ def a_request(text: str = "", **changes: str) -> Request:
 
 def a_service(folder: Path, fake: FakeSlurm, requester: str = "ann") -> SlurmService:
     (folder / "train.py").touch()
-    return SlurmService(folder / "state", Slurm(fake.run), requester=requester, environ={}, patience=PATIENCE)
+    return SlurmService(
+        folder / "state",
+        Slurm(fake.run),
+        requester=requester,
+        environ={},
+        patience=PATIENCE,
+        clock=lambda: fake.now_s,
+    )
 
 
 def a_grant(job_id: int = 10, restarts: int = 0) -> Grant:

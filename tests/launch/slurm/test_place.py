@@ -156,11 +156,13 @@ def test_slurm_kills_a_step_that_does_not_leave(world):
 
 
 def test_the_gate_opens_at_what_the_first_node_offered(world):
+    world.folder.root.mkdir(exist_ok=True)
     place = world.place(a_grant())
     place.do(actions.CreateConfig(counts=(10, 5)))
     for node, host in ((0, "10.0.0.2"), (1, "10.0.0.3")):
         folder = world.folder.group(node, 1)
         folder.root.mkdir(parents=True)
+        folder.orders.write_text(posts.dump_orders(Orders(round=1)))
         report = Report(round=1, phase=Phase.READY, pid=1, meeting=Meeting(host=host, port=5))
         folder.report.write_text(posts.dump_report(report))
     assert place.observe().gate == 0

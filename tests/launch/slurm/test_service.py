@@ -76,6 +76,7 @@ def test_a_dry_run_shows_the_batch_script_and_changes_nothing(tmp_path, fake, se
 
 def test_a_waiting_job_says_what_slurm_waits_for(tmp_path, fake, service):
     service.submit(a_request(), base=tmp_path)
+    fake.now_s += 5
     fake.reasons[10] = "ReqNodeNotAvail,_UnavailableNodes:small"
     view = service.job("text")
     assert view.reason is not None
@@ -90,12 +91,12 @@ def test_a_requeued_job_says_so(tmp_path, fake, service):
     with registry.changing("text") as entry:
         assert entry is not None
         registry.save("text", entry.job.record, type(entry.hold)(allocation=10, claim="10.0", adopted="10.0"))
+    fake.now_s += 5
     fake.reasons[10] = "BeginTime"
     view = service.job("text")
     assert view.state == "Retrying"
-    assert str(view.reason).startswith(
-        "its allocation was taken back by Slurm; Slurm job 10 (BeginTime): it was requeued"
-    )
+    text = "its allocation was taken back by Slurm; Slurm job 10 (BeginTime): it was requeued"
+    assert str(view.reason).startswith(text)
 
 
 @pytest.mark.parametrize(("verb", "state"), [("stop", "Stopped"), ("suspend", "Suspended")])
@@ -142,6 +143,7 @@ def test_killed_before_slurm_was_asked_a_look_says_so_and_resume_asks(tmp_path, 
 def test_an_allocation_that_slurm_forgot_is_one_that_ended(tmp_path, fake, service):
     service.submit(a_request(), base=tmp_path)
     fake.states.clear()
+    fake.now_s += 5
     view = service.job("text")
     assert view.state == "Stopped"
     assert "Slurm does not know it any more. ringweave retry text asks for another" in view.events[0].text

@@ -32,6 +32,5 @@ def test_what_it_waits_for(reason, text):
 
 
 def test_when_slurm_expects_to_start_it_is_told():
-    assert waiting.tell(allocation("Priority", "2026-11-21T14:05:00")).endswith(
-        "expects to start it at 2026-11-21T14:05:00"
-    )
+    text = waiting.tell(allocation("Priority", "2026-11-21T14:05:00"))
+    assert text.endswith("expects to start it at 2026-11-21T14:05:00")

@@ -27,6 +27,8 @@ CANCELLED_S = 10.0
 CLEARED_S = 2.0
 """The same for files."""
 POLL_S = 0.1
+ANSWER_S = 2.0
+"""How long an answer of Slurm is believed by a mere look."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +55,7 @@ class Tending:
     ) -> None:
         self._registry, self._slurm, self._environ, self._patience = registry, slurm, environ, patience
         self._clock, self._sleep = clock, sleep
+        self._answers: dict[int, tuple[float, Allocation | None]] = {}
 
     def tend(self, name: str, *, may_ask: bool = False) -> Tended | None:
         """The job after all that can be done for it now; None once it is forgotten.
@@ -65,7 +68,7 @@ class Tending:
         entry = self._registry.find(name)
         if entry is None:
             return None
-        found = None if entry.hold.allocation is None else self._slurm.allocation(entry.hold.allocation)
+        found = self._allocation(entry.hold.allocation, fresh=may_ask)
         if found is not None and found.is_pending and not wants_allocation(entry):
             found = self._take_back(found)
         if entry.hold.allocation is not None and (found is None or found.is_over):
@@ -131,10 +134,18 @@ class Tending:
         if lock is not None:
             os.close(lock)
         entry = self._registry.find(name)
-        allocation = None
-        if entry is not None and entry.hold.allocation is not None:
-            allocation = self._slurm.allocation(entry.hold.allocation)
-        return None if entry is None else Tended(entry=entry, allocation=allocation)
+        if entry is None:
+            return None
+        return Tended(entry=entry, allocation=self._allocation(entry.hold.allocation, fresh=True))
+
+    def _allocation(self, job_id: int | None, *, fresh: bool) -> Allocation | None:
+        """What Slurm says of a job; the same for a while, so that who follows a job does not ask all the time."""
+        if job_id is None:
+            return None
+        known = self._answers.get(job_id)
+        if fresh or known is None or not 0 <= self._clock() - known[0] < ANSWER_S:
+            known = self._answers[job_id] = (self._clock(), self._slurm.allocation(job_id))
+        return known[1]
 
     def _controller(self, folder: Path) -> Sequence[str]:
         patience = [str(self._patience.lease_s), str(self._patience.fence_s)]
