@@ -134,7 +134,7 @@ while phase not in ("Succeeded", "Stopped"):
 """
 
 
-def means(fake: FakeSlurm, folder: Path) -> Means:
+def means(fake: FakeSlurm, folder: Path, reached=lambda boundary: None) -> Means:
     """Steps that really run, here, as agents that do nothing but follow orders."""
     (folder / "bin").mkdir(exist_ok=True)
     (folder / "bin" / "srun").write_text(SRUN)
@@ -146,4 +146,4 @@ def means(fake: FakeSlurm, folder: Path) -> Means:
         return [sys.executable, "-I", "-S", str(folder / "agent.py"), *words]
 
     path = f"{folder / 'bin'}:/usr/bin:/bin"
-    return Means(slurm=Slurm(fake.run), agent=agent, environ={"PATH": path}, patience=PATIENCE)
+    return Means(slurm=Slurm(fake.run), agent=agent, environ={"PATH": path}, patience=PATIENCE, reached=reached)

@@ -91,9 +91,18 @@ def test_of_a_former_allocation_it_is_gone_when_its_lease_surely_is(world, grant
     assert only(world.place(grant)).phase is Phase.FAILED, "also for somebody who has only begun to look"
 
 
+def test_one_whose_step_was_never_started_is_made_again(world):
+    folder = world.group(None)
+    assert world.place(a_grant()).observe().groups == ()
+    assert not folder.root.exists()
+
+
 @pytest.mark.parametrize("phase", [None, Phase.READY])
 def test_one_that_was_not_past_the_gate_needs_no_waiting(world, phase):
     world.group(phase)
+    log = world.folder.runs("n1", 1) / "agent.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("srun: error: Unable to create step\n")
     found = only(world.place(a_grant(restarts=1)))
     assert found.phase is Phase.FAILED
     assert not found.leaving

@@ -57,6 +57,8 @@ class Means:
     """Of the steps."""
     patience: Patience
     """How long things may be silent."""
+    reached: Callable[[str], None] = lambda boundary: None
+    """Called inside of actions of several steps, between them; a test dies there."""
 
 
 class SlurmPlace:
@@ -117,22 +119,26 @@ class SlurmPlace:
                 group = self._folder.group(node, attempt)
                 if group.root.exists():
                     group.removing.touch()
+                    self._means.reached("marked for removal")
                     self._dismiss(group, "it is removed")
             case actions.DeleteConfig():
                 self._folder.gate.unlink(missing_ok=True)
+                self._means.reached("gate removed")
                 self._folder.config.unlink(missing_ok=True)
 
     def _look(self, folder: GroupFolder) -> Group | None:
         """The group; None if there is none, or not any more."""
+        # In this order: who has left since the first question has said so before.
+        runs = locks.is_held(_step_lock(folder)) or locks.is_held(folder.alive)
         report, orders = _read(folder)
         is_told = folder.removing.exists() or (orders is not None and orders.leave)
-        runs = locks.is_held(_step_lock(folder)) or locks.is_held(folder.alive)
         has_ended = report is not None and not report.phase.is_alive
         if runs or not (has_ended or self._is_gone(folder)):
             if is_told:
                 self._hurry(folder)
             return self._living(folder, report, orders, leaving=is_told or not runs)
-        if folder.removing.exists() or not folder.orders.exists():
+        if folder.removing.exists() or not (folder.orders.exists() and (report or self._log(folder).exists())):
+            # It is removed, or a crash came before its step was started.
             shutil.rmtree(folder.root, ignore_errors=True)
             return None
         return self._ended(folder, report, orders)
@@ -173,7 +179,8 @@ class SlurmPlace:
             return report is None or report.phase is not Phase.RUNNING or self._is_fenced(folder)
         if self._is_fenced(folder):
             return True
-        hosts, steps = self._ask()
+        lost_s = self._since.setdefault((folder.node, folder.attempt, "lost"), self._clock())
+        hosts, steps = self._ask(lost_s)
         host = self._host(folder.node)
         return host in hosts and not hosts[host] and _step_name(folder) not in steps
 
@@ -197,10 +204,14 @@ class SlurmPlace:
         since = self._since.setdefault((folder.node, folder.attempt, what), self._clock())
         return self._clock() - since >= wait_s
 
-    def _ask(self) -> tuple[dict[str, str], set[str]]:
-        """Machine -> its state where Slurm hears nothing of it, else an empty text; and names of running steps."""
+    def _ask(self, after_s: float) -> tuple[dict[str, str], set[str]]:
+        """Machine -> its state where Slurm hears nothing of it, else an empty text; and names of running steps.
+
+        Args:
+            after_s: The answer is not older than this; what was asked before a step was lost says nothing of it.
+        """
         asked_s, hosts, steps = self._asked
-        if self._grant is not None and self._clock() - asked_s >= QUERY_S:
+        if self._grant is not None and (asked_s < after_s or self._clock() - asked_s >= QUERY_S):
             steps = {step.name for step in self._means.slurm.steps(self._grant.job_ids)}
             hosts = {
                 host.name: "" if host.answers else host.state for host in self._means.slurm.hosts(self._means.environ)
@@ -213,18 +224,20 @@ class SlurmPlace:
             raise LaunchError(f"job {self._config.job}: no allocation, expected one that runs. Ask Slurm for one.")
         folder = self._folder.group(action.node, action.attempt)
         folder.root.mkdir(parents=True, exist_ok=True)
-        runs = self._folder.runs(self._config.node(action.node).name, action.attempt)
-        runs.mkdir(parents=True, exist_ok=True)
+        self._means.reached("folder made")
+        self._log(folder).parent.mkdir(parents=True, exist_ok=True)
         lock = locks.try_lock(_step_lock(folder))
         if lock is None:
             return
         try:
             replace_text(_grant_file(folder), self._grant.key)
+            self._means.reached("grant written")
             replace_text(folder.orders, posts.dump_orders(Orders(round=action.round)))
+            self._means.reached("orders written")
             agent = self._means.agent(self._folder, action.node, action.attempt, self._grant.key)
             argv = requesting.step(self._parts[action.node], len(self._parts), _step_name(folder), agent)
             program = shutil.which(argv[0], path=self._means.environ.get("PATH")) or argv[0]
-            pid = locks.spawn([program, *argv[1:]], self._means.environ, lock=lock, log=_log(runs))
+            pid = locks.spawn([program, *argv[1:]], self._means.environ, lock=lock, log=self._log(folder))
             self._children.append(pid)
         except OSError as error:
             name = self._config.node(action.node).name
@@ -271,11 +284,14 @@ class SlurmPlace:
     def _host(self, node: int) -> str:
         return self._grant.hosts[self._parts[node]] if self._grant is not None else ""
 
+    def _log(self, folder: GroupFolder) -> Path:
+        """What srun and the agent say; there as soon as srun was started."""
+        return self._folder.runs(self._config.node(folder.node).name, folder.attempt) / "agent.log"
+
     def _last_words(self, folder: GroupFolder) -> str:
         """What srun said last."""
         with contextlib.suppress(OSError):
-            runs = self._folder.runs(self._config.node(folder.node).name, folder.attempt)
-            lines = _log(runs).read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = self._log(folder).read_text(encoding="utf-8", errors="replace").splitlines()
             said = [line.removeprefix("srun: ").removeprefix("error: ") for line in lines if line.startswith("srun: ")]
             return f": {said[-1]}" if said else ""
         return ""
@@ -293,10 +309,6 @@ def _step_lock(folder: GroupFolder) -> Path:
 def _grant_file(folder: GroupFolder) -> Path:
     """Key of the allocation that the group was made in."""
     return folder.root / "grant"
-
-
-def _log(runs: Path) -> Path:
-    return runs / "agent.log"
 
 
 def _read(folder: GroupFolder) -> tuple[Report | None, Orders | None]:
