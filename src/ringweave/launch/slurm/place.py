@@ -24,6 +24,7 @@ from ringweave.launch.slurm.leases import Patience
 from ringweave.launch.slurm.requesting import Component
 
 STOPPED_FROM_OUTSIDE = "its allocation was taken back by Slurm"
+_SAID = "srun: error: "
 QUERY_S = 2.0
 """Between two questions to Slurm."""
 
@@ -292,7 +293,7 @@ class SlurmPlace:
         """What srun said last."""
         with contextlib.suppress(OSError):
             lines = self._log(folder).read_text(encoding="utf-8", errors="replace").splitlines()
-            said = [line.removeprefix("srun: ").removeprefix("error: ") for line in lines if line.startswith("srun: ")]
+            said = [line.removeprefix(_SAID) for line in lines if line.startswith(_SAID)]
             return f": {said[-1]}" if said else ""
         return ""
 
