@@ -72,6 +72,12 @@ def test_a_script_that_fails_is_not_tried_again(jobs):
     jobs.wait_idle()
 
 
+def test_its_ttl_removes_it_though_nobody_looks(jobs):
+    jobs.submit("pass", "ttl: 1s\n", gpus=3)
+    wait_until(lambda: not list((jobs.folder / "state" / "jobs").iterdir()), lambda: jobs.cluster.call("squeue"))
+    jobs.wait_idle()
+
+
 def test_what_slurm_waits_for_is_told_and_a_waiting_job_can_be_taken_back(jobs):
     jobs.cluster.call("sbatch", "-o", "/dev/null", "-N1", "--gres=gpu:4", "-w", "small", "--wrap", "sleep 300")
     wait_until(lambda: "R" in jobs.cluster.call("squeue", "-h", "-o", "%t"), lambda: jobs.cluster.call("squeue"))

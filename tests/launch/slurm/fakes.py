@@ -29,9 +29,12 @@ class FakeSlurm:
     now_s: float = 1e9
     called: list[Sequence[str]] = field(default_factory=list)
     scripts: list[str] = field(default_factory=list)
+    environ: dict[str, str] = field(default_factory=dict)
+    """Of the last call of sbatch."""
 
     def run(self, argv, stdin, environ) -> Done:
         self.called.append(argv)
+        self.environ = dict(environ or {}) if argv[0] == "sbatch" else self.environ
         return getattr(self, argv[0])(argv, stdin)
 
     def sbatch(self, argv, stdin) -> Done:
@@ -146,4 +149,11 @@ def means(fake: FakeSlurm, folder: Path, reached=lambda boundary: None) -> Means
         return [sys.executable, "-I", "-S", str(folder / "agent.py"), *words]
 
     path = f"{folder / 'bin'}:/usr/bin:/bin"
-    return Means(slurm=Slurm(fake.run), agent=agent, environ={"PATH": path}, patience=PATIENCE, reached=reached)
+    return Means(
+        slurm=Slurm(fake.run),
+        agent=agent,
+        environ={"PATH": path},
+        sweeper=["sweep"],
+        patience=PATIENCE,
+        reached=reached,
+    )

@@ -8,8 +8,12 @@ import pytest
 
 from ringweave.errors import JobError, LaunchError
 from ringweave.launch.services.service import LogQuery
+from ringweave.launch.slurm import sweeping
+from ringweave.launch.slurm.commands import Slurm
 from ringweave.launch.slurm.registry import Registry
-from tests.launch.slurm.fakes import FakeSlurm, a_request, a_service
+from ringweave.launch.slurm.service import SlurmService
+from ringweave.launch.slurm.tending import Tending
+from tests.launch.slurm.fakes import PATIENCE, FakeSlurm, a_request, a_service
 
 
 @pytest.fixture
@@ -154,6 +158,62 @@ def test_a_ttl_that_has_passed_removes_it_at_the_next_look(tmp_path, fake, servi
     service.act("text", "stop")
     assert service.jobs() == []
     assert files(tmp_path) == ["submit.lock"]
+
+
+def test_slurm_is_asked_to_remove_it_when_its_ttl_is_over(tmp_path, fake, service):
+    service.submit(a_request("ttl: 3600s\n"), base=tmp_path)
+    service.act("text", "stop")
+    service.job("text")
+    assert len(fake.scripts) == 2, "once"
+    assert "#SBATCH --job-name=rw-ttl-text\n" in fake.scripts[1]
+    assert "#SBATCH --begin=now+3540\n" in fake.scripts[1]
+    service.act("text", "delete")
+    assert fake.states == {10: "CANCELLED", 20: "CANCELLED"}, "nothing of it stays in Slurm's queue"
+
+
+def test_another_run_has_another_end(tmp_path, fake, service):
+    service.submit(a_request("ttl: 3600s\n"), base=tmp_path)
+    service.act("text", "stop")
+    fake.now_s += 60
+    service.act("text", "retry")
+    service.act("text", "retry")  # twice is as once
+    service.act("text", "stop")
+    assert fake.states == {10: "CANCELLED", 20: "CANCELLED", 30: "CANCELLED", 40: "PENDING"}
+    assert "rw-ttl-text" in fake.scripts[3]
+
+
+def test_where_slurm_refuses_that_the_job_ends_all_the_same(tmp_path, fake, service, capsys):
+    service.submit(a_request("ttl: 3600s\n"), base=tmp_path)
+    fake.refusal = "too many jobs"
+    assert service.act("text", "stop").state == "Stopped"
+    assert "TTL of text: sbatch: too many jobs, expected Slurm to take it" in capsys.readouterr().err
+
+
+def test_the_sweeper_waits_for_the_end_of_the_ttl_to_the_tenth_of_a_second(tmp_path, fake, service):
+    service.submit(a_request("ttl: 30s\n"), base=tmp_path)
+    service.act("text", "stop")
+    registry = Registry(tmp_path / "state")
+    entry = registry.find("text")
+    assert entry is not None
+    began_s = fake.now_s
+    tending = Tending(registry, Slurm(fake.run), environ={}, patience=PATIENCE, clock=lambda: fake.now_s)
+
+    def sleep(seconds: float) -> None:
+        fake.now_s += seconds
+
+    sweeping.sweep(registry, tending, "text", "another", clock=lambda: fake.now_s, sleep=sleep)
+    assert fake.now_s == began_s, "of another job with that name nothing is removed"
+    sweeping.sweep(registry, tending, "text", entry.id, clock=lambda: fake.now_s, sleep=sleep)
+    assert fake.now_s - began_s == pytest.approx(30.0, abs=0.1)
+    assert files(tmp_path) == ["submit.lock"]
+
+
+def test_inside_of_another_job_of_slurm_its_variables_stay_behind(tmp_path, fake):
+    outer = {"SLURM_HET_SIZE": "3", "SLURM_CONF": "/etc/slurm.conf", "SBATCH_PARTITION": "main", "HOME": "/home/ann"}
+    (tmp_path / "train.py").touch()
+    service = SlurmService(tmp_path / "state", Slurm(fake.run), requester="ann", environ=outer)
+    service.submit(a_request(), base=tmp_path)
+    assert fake.environ == {key: outer[key] for key in ("SLURM_CONF", "SBATCH_PARTITION", "HOME")}
 
 
 def test_others_may_not(tmp_path, fake, service):

@@ -25,13 +25,16 @@ from ringweave.jobs.life.states import JobState
 from ringweave.launch.groups import config as configs
 from ringweave.launch.local.jobs import locks
 from ringweave.launch.local.jobs.folders import JobFolder
+from ringweave.launch.slurm import requesting
 from ringweave.launch.slurm.commands import Slurm
 from ringweave.launch.slurm.leases import Heart, Patience
 from ringweave.launch.slurm.place import STOPPED_FROM_OUTSIDE, Grant, Means, SlurmPlace
-from ringweave.launch.slurm.registry import Entry, Registry
+from ringweave.launch.slurm.registry import Entry, Hold, Registry
 
 LOOK_S = 0.2
 """Between two looks: a few small files of the shared file system."""
+SWEEP_S = 60.0
+"""So long before the end of a TTL Slurm is to begin the sweeper, which waits for it: Slurm begins jobs late."""
 FAILED_S = 1.0
 """Before an action that failed is tried again."""
 
@@ -51,7 +54,13 @@ def means_of(slurm: Slurm, environ: Mapping[str, str], patience: Patience) -> Me
         words = [str(folder.root), str(node), str(attempt), key, str(patience.lease_s)]
         return [sys.executable, "-P", "-m", "ringweave.launch.slurm.group", *words]
 
-    return Means(slurm=slurm, agent=agent, environ=environ, patience=patience)
+    sweeper = [sys.executable, "-P", "-m", "ringweave.launch.slurm.sweeping", *patience_words(patience)]
+    return Means(slurm=slurm, agent=agent, environ=environ, sweeper=sweeper, patience=patience)
+
+
+def patience_words(patience: Patience) -> list[str]:
+    """As arguments of our main programs."""
+    return [str(patience.lease_s), str(patience.fence_s)]
 
 
 class TakenBackError(BaseException):
@@ -113,7 +122,8 @@ class Controller:
         todo = [each for each in reconcile(entry.job, observed, now) if not isinstance(each, actions.Wake)]
         for action in todo:
             if self._grant is None and isinstance(action, actions.CreateConfig | actions.CreateGroup):
-                return None  # it waits for an allocation
+                latest = self._registry.find(self._name)
+                return None if latest is None or wants_allocation(latest) else 0.0  # it waits for an allocation
             try:
                 self._do(self._place, entry, action, now)
             except (OSError, LaunchError) as error:
@@ -132,8 +142,25 @@ class Controller:
                 return 0.0
             if wants_allocation(latest) and self._grant is not None:
                 return LOOK_S
-            self._registry.save(self._name, latest.job.record, replace(latest.hold, allocation=None))
+            hold = self._swept(latest, replace(latest.hold, allocation=None))
+            self._registry.save(self._name, latest.job.record, hold)
             return None
+
+    def _swept(self, entry: Entry, hold: Hold) -> Hold:
+        """Have Slurm begin something that removes the job when its TTL is over, though nobody looks."""
+        at_s = advancing.expires_s(entry.job, entry.job.record)
+        if at_s is None or at_s == hold.sweeps_at_s:
+            return hold
+        if hold.sweeper is not None:  # of an end that was followed by another run
+            self._means.slurm.cancel(str(hold.sweeper), only_pending=True)
+        argv = [*self._means.sweeper, str(self._registry.folder(self._name).root), entry.id]
+        script = requesting.sweep_script(entry.job, max(0.0, at_s - self._clock() - SWEEP_S), argv)
+        try:
+            sweeper = self._means.slurm.submit(script, outside(self._means.environ))
+        except LaunchError as error:
+            print(f"TTL of {self._name}: {error}", file=sys.stderr, flush=True)
+            return hold  # the next look after it removes the job all the same
+        return replace(hold, sweeper=sweeper, sweeps_at_s=at_s)
 
     def _do(self, place: SlurmPlace, entry: Entry, action: Action, now: float) -> None:
         name = type(action).__name__
@@ -147,6 +174,8 @@ class Controller:
                 self._registry.save(self._name, action.record, latest.hold)
         elif isinstance(action, actions.Forget):
             self._registry.forget(entry)
+            if entry.hold.sweeper is not None:
+                self._means.slurm.cancel(str(entry.hold.sweeper), only_pending=True)
         else:
             place.do(action)
         self._reached(f"after {name}")
@@ -159,7 +188,13 @@ def wants_allocation(entry: Entry) -> bool:
         return False
     if job.record.outcome is None:
         return job.desired.stop_run < job.record.run
-    return job.record.outcome is not JobState.SUCCEEDED and job.desired.retry_run == job.record.run
+    is_tried_again = job.record.outcome is not JobState.SUCCEEDED and job.desired.retry_run == job.record.run
+    return is_tried_again and job.desired.stop_run <= job.record.run
+
+
+def outside(environ: Mapping[str, str]) -> dict[str, str]:
+    """Without what an outer job of Slurm left: the new one would take it for its own."""
+    return {key: value for key, value in environ.items() if not key.startswith("SLURM_") or key == "SLURM_CONF"}
 
 
 def _is_newer(key: str, claimed: str) -> bool:

@@ -56,6 +56,8 @@ class Means:
     """(folder, node, attempt, key) -> command line of an agent."""
     environ: Mapping[str, str]
     """Of the steps."""
+    sweeper: Sequence[str]
+    """Command line of what removes a job when its TTL is over; the job's folder and id are added."""
     patience: Patience
     """How long things may be silent."""
     reached: Callable[[str], None] = lambda boundary: None

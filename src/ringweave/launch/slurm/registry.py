@@ -47,6 +47,10 @@ class Hold:
     """Key (`12.1`: job of Slurm, restarts) of the controller that may lead it; any other one leaves."""
     adopted: str = ""
     """Key of the last allocation whose beginning the record knows of."""
+    sweeper: int | None = None
+    """The job of Slurm that removes this one when its TTL is over; None where there is none."""
+    sweeps_at_s: float | None = None
+    """When that is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -102,6 +102,19 @@ def script(job: Job, parts: Sequence[Component], folder: Path, controller: Seque
     return "\n".join([*lines, _BODY.format(controller=shlex.join(controller), restarts=RESTARTS)])
 
 
+def sweep_script(job: Job, wait_s: float, sweeper: Sequence[str]) -> str:
+    """The batch script of the job that removes this one when its TTL is over.
+
+    Args:
+        job: Which one.
+        wait_s: Seconds until it shall begin.
+        sweeper: Command line of the sweeper.
+    """
+    options = (f"--job-name=rw-ttl-{job.request.name}", "--output=/dev/null", "--chdir=/", "--nodes=1", "--ntasks=1")
+    lines = [*options, f"--begin=now+{int(wait_s)}", "--requeue"]
+    return "\n".join(["#!/bin/sh", *(f"#SBATCH {option}" for option in lines), f"exec {shlex.join(sweeper)}", ""])
+
+
 _BODY = """
 # Slurm sends SIGTERM to all of us; the controller knows what to do then.
 trap : TERM INT

@@ -102,9 +102,12 @@ class SlurmService(Service):
     def act(self, name: str, verb: str) -> JobView:
         """Ask something of a job; what needs its controller is seen by it in a moment."""
         entry = self._find(name, verb)
+        allocation = self._tended(entry).allocation
         with self._registry.changing(name) as latest:
             if latest is not None:
-                self._registry.ask(name, verbs.ask(verb, latest.job))
+                # As it is shown: what was tried again and still waits for Slurm can be stopped.
+                shown = tending.told(Tended(entry=latest, allocation=allocation), self._clock())
+                self._registry.ask(name, verbs.ask(verb, latest.job if verb == "retry" else shown))
                 entry = latest
         tended = self._tending.tend(name, may_ask=True)
         return self._view(tended or Tended(entry=entry, allocation=None), with_events=tended is not None)

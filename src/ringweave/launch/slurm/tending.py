@@ -17,7 +17,7 @@ from ringweave.jobs.life.records import Job
 from ringweave.launch.local.jobs import locks
 from ringweave.launch.slurm import requesting, waiting
 from ringweave.launch.slurm.commands import Allocation, Slurm
-from ringweave.launch.slurm.controller import Controller, means_of, wants_allocation
+from ringweave.launch.slurm.controller import Controller, means_of, outside, patience_words, wants_allocation
 from ringweave.launch.slurm.leases import Patience
 from ringweave.launch.slurm.place import STOPPED_FROM_OUTSIDE
 from ringweave.launch.slurm.registry import Entry, Registry
@@ -89,7 +89,7 @@ class Tending:
         with self._registry.changing(name) as entry:
             if entry is None or entry.hold.allocation is not None or not wants_allocation(entry):
                 return
-            job_id = self._slurm.submit(self.script(entry), entry.origin.environ)
+            job_id = self._slurm.submit(self.script(entry), outside(entry.origin.environ))
             self._registry.save(name, entry.job.record, replace(entry.hold, allocation=job_id))
 
     def _take_back(self, found: Allocation) -> Allocation | None:
@@ -148,8 +148,8 @@ class Tending:
         return known[1]
 
     def _controller(self, folder: Path) -> Sequence[str]:
-        patience = [str(self._patience.lease_s), str(self._patience.fence_s)]
-        return [sys.executable, "-P", "-m", "ringweave.launch.slurm.controller", str(folder), *patience]
+        words = [str(folder), *patience_words(self._patience)]
+        return [sys.executable, "-P", "-m", "ringweave.launch.slurm.controller", *words]
 
 
 def told(tended: Tended, now: float) -> Job:
