@@ -12,7 +12,7 @@ import pytest
 from ringweave.jobs.requests import job_file
 from ringweave.launch.services.service import LogQuery
 from ringweave.launch.services.views import JobView
-from ringweave.launch.slurm.commands import Done, Slurm
+from ringweave.launch.slurm.asking.commands import Done, Slurm
 from ringweave.launch.slurm.leases import Patience
 from ringweave.launch.slurm.service import SlurmService
 from ringweave.testing import slurm as clusters

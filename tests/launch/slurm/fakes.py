@@ -8,7 +8,7 @@ from pathlib import Path
 from ringweave.jobs.requests import job_file
 from ringweave.jobs.requests.request import Request
 from ringweave.launch.local.jobs.folders import JobFolder
-from ringweave.launch.slurm.commands import Done, Slurm
+from ringweave.launch.slurm.asking.commands import Done, Slurm
 from ringweave.launch.slurm.leases import Patience
 from ringweave.launch.slurm.place import Grant, Means
 from ringweave.launch.slurm.service import SlurmService

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from ringweave.launch.local.jobs.folders import replace_text
-from ringweave.launch.slurm.commands import Slurm
+from ringweave.launch.slurm.asking.commands import Slurm
 from ringweave.launch.slurm.controller import Controller, grant_of
 from ringweave.launch.slurm.registry import Registry
 from tests.launch.slurm.fakes import FakeSlurm, a_grant, a_request, a_service, means

@@ -13,8 +13,8 @@ from ringweave.launch.groups.config import Config, ConfigNode
 from ringweave.launch.groups.posts import Orders, Report
 from ringweave.launch.local.jobs import locks
 from ringweave.launch.local.jobs.folders import JobFolder
+from ringweave.launch.slurm.asking.requesting import Component
 from ringweave.launch.slurm.place import Grant, SlurmPlace
-from ringweave.launch.slurm.requesting import Component
 from ringweave.launch.workers import Meeting
 from tests.launch.slurm.fakes import PATIENCE, FakeSlurm, a_grant, means
 

@@ -9,7 +9,7 @@ import pytest
 from ringweave.errors import JobError, LaunchError
 from ringweave.launch.services.service import LogQuery
 from ringweave.launch.slurm import sweeping
-from ringweave.launch.slurm.commands import Slurm
+from ringweave.launch.slurm.asking.commands import Slurm
 from ringweave.launch.slurm.registry import Registry
 from ringweave.launch.slurm.service import SlurmService
 from ringweave.launch.slurm.tending import Tending

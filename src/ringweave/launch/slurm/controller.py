@@ -25,8 +25,8 @@ from ringweave.jobs.life.states import JobState
 from ringweave.launch.groups import config as configs
 from ringweave.launch.local.jobs import locks
 from ringweave.launch.local.jobs.folders import JobFolder
-from ringweave.launch.slurm import requesting
-from ringweave.launch.slurm.commands import Slurm
+from ringweave.launch.slurm.asking import requesting
+from ringweave.launch.slurm.asking.commands import Slurm
 from ringweave.launch.slurm.leases import Heart, Patience
 from ringweave.launch.slurm.place import STOPPED_FROM_OUTSIDE, Grant, Means, SlurmPlace
 from ringweave.launch.slurm.registry import Entry, Hold, Registry

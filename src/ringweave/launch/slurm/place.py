@@ -18,10 +18,10 @@ from ringweave.launch.groups.config import Config
 from ringweave.launch.groups.posts import Opening, Orders, Report
 from ringweave.launch.local.jobs import locks
 from ringweave.launch.local.jobs.folders import GroupFolder, JobFolder, replace_text
-from ringweave.launch.slurm import requesting
-from ringweave.launch.slurm.commands import Slurm
+from ringweave.launch.slurm.asking import requesting
+from ringweave.launch.slurm.asking.commands import Slurm
+from ringweave.launch.slurm.asking.requesting import Component
 from ringweave.launch.slurm.leases import Patience
-from ringweave.launch.slurm.requesting import Component
 
 STOPPED_FROM_OUTSIDE = "its allocation was taken back by Slurm"
 _SAID = "srun: error: "

@@ -32,7 +32,7 @@ from ringweave.launch.local.jobs import locks
 from ringweave.launch.local.jobs.folders import JobFolder, replace_text
 from ringweave.launch.services.submitting import Origin
 from ringweave.launch.services.views import EventView
-from ringweave.launch.slurm.requesting import Component
+from ringweave.launch.slurm.asking.requesting import Component
 
 T = TypeVar("T")
 

@@ -21,8 +21,9 @@ from ringweave.launch.local.jobs import logs
 from ringweave.launch.services import submitting, views
 from ringweave.launch.services.service import LogLine, LogQuery, Rendered, Service, Submission
 from ringweave.launch.services.views import JobView
-from ringweave.launch.slurm import requesting, tending
-from ringweave.launch.slurm.commands import Slurm
+from ringweave.launch.slurm import tending
+from ringweave.launch.slurm.asking import requesting
+from ringweave.launch.slurm.asking.commands import Slurm
 from ringweave.launch.slurm.leases import Patience
 from ringweave.launch.slurm.registry import Entry, Registry
 from ringweave.launch.slurm.tending import Tended, Tending

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ringweave.jobs.life import advancing
-from ringweave.launch.slurm.commands import Slurm
+from ringweave.launch.slurm.asking.commands import Slurm
 from ringweave.launch.slurm.leases import Patience
 from ringweave.launch.slurm.registry import Registry
 from ringweave.launch.slurm.tending import Tending

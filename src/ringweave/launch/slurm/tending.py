@@ -15,8 +15,8 @@ from ringweave.jobs.life.actions import Event
 from ringweave.jobs.life.observing import Group, Observed, Phase
 from ringweave.jobs.life.records import Job
 from ringweave.launch.local.jobs import locks
-from ringweave.launch.slurm import requesting, waiting
-from ringweave.launch.slurm.commands import Allocation, Slurm
+from ringweave.launch.slurm.asking import requesting, waiting
+from ringweave.launch.slurm.asking.commands import Allocation, Slurm
 from ringweave.launch.slurm.controller import Controller, means_of, outside, patience_words, wants_allocation
 from ringweave.launch.slurm.leases import Patience
 from ringweave.launch.slurm.place import STOPPED_FROM_OUTSIDE

@@ -5,7 +5,7 @@ Source: the reasons of squeue's manual page, Slurm 22.05 to 24.11; those that ca
 
 from collections.abc import Mapping
 
-from ringweave.launch.slurm.commands import Allocation
+from ringweave.launch.slurm.asking.commands import Allocation
 
 REASONS: Mapping[str, str] = {
     "None": "Slurm has not looked at it yet",

@@ -15,7 +15,7 @@ from ringweave.errors import JobError, explain
 from ringweave.files.problems import closest
 from ringweave.jobs import splitting
 from ringweave.jobs.life.records import Job
-from ringweave.launch.slurm.commands import Host
+from ringweave.launch.slurm.asking.commands import Host
 
 MAX_COMPONENTS = 128
 """Slurm takes no more."""

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ringweave.launch.slurm import waiting
-from ringweave.launch.slurm.commands import Allocation
+from ringweave.launch.slurm.asking import waiting
+from ringweave.launch.slurm.asking.commands import Allocation
 
 
 def allocation(reason: str, start: str = "") -> Allocation:

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from ringweave.errors import JobError
 from ringweave.jobs.life import records
-from ringweave.launch.slurm import requesting
-from ringweave.launch.slurm.commands import Host
-from ringweave.launch.slurm.requesting import Component
+from ringweave.launch.slurm.asking import requesting
+from ringweave.launch.slurm.asking.commands import Host
+from ringweave.launch.slurm.asking.requesting import Component
 from tests.launch.slurm.fakes import a_request
 
 GOLDEN = Path(__file__).parent / "golden"

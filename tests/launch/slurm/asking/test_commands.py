@@ -3,7 +3,7 @@
 import pytest
 
 from ringweave.errors import LaunchError
-from ringweave.launch.slurm.commands import Done, Host, Slurm, Step
+from ringweave.launch.slurm.asking.commands import Done, Host, Slurm, Step
 from tests.launch.slurm.fakes import FakeSlurm
 
 
