@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ringweave.jobs.life import actions, reconciling
+from ringweave.jobs.life import actions, advancing, reconciling
 from ringweave.jobs.life.failing import SETTLE_S
 from ringweave.jobs.life.observing import Cause, Group, Observed, Phase
 from ringweave.jobs.life.records import Ended
@@ -263,3 +263,11 @@ def test_an_empty_place_of_a_deleted_job_is_forgotten_at_once() -> None:
     lives.ask(place, "delete")
     assert kinds(place) == ["SaveRecord", "Forget"]
     assert Observed() == place.observe()
+
+
+def test_a_place_that_was_taken_away_begins_a_round_and_an_end_stays_an_end():
+    record = lives.a_job().record
+    again = advancing.regathered(record, "its allocation was taken back")
+    assert (again.round, again.round_cause) == (record.round + 1, "its allocation was taken back")
+    ended = replace(record, outcome=JobState.STOPPED)
+    assert advancing.regathered(ended, "its allocation was taken back") == ended

@@ -31,6 +31,16 @@ def advance(job: Job, observed: Observed, now: float) -> Record:
     return _told(job, record, observed, now)
 
 
+def regathered(record: Record, cause: str) -> Record:
+    """The record of a job whose place took all groups away at once and gave another one: a round that nobody pays for.
+
+    Args:
+        record: As saved last.
+        cause: What happened, for people.
+    """
+    return record if record.outcome is not None else replace(record, round=record.round + 1, round_cause=cause)
+
+
 def is_to_run(job: Job, record: Record) -> bool:
     """Its worker groups are wanted."""
     return not record.deleting and record.outcome is None and not job.desired.suspend

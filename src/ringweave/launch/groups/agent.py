@@ -94,10 +94,11 @@ class Agent:
             return
         self._report = self._with_result()
         self._crew = None
+        orders = self._orders()  # again: who ends all processes of a node ends workers a moment before or after us
         if is_called_back and not orders.leave:
             self._gather(orders.round)
-        elif outcome.phase is Phase.STOPPED:
-            self._end(replace(outcome, text=orders.why or outcome.text))
+        elif outcome.phase is Phase.STOPPED or (orders.leave and outcome.cause is Cause.PLACE):
+            self._end(replace(outcome, phase=Phase.STOPPED, text=orders.why or outcome.text))
         else:
             self._end(outcome)
 

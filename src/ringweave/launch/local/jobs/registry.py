@@ -16,6 +16,7 @@ from ringweave.jobs.life.actions import Event
 from ringweave.jobs.life.records import Desired, Job, Record
 from ringweave.jobs.requests.request import Request
 from ringweave.launch.local.jobs import locks
+from ringweave.launch.services.submitting import Origin
 from ringweave.launch.services.views import EventView
 
 BUSY_S = 60.0
@@ -32,18 +33,6 @@ CREATE TABLE events (
 ) STRICT;
 """
 _COLUMNS = "name, id, requester, created_s, request, counts, origin, desired, record"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Origin:
-    """What a job takes with it from where it was submitted."""
-
-    directory: str
-    """Where its workers start: the request's directory, or the folder that its paths are relative to."""
-    script_text: str | None
-    """The script, where it is alone; None where it lies in the directory."""
-    environ: dict[str, str]
-    """What its workers inherit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,5 @@
 """Jobs on this machine as the commands see them; `--on local`, which is the default."""
 
-import os
-import pwd
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,13 +20,11 @@ from ringweave.launch.groups import config as configs
 from ringweave.launch.groups import layout
 from ringweave.launch.local.jobs import logs, supervisor
 from ringweave.launch.local.jobs.folders import REGISTRY, job_folder
-from ringweave.launch.local.jobs.registry import Entry, Origin, Registry
-from ringweave.launch.services import views
+from ringweave.launch.local.jobs.registry import Entry, Registry
+from ringweave.launch.services import submitting, views
 from ringweave.launch.services.service import LogLine, LogQuery, Rendered, Service, Submission
+from ringweave.launch.services.submitting import Origin
 from ringweave.launch.services.views import JobView
-
-POLICY = "policy.yaml"
-SERVED = ("ps-hra", "ps")
 
 
 class LocalService(Service):
@@ -61,8 +57,8 @@ class LocalService(Service):
 
     def submit(self, request: Request, *, base: Path, dry_run: bool = False) -> Submission:
         """Admit the request, register its job, and start its supervisor."""
-        _check_mode(request)
-        origin = _origin(request, base, self._environ)
+        submitting.check_mode(request)
+        origin = submitting.origin_of(request, base, self._environ)
         if dry_run:
             entry = self._admitted(request, origin, [each.job for each in self._registry.all()])
         else:
@@ -99,7 +95,7 @@ class LocalService(Service):
     def logs(self, name: str, which: LogQuery) -> Iterator[LogLine]:
         """What its workers printed."""
         entry = self._find(name, "logs")
-        _check_query(entry.job, which)
+        submitting.check_query(entry.job, which)
         return logs.read(
             job_folder(self._state, entry.id), which, is_over=lambda: self._is_over(entry.id), sleep=self._sleep
         )
@@ -153,35 +149,12 @@ def open_service(environ: Mapping[str, str]) -> LocalService:
         JobError: The policy file is wrong.
         LaunchError: The registry cannot be used.
     """
-    folders = (platformdirs.site_config_path("ringweave"), platformdirs.user_config_path("ringweave"))
-    found = next((folder / POLICY for folder in folders if (folder / POLICY).is_file()), None)
     return LocalService(
         platformdirs.user_state_path("ringweave"),
-        requester=_os_user(),
+        requester=submitting.os_user(),
         environ=environ,
-        rules=policy.load(found) if found else policy.OPEN,
+        rules=submitting.rules_here(),
     )
-
-
-def _os_user() -> str:
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:  # a container's user without a name
-        return str(os.geteuid())
-
-
-def _origin(request: Request, base: Path, environ: Mapping[str, str]) -> Origin:
-    """What the job takes with it; refuses what is not there."""
-    if request.directory is None:
-        text = configs.read_script(base / request.script)
-        return Origin(directory=str(base.absolute()), script_text=text, environ=dict(environ))
-    directory = (base / request.directory).absolute()
-    if not (directory / request.script).is_file():
-        do = "Correct the script or the directory; the script's path is below the directory"
-        expected = "the path of a Python file"
-        text = explain("script", got=str(directory / request.script), expected=expected, do=do, where=request.name)
-        raise JobError(text)
-    return Origin(directory=str(directory), script_text=None, environ=dict(environ))
 
 
 def _objects(entry: Entry) -> tuple[Rendered, ...]:
@@ -192,24 +165,6 @@ def _objects(entry: Entry) -> tuple[Rendered, ...]:
         Rendered(name="config.json", text=configs.dumps(config)),
         Rendered(name="cluster.yaml", text=cluster),
     )
-
-
-def _check_mode(request: Request) -> None:
-    if request.mode in SERVED:
-        do = "Leave mode out, or run it with ringweave run --mode, which starts a parameter server"
-        expected = "auto, sync or balanced, which need no parameter server"
-        raise JobError(explain("mode", got=request.mode, expected=expected, do=do, where=request.name))
-
-
-def _check_query(job: Job, which: LogQuery) -> None:
-    names = [job.node_name(node) for node in job.used_nodes]
-    if which.node is not None and which.node not in names:
-        do = closest(which.node, names) or "Leave --node out for all of them"
-        raise JobError(explain("node", got=which.node, expected=f"one of {', '.join(names)}", do=do, where="--node"))
-    if which.rank is not None and not 0 <= which.rank < job.request.num_workers:
-        expected = f"0 to {job.request.num_workers - 1}"
-        do = "Leave --rank out for all of them"
-        raise JobError(explain("rank", got=which.rank, expected=expected, do=do, where="--rank"))
 
 
 def _needs_supervisor(job: Job) -> bool:

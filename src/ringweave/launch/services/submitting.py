@@ -1,0 +1,103 @@
+"""What all places do with a request before it is theirs: who asks, by which rules, and what travels with the job."""
+
+import os
+import pwd
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+from ringweave.errors import JobError, explain
+from ringweave.files.problems import closest
+from ringweave.jobs.admission import policy
+from ringweave.jobs.admission.policy import Policy
+from ringweave.jobs.life.records import Job
+from ringweave.jobs.requests.request import Request
+from ringweave.launch.groups import config as configs
+from ringweave.launch.services.service import LogQuery
+
+POLICY = "policy.yaml"
+SERVED = ("ps-hra", "ps")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """What a job takes with it from where it was submitted."""
+
+    directory: str
+    """Where its workers start: the request's directory, or the folder that its paths are relative to."""
+    script_text: str | None
+    """The script, where it is alone; None where it lies in the directory."""
+    environ: dict[str, str]
+    """What its workers inherit."""
+
+
+def rules_here() -> Policy:
+    """The policy of this machine, or else of the user; everybody may do everything where there is none.
+
+    Raises:
+        JobError: The file is wrong.
+    """
+    folders = (platformdirs.site_config_path("ringweave"), platformdirs.user_config_path("ringweave"))
+    found = next((folder / POLICY for folder in folders if (folder / POLICY).is_file()), None)
+    return policy.load(found) if found else policy.OPEN
+
+
+def os_user() -> str:
+    """The OS user who runs this process, as Slurm and the file system know them."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:  # a container's user without a name
+        return str(os.geteuid())
+
+
+def origin_of(request: Request, base: Path, environ: Mapping[str, str]) -> Origin:
+    """What the job takes with it.
+
+    Args:
+        request: What is asked for.
+        base: Folder that its relative paths start from.
+        environ: What workers inherit.
+
+    Raises:
+        JobError: Script or directory is not there.
+    """
+    if request.directory is None:
+        text = configs.read_script(base / request.script)
+        return Origin(directory=str(base.absolute()), script_text=text, environ=dict(environ))
+    directory = (base / request.directory).absolute()
+    if not (directory / request.script).is_file():
+        do = "Correct the script or the directory; the script's path is below the directory"
+        expected = "the path of a Python file"
+        text = explain("script", got=str(directory / request.script), expected=expected, do=do, where=request.name)
+        raise JobError(text)
+    return Origin(directory=str(directory), script_text=None, environ=dict(environ))
+
+
+def check_mode(request: Request) -> None:
+    """Refuse a way of training that needs a parameter server, which jobs do not start.
+
+    Raises:
+        JobError: It is one.
+    """
+    if request.mode in SERVED:
+        do = "Leave mode out, or run it with ringweave run --mode, which starts a parameter server"
+        expected = "auto, sync or balanced, which need no parameter server"
+        raise JobError(explain("mode", got=request.mode, expected=expected, do=do, where=request.name))
+
+
+def check_query(job: Job, which: LogQuery) -> None:
+    """Refuse to look for logs that there cannot be.
+
+    Raises:
+        JobError: The job has no such node or rank.
+    """
+    names = [job.node_name(node) for node in job.used_nodes]
+    if which.node is not None and which.node not in names:
+        do = closest(which.node, names) or "Leave --node out for all of them"
+        raise JobError(explain("node", got=which.node, expected=f"one of {', '.join(names)}", do=do, where="--node"))
+    if which.rank is not None and not 0 <= which.rank < job.request.num_workers:
+        expected = f"0 to {job.request.num_workers - 1}"
+        do = "Leave --rank out for all of them"
+        raise JobError(explain("rank", got=which.rank, expected=expected, do=do, where="--rank"))

@@ -1,0 +1,30 @@
+#!/bin/sh
+#SBATCH --job-name=rw-text
+#SBATCH --output="/home/ann/100%% mine/text/controller.log"
+#SBATCH --chdir="/home/ann/100% mine/text"
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+#SBATCH --gres=gpu:10
+#SBATCH --cpus-per-gpu=1
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH hetjob
+#SBATCH --job-name=rw-text
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+#SBATCH --gres=gpu:5
+#SBATCH --cpus-per-gpu=1
+#SBATCH --requeue
+#SBATCH --open-mode=append
+
+# Slurm sends SIGTERM to all of us; the controller knows what to do then.
+trap : TERM INT
+left=20
+while [ $left -gt 0 ]; do
+    python -m controller 'a b'
+    code=$?
+    [ $code -lt 128 ] && exit $code
+    left=$((left - 1))
+    sleep 1
+done
+exit $code

@@ -1,0 +1,36 @@
+"""Slurm's words for waiting, in ours."""
+
+import pytest
+
+from ringweave.launch.slurm.asking import waiting
+from ringweave.launch.slurm.asking.commands import Allocation
+
+
+def allocation(reason: str, start: str = "") -> Allocation:
+    return Allocation(job_id=7, state="PENDING", reason=reason, restarts=0, hosts=(), start=start)
+
+
+@pytest.mark.parametrize("word", waiting.REASONS)
+def test_every_reason_names_slurms_word(word):
+    text = waiting.tell(allocation(word))
+    assert text.startswith(f"Slurm job 7 ({word}): ")
+    assert "{" not in text
+
+
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [
+        ("ReqNodeNotAvail,_UnavailableNodes:small", "a machine that it names is down"),
+        ("JobHeldUser", "scontrol release 7 lets it go"),
+        ("QOSMaxSomethingNew", "a limit of account or quality of service is reached"),
+        ("SomethingNew", "see the job reason codes"),
+        ("", "Slurm has not looked at it yet"),
+    ],
+)
+def test_what_it_waits_for(reason, text):
+    assert text in waiting.tell(allocation(reason))
+
+
+def test_when_slurm_expects_to_start_it_is_told():
+    text = waiting.tell(allocation("Priority", "2026-11-21T14:05:00"))
+    assert text.endswith("expects to start it at 2026-11-21T14:05:00")

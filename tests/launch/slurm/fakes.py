@@ -1,0 +1,159 @@
+"""Slurm as its commands would answer, in memory, and agents that only follow orders."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ringweave.jobs.requests import job_file
+from ringweave.jobs.requests.request import Request
+from ringweave.launch.local.jobs.folders import JobFolder
+from ringweave.launch.slurm.asking.commands import Done, Slurm
+from ringweave.launch.slurm.leases import Patience
+from ringweave.launch.slurm.place import Grant, Means
+from ringweave.launch.slurm.service import SlurmService
+
+PATIENCE = Patience(lease_s=30.0, fence_s=60.0, leave_s=20.0, cut_s=5.0)
+
+
+@dataclass
+class FakeSlurm:
+    """What there is, as its commands print it; `run` is what the commands are called by."""
+
+    hosts: str = "big|20|gpu:10(S:0)|idle|main*\nsmall|10|gpu:5|idle|main*\n"
+    states: dict[int, str] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
+    restarts: dict[int, int] = field(default_factory=dict)
+    steps: str = ""
+    refusal: str = ""
+    now_s: float = 1e9
+    called: list[Sequence[str]] = field(default_factory=list)
+    scripts: list[str] = field(default_factory=list)
+    environ: dict[str, str] = field(default_factory=dict)
+    """Of the last call of sbatch."""
+
+    def run(self, argv, stdin, environ) -> Done:
+        self.called.append(argv)
+        self.environ = dict(environ or {}) if argv[0] == "sbatch" else self.environ
+        return getattr(self, argv[0])(argv, stdin)
+
+    def sbatch(self, argv, stdin) -> Done:
+        if self.refusal:
+            return Done(code=1, out="", err=f"sbatch: error: {self.refusal}\n")
+        job_id = 10 * (len(self.scripts) + 1)
+        self.scripts.append(stdin)
+        self.states[job_id] = "PENDING"
+        return Done(code=0, out=f"{job_id};here\n", err="")
+
+    def scontrol(self, argv, stdin) -> Done:
+        if argv[1:3] == ["show", "config"]:
+            return Done(code=0, out="Configuration data\nClusterName             = alps\n", err="")
+        job_id = int(argv[-1])
+        if job_id not in self.states:
+            return Done(code=1, out="", err="slurm_load_jobs error: Invalid job id specified\n")
+        state, reason = self.states[job_id], self.reasons.get(job_id, "None")
+        lines = [
+            f"JobId={job_id + part} HetJobId={job_id} HetJobOffset={part} JobName=rw-text JobState={state} "
+            f"Reason={reason} Restarts={self.restarts.get(job_id, 0)} StartTime=Unknown "
+            f"ReqNodeList=(null) NodeList={host if state == 'RUNNING' else '(null)'} Comment=a b=c"
+            for part, host in enumerate(("big", "small"))
+        ]
+        return Done(code=0, out="\n".join(lines) + "\n", err="")
+
+    def squeue(self, argv, stdin) -> Done:
+        return Done(code=0, out=self.steps, err="")
+
+    def sinfo(self, argv, stdin) -> Done:
+        return Done(code=0, out=self.hosts, err="")
+
+    def scancel(self, argv, stdin) -> Done:
+        job_id = int(argv[-1].split(".")[0])
+        if "." not in argv[-1] and self.states.get(job_id) == "PENDING":
+            self.states[job_id] = "CANCELLED"
+        return Done(code=0, out="", err="")
+
+
+def a_request(text: str = "", **changes: str) -> Request:
+    """15 GPUs on (10, 5), called text."""
+    keys = {"name": "text", "gpus": "15", "script": "train.py", "nodes": "[{capacity: 10}, {capacity: 5}]"} | changes
+    return job_file.loads("".join(f"{key}: {value}\n" for key, value in keys.items() if value) + text)
+
+
+def a_service(folder: Path, fake: FakeSlurm, requester: str = "ann") -> SlurmService:
+    (folder / "train.py").touch()
+    return SlurmService(
+        folder / "state",
+        Slurm(fake.run),
+        requester=requester,
+        environ={},
+        patience=PATIENCE,
+        clock=lambda: fake.now_s,
+    )
+
+
+def a_grant(job_id: int = 10, restarts: int = 0) -> Grant:
+    return Grant(key=f"{job_id}.{restarts}", job_ids=(job_id, job_id + 1), hosts=("big", "small"))
+
+
+SRUN = '#!/bin/sh\nwhile [ "$1" != --export=ALL ]; do shift; done; shift; exec "$@"\n'
+"""The step runs here."""
+
+AGENT = """
+import fcntl, json, os, sys, time
+root, node, attempt, begun = sys.argv[1:]
+group = f"{root}/groups/{node}.{attempt}"
+alive = open(f"{group}/alive", "w")
+fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+with open(begun, "a") as log:
+    log.write(f"{node}.{attempt} {os.getpid()}\\n")
+
+def read(path):
+    try:
+        return json.load(open(path))
+    except OSError:
+        return None
+
+def tell(phase):
+    with open(f"{group}/report.json.new", "w") as file:
+        meeting = {"host": "here", "port": 1}
+        json.dump({"round": round, "phase": phase, "pid": os.getpid(), "meeting": meeting}, file)
+    os.rename(f"{group}/report.json.new", f"{group}/report.json")
+
+round, phase = 0, "Pending"
+while phase not in ("Succeeded", "Stopped"):
+    orders, gate = read(f"{group}/orders.json"), read(f"{root}/gate.json")
+    if orders is None or orders["leave"]:
+        phase = "Stopped"
+    elif orders["round"] > round:
+        round, phase = orders["round"], "Ready"
+    elif phase == "Ready" and gate and gate["round"] == round:
+        phase = "Running"
+    elif phase == "Running" and os.path.exists(f"{root}/go"):
+        phase = "Succeeded"
+    else:
+        time.sleep(0.005)
+        continue
+    tell(phase)
+"""
+
+
+def means(fake: FakeSlurm, folder: Path, reached=lambda boundary: None) -> Means:
+    """Steps that really run, here, as agents that do nothing but follow orders."""
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "bin" / "srun").write_text(SRUN)
+    (folder / "bin" / "srun").chmod(0o755)
+    (folder / "agent.py").write_text(AGENT)
+
+    def agent(job: JobFolder, node: int, attempt: int, key: str) -> list[str]:
+        words = [str(job.root), str(node), str(attempt), str(folder / "begun")]
+        return [sys.executable, "-I", "-S", str(folder / "agent.py"), *words]
+
+    path = f"{folder / 'bin'}:/usr/bin:/bin"
+    return Means(
+        slurm=Slurm(fake.run),
+        agent=agent,
+        environ={"PATH": path},
+        sweeper=["sweep"],
+        patience=PATIENCE,
+        reached=reached,
+    )

@@ -1,0 +1,180 @@
+"""The controller dies at every boundary of a job's life, and the next one goes on: no orphan, no duplicate."""
+
+import contextlib
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ringweave.launch.local.jobs.folders import replace_text
+from ringweave.launch.slurm.asking.commands import Slurm
+from ringweave.launch.slurm.controller import Controller, grant_of
+from ringweave.launch.slurm.registry import Registry
+from tests.launch.slurm.fakes import FakeSlurm, a_grant, a_request, a_service, means
+
+DEADLINE_S = 300.0
+
+
+class DiedError(BaseException):
+    """kill -9."""
+
+
+class World:
+    """A job whose steps really run, and a controller that can be killed."""
+
+    def __init__(self, folder: Path, dies_at: int | None = None, dies_on: str = "") -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder, self.dies_at, self.dies_on, self.passed = folder, dies_at, dies_on, list[str]()
+        self.fake = FakeSlurm()
+        self.service = a_service(folder, self.fake)
+        self.registry = Registry(folder / "state")
+        self.means = means(self.fake, folder, self.reached)
+        self.service.submit(a_request(), base=folder)
+        self.fake.states[10] = "RUNNING"
+        self.grant = a_grant()
+        self.deadline = time.monotonic() + DEADLINE_S
+
+    def reached(self, boundary: str) -> None:
+        self.passed.append(boundary)
+        if len(self.passed) == self.dies_at or boundary == self.dies_on:
+            self.dies_on = ""
+            raise DiedError(boundary)
+
+    def lead(self, until) -> None:
+        """Lead the job until the world looks so, with as many controllers as it takes."""
+        while not until():
+            with contextlib.suppress(DiedError):
+                self._lead(until)
+
+    def _lead(self, until) -> None:
+        controller = Controller(self.registry, "text", self.grant, self.means, reached=self.reached)
+        assert controller.claim()
+        controller.adopt()
+        while not until():
+            assert time.monotonic() < self.deadline, self.service.job("text")
+            if controller.step() is None:
+                return
+            time.sleep(0.005)
+
+    def state(self) -> str:
+        entry = self.registry.find("text")
+        return "gone" if entry is None else str(entry.job.record.state)
+
+    def released(self) -> bool:
+        entry = self.registry.find("text")
+        return entry is None or entry.hold.allocation is None
+
+    def finish(self) -> None:
+        (self.folder / "state" / "jobs" / "text" / "go").touch()
+
+    def begun(self) -> Counter[str]:
+        """Group -> how often an agent of it began."""
+        return Counter(line.split()[0] for line in (self.folder / "begun").read_text().splitlines())
+
+    def pid(self, group: str) -> int:
+        lines = (self.folder / "begun").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(group))
+
+    def orphans(self) -> list[int]:
+        pids = [int(line.split()[1]) for line in (self.folder / "begun").read_text().splitlines()]
+        return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+
+
+def live(world: World) -> None:
+    """A node is killed and replaced, all finish, and the job is deleted."""
+    world.lead(lambda: world.state() == "Running")
+    os.kill(world.pid("1.1"), signal.SIGKILL)
+    world.lead(lambda: "1.2" in world.begun() and world.state() == "Running")
+    world.finish()
+    world.lead(lambda: world.state() == "Succeeded" and world.released())
+    world.fake.states[10] = "COMPLETED"
+    world.service.act("text", "delete")
+
+
+def check(world: World) -> None:
+    assert world.begun() == {"0.1": 1, "1.1": 1, "1.2": 1}, "only the killed node is replaced, once"
+    assert world.orphans() == []
+    assert [path.name for path in (world.folder / "state").rglob("*") if path.is_file()] == ["submit.lock"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_it_dies_at_every_boundary(tmp_path):
+    world = World(tmp_path / "whole")
+    live(world)
+    check(world)
+    seen, number, died = set(world.passed), 0, set()
+    while number <= len(world.passed):  # lives differ a little in length: how far two nodes are at one look
+        number += 1
+        world = World(tmp_path / str(number), dies_at=number)
+        live(world)
+        check(world)
+        seen |= set(world.passed)
+        died |= set(world.passed[number - 1 : number])
+    for name in seen - died:
+        world = World(tmp_path / name, dies_on=name)
+        live(world)
+        check(world)
+    assert {"before SaveRecord", "grant written", "orders written", "after OpenGate", "marked for removal"} <= died
+
+
+@pytest.mark.slow
+def test_a_requeued_allocation_is_adopted_without_a_charge(tmp_path):
+    world = World(tmp_path)
+    world.lead(lambda: world.state() == "Running")
+    for group in ("0.1", "1.1"):  # as Slurm ends them; the agents say that they were ended
+        root = world.registry.folder("text").group(*map(int, group.split(".")))
+        replace_text(root.orders, '{"round": 1, "leave": true}')
+    while world.orphans():
+        time.sleep(0.01)
+    for group in ("0.1", "1.1"):
+        root = world.registry.folder("text").group(*map(int, group.split(".")))
+        replace_text(root.orders, '{"round": 1}')
+    world.grant = a_grant(restarts=1)
+    world.fake.restarts[10] = 1
+    world.lead(lambda: world.begun() == {"0.1": 1, "1.1": 1, "0.2": 1, "1.2": 1} and world.state() == "Running")
+    world.finish()
+    world.lead(world.released)
+    entry = world.registry.find("text")
+    assert entry is not None
+    assert [node.retries for node in entry.job.record.nodes] == [0, 0]
+    assert entry.job.record.state == "Succeeded"
+
+
+def test_a_controller_of_a_former_allocation_leaves(tmp_path):
+    world = World(tmp_path)
+    former = Controller(world.registry, "text", a_grant(), world.means)
+    assert former.claim()
+    latter = Controller(world.registry, "text", a_grant(restarts=1), world.means)
+    assert latter.claim()
+    assert not former.is_ours()
+    assert former.step() is None
+    assert not former.claim()
+    assert not Controller(world.registry, "text", a_grant(job_id=30), world.means).claim(), "of an orphan of Slurm"
+
+
+def test_a_job_of_slurm_whose_number_was_never_recorded_takes_over(tmp_path):
+    world = World(tmp_path)
+    with world.registry.changing("text") as entry:
+        assert entry is not None
+        world.registry.save("text", entry.job.record, type(entry.hold)())
+    assert Controller(world.registry, "text", a_grant(job_id=10), world.means).claim()
+    assert world.service.job("text").reason is not None
+    assert len(world.fake.scripts) == 1, "and no second one is asked for"
+
+
+def test_the_allocation_is_read_from_what_slurm_tells_its_jobs():
+    environ = {"SLURM_JOB_ID": "12", "SLURM_HET_SIZE": "2", "SLURM_RESTART_COUNT": "3"}
+    environ |= {f"SLURM_JOB_ID_HET_GROUP_{part}": str(12 + part) for part in range(2)}
+    environ |= {f"SLURM_JOB_NODELIST_HET_GROUP_{part}": host for part, host in enumerate(("big", "small"))}
+    grant = grant_of(environ)
+    assert (grant.key, grant.job_ids, grant.hosts, grant.job_id) == ("12.3", (12, 13), ("big", "small"), 12)
+    assert grant_of({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "big"}).key == "7.0"
+
+
+def test_slurm_is_asked_by_its_own_commands(tmp_path):
+    assert isinstance(World(tmp_path).means.slurm, Slurm)

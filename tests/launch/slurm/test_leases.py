@@ -1,0 +1,92 @@
+"""Who may run, on virtual time."""
+
+import os
+import signal
+
+import pytest
+
+from ringweave.launch.groups import posts
+from ringweave.launch.groups.posts import Orders
+from ringweave.launch.local.jobs.folders import JobFolder
+from ringweave.launch.slurm.leases import KILL_S, Heart, Lease
+from ringweave.launch.slurm.post import SharedPost
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def lease(tmp_path, clock) -> Lease:
+    return Lease(tmp_path / "beat", "12.0", 30.0, clock)
+
+
+def test_beats_of_its_allocation_renew_it(lease, tmp_path, clock):
+    for number in range(5):
+        (tmp_path / "beat").write_text(f"12.0 99 {number}\n")
+        assert lease.look() == ""
+        clock.now_s += 29.0
+    assert lease.look() == ""
+    clock.now_s += 2.0
+    assert lease.look() == "nothing was heard of its controller for 31 s"
+
+
+@pytest.mark.parametrize("beat", ["12.1 99 0\n", "13.0 99 0\n", "revoked\n"])
+def test_the_beat_of_another_allocation_ends_it_at_once(lease, tmp_path, beat):
+    (tmp_path / "beat").write_text("12.0 99 0\n")
+    assert lease.look() == ""
+    (tmp_path / "beat").write_text(beat)
+    assert lease.look() == "its allocation was taken back by Slurm"
+
+
+def test_a_folder_that_cannot_be_read_renews_nothing(lease, tmp_path, clock):
+    (tmp_path / "beat").write_text("12.0 99 0\n")
+    lease.look()
+    (tmp_path / "beat").unlink()
+    assert lease.look() == ""
+    clock.now_s = 31.0
+    assert lease.look() != ""
+
+
+def test_who_does_not_leave_is_killed(lease, clock, monkeypatch):
+    killed = []
+    monkeypatch.setattr(os, "kill", lambda pid, how: killed.append((clock.now_s, pid, how)))
+
+    def sleep(seconds: float) -> None:
+        clock.now_s += seconds
+
+    lease.watch(sleep)
+    ((when, pid, how),) = killed
+    assert 30.0 + KILL_S < when <= 32.0 + KILL_S
+    assert (pid, how) == (os.getpid(), signal.SIGKILL)
+
+
+def test_a_heart_beats_until_it_is_stopped_and_revokes_for_good(tmp_path):
+    heart = Heart(tmp_path / "beat", "12.0")
+    heart.start()
+    assert (tmp_path / "beat").read_text().split() == ["12.0", str(os.getpid()), "0"]
+    heart.revoke()
+    assert (tmp_path / "beat").read_text() == "revoked\n"
+
+
+def test_orders_that_cannot_be_read_are_as_they_were(lease, tmp_path):
+    job = JobFolder(root=tmp_path)
+    group = job.group(0, 1)
+    group.root.mkdir(parents=True)
+    post = SharedPost(job, group, lease)
+    assert post.orders() == Orders(round=0)
+    group.orders.write_text(posts.dump_orders(Orders(round=3)))
+    assert post.orders() == Orders(round=3)
+    group.orders.unlink()
+    assert post.orders() == Orders(round=3)
+    (tmp_path / "beat").write_text("revoked\n")
+    assert post.orders() == Orders(round=3, leave=True, why="its allocation was taken back by Slurm")

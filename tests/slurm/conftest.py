@@ -1,0 +1,103 @@
+"""A real Slurm cluster for the session: a node with 10 GPUs that are pretended, and one with 5."""
+
+import os
+import subprocess
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ringweave.jobs.requests import job_file
+from ringweave.launch.services.service import LogQuery
+from ringweave.launch.services.views import JobView
+from ringweave.launch.slurm.asking.commands import Done, Slurm
+from ringweave.launch.slurm.leases import Patience
+from ringweave.launch.slurm.service import SlurmService
+from ringweave.testing import slurm as clusters
+from ringweave.testing.slurm import SlurmCluster
+
+DEADLINE_S = 400
+"""What takes longer hangs; a busy machine needs many times what an idle one does."""
+PATIENCE = Patience(lease_s=60.0, fence_s=75.0)
+
+
+def wait_until(claim: Callable[[], bool], what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not claim():
+        assert time.monotonic() < deadline, f"never came: {what()}"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[SlurmCluster]:
+    problems = clusters.problems()
+    if problems:
+        pytest.skip(" ".join(problems))
+    with SlurmCluster({"big": 10, "small": 5}, name=f"slurm-{os.getpid()}") as up:
+        yield up
+
+
+class Jobs:
+    """A service with a folder of its own, seen from where people log in."""
+
+    def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
+        self.cluster, self.folder = cluster, folder
+        environ = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))}
+        self.environ = {**environ, "OMP_NUM_THREADS": "1"}
+        self.service = self.open()
+
+    def open(self) -> SlurmService:
+        slurm = Slurm(self.run)
+        return SlurmService(self.folder / "state", slurm, requester="ann", environ=self.environ, patience=PATIENCE)
+
+    def run(self, argv, stdin, environ) -> Done:
+        done = subprocess.run(
+            self.cluster.command(argv), input=stdin, capture_output=True, text=True, check=False, env=environ
+        )
+        return Done(code=done.returncode, out=done.stdout, err=done.stderr)
+
+    def submit(self, script: str, extra: str = "", *, gpus: int = 15, nodes: str = "[{capacity: 10}, {capacity: 5}]"):
+        (self.folder / "train.py").write_text("import os, time\nfrom pathlib import Path\n" + textwrap.dedent(script))
+        text = f"name: text\ngpus: {gpus}\nscript: train.py\nnodes: {nodes}\n{extra}"
+        return self.service.submit(job_file.loads(text), base=self.folder)
+
+    def view(self) -> JobView:
+        return self.service.job("text")
+
+    def wait(self, *states: str) -> JobView:
+        def there() -> bool:
+            view = self.view()
+            assert not view.state.is_end or view.state in states, self.story()
+            return view.state in states
+
+        wait_until(there, self.story)
+        return self.view()
+
+    def lines(self, **which: object) -> list[str]:
+        return [line.text for line in self.service.logs("text", LogQuery(**which))]
+
+    def wait_printed(self, text: str, times: int) -> None:
+        wait_until(lambda: self.lines().count(text) >= times, lambda: (text, self.lines(), self.story()))
+
+    def attempts(self) -> list[int]:
+        return [len(node.attempts) for node in self.view().used_nodes]
+
+    def story(self) -> str:
+        """All that helps to see why a test fails."""
+        files = [*self.folder.glob("state/jobs/*/controller.log"), *self.folder.glob("state/jobs/*/runs/*/*/agent.log")]
+        logs = [f"{path}: {path.read_text(errors='replace')}" for path in files]
+        return "\n".join([str(self.view()), self.cluster.call("scontrol", "show", "job"), *logs])
+
+    def wait_idle(self) -> None:
+        """Slurm has nothing left of any job."""
+        wait_until(lambda: not self.cluster.call("squeue", "-h"), lambda: self.cluster.call("squeue"))
+
+
+@pytest.fixture
+def jobs(cluster: SlurmCluster, tmp_path: Path) -> Iterator[Jobs]:
+    cluster.wait_ready(["big", "small"])
+    yield Jobs(cluster, tmp_path)
+    cluster.call("scancel", "--user=root")
+    wait_until(lambda: not cluster.call("squeue", "-h"), lambda: cluster.call("squeue"))

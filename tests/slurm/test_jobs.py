@@ -1,0 +1,196 @@
+"""Jobs on a real Slurm: slurmctld, slurmd, munge, sbatch, srun. GPUs are pretended; they are only counted."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from ringweave.errors import JobError
+from ringweave.jobs.life.observing import Cause
+from ringweave.lab import processes
+from ringweave.launch.services.service import LogQuery
+from tests.slurm.conftest import wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(900)]
+
+_AGENT = " -P -m ringweave.launch.slurm.group "
+WAITS = """
+print("began", flush=True)
+while not Path("go").exists():
+    time.sleep(0.05)
+"""
+"""Workers start in the folder that the job was submitted from."""
+
+
+def agents(jobs, node: str) -> dict[int, str]:
+    """Process id -> command line of the agents on a node."""
+    lines = {pid: processes.command_line(pid) for pid in jobs.cluster.lab.processes()[node]}
+    return {pid: line for pid, line in lines.items() if _AGENT in line and "srun" not in line}
+
+
+def test_gpus_are_spread_as_the_split_says(jobs):
+    jobs.submit("print(os.environ['RANK'], os.uname().nodename, os.environ['CUDA_VISIBLE_DEVICES'])", gpus=11)
+    jobs.wait("Succeeded")
+    words = sorted((line.split() for line in jobs.lines()), key=lambda each: int(each[0]))
+    assert [each[1] for each in words] == ["big"] * 8 + ["small"] * 3
+    assert words[0][2] == "0,1,2,3,4,5,6,7"
+    assert words[10][2] == "0,1,2"
+    jobs.wait_idle()
+    jobs.service.act("text", "delete")
+    assert jobs.service.jobs() == []
+    assert [path.name for path in (jobs.folder / "state").rglob("*") if path.is_file()] == ["submit.lock"]
+
+
+def test_only_the_node_whose_step_was_killed_is_retried(jobs):
+    jobs.submit(WAITS)
+    jobs.wait_printed("began", 15)
+    before = agents(jobs, "big")
+    (pid,) = agents(jobs, "small")
+    os.kill(pid, signal.SIGKILL)
+    jobs.wait_printed("began", 30)
+    assert agents(jobs, "big") == before, "the agent of the other node is still the same"
+    (jobs.folder / "go").touch()
+    view = jobs.wait("Succeeded")
+    assert [node.retries for node in view.used_nodes] == [0, 1]
+    assert jobs.attempts() == [1, 2]
+    (first, _) = view.used_nodes[1].attempts
+    assert first.cause is Cause.PLACE
+    assert first.charged
+    assert "ended without a word" in first.text
+    assert {line.attempt for line in jobs.service.logs("text", LogQuery(node="n1"))} == {1, 2}, (
+        "logs of all attempts are kept"
+    )
+
+
+def test_a_script_that_fails_is_not_tried_again(jobs):
+    jobs.submit("raise SystemExit(3 if os.environ['RANK'] == '12' else 0)")
+    view = jobs.wait("Failed")
+    assert view.reason is not None
+    assert view.reason.code == "ProgramFailed"
+    assert jobs.attempts() == [1, 1]
+    jobs.wait_idle()
+
+
+def test_its_ttl_removes_it_though_nobody_looks(jobs):
+    jobs.submit("pass", "ttl: 1s\n", gpus=3)
+    wait_until(lambda: not list((jobs.folder / "state" / "jobs").iterdir()), lambda: jobs.cluster.call("squeue"))
+    jobs.wait_idle()
+
+
+def test_what_slurm_waits_for_is_told_and_a_waiting_job_can_be_taken_back(jobs):
+    jobs.cluster.call("sbatch", "-o", "/dev/null", "-N1", "--gres=gpu:4", "-w", "small", "--wrap", "sleep 300")
+    wait_until(lambda: "R" in jobs.cluster.call("squeue", "-h", "-o", "%t"), lambda: jobs.cluster.call("squeue"))
+    jobs.submit(WAITS)
+    wait_until(lambda: "(Resources)" in str(jobs.view().reason), jobs.story)
+    reason = jobs.view().reason
+    assert reason is not None
+    assert reason.code == "NotPlaced"
+    assert "the machines that it needs are in use" in reason.text
+    assert "ringweave stop text" in reason.helps
+    assert jobs.service.act("text", "suspend").state == "Suspended"
+    assert "rw-text" not in jobs.cluster.call("squeue", "-h", "-o", "%j"), "a suspended job holds no place in the queue"
+    jobs.service.act("text", "resume")
+    jobs.cluster.call("scancel", "--name=wrap")
+    jobs.wait_printed("began", 15)
+    jobs.service.act("text", "stop")
+    jobs.wait("Stopped")
+    jobs.wait_idle()
+
+
+def test_suspended_while_it_runs_it_gives_its_machines_back_and_goes_on_in_others(jobs):
+    jobs.submit(WAITS)
+    jobs.wait_printed("began", 15)
+    jobs.service.act("text", "suspend")
+    jobs.wait_idle()
+    assert jobs.view().state == "Suspended"
+    jobs.service.act("text", "resume")
+    jobs.wait_printed("began", 30)
+    (jobs.folder / "go").touch()
+    view = jobs.wait("Succeeded")
+    assert [node.retries for node in view.used_nodes] == [0, 0]
+
+
+def test_cancelled_by_slurms_own_command_it_is_stopped_and_can_be_tried_again(jobs):
+    jobs.submit(WAITS)
+    jobs.wait_printed("began", 15)
+    jobs.cluster.call("scancel", "--name=rw-text")
+    view = jobs.wait("Stopped")
+    assert any(event.kind == "AllocationEnded" and "CANCELLED" in event.text for event in view.events)
+    (jobs.folder / "go").touch()
+    jobs.service.act("text", "retry")
+    assert jobs.wait("Succeeded").run == 2
+
+
+def test_a_task_that_outlives_its_slurmd_is_gone_before_it_is_replaced(jobs):
+    # Slurm declares the node down and requeues the job; on the node all goes on. The old workers end all the same, and
+    # the next ones begin when Slurm has the machines again. Nobody pays for it with a retry.
+    jobs.submit(WAITS)
+    jobs.wait_printed("began", 15)
+    (old,) = agents(jobs, "small")
+    jobs.cluster.kill_daemon("small")
+    jobs.cluster.call("scontrol", "update", "nodename=small", "state=down", "reason=test")  # as its timeout would
+    wait_until(lambda: old not in agents(jobs, "small"), jobs.story)
+    assert jobs.wait("Retrying").reason.text.startswith("its allocation was taken back by Slurm; Slurm job")
+    jobs.cluster.revive("small")
+    jobs.wait_printed("began", 30)
+    assert len(agents(jobs, "small")) == 1
+    (jobs.folder / "go").touch()
+    view = jobs.wait("Succeeded")
+    assert [node.retries for node in view.used_nodes] == [0, 0]
+    assert jobs.attempts() == [2, 2]
+    assert len(jobs.lines(node="n1", attempt=2)) == 5
+
+
+def test_what_cannot_be_is_refused_with_what_can(jobs):
+    with pytest.raises(JobError, match=r"Ask for 15, the nearest that can be"):
+        jobs.submit("", gpus=16)
+    there = r"expected what the machines can give together: GPUs of big 10, small 5\."
+    with pytest.raises(JobError, match=rf"GPUs of job text: '20', {there} Ask for 15\. \[slurm\]") as caught:
+        jobs.submit("", gpus=20, nodes="[{capacity: 20}]")
+    mend = r"Correct the capacities of the nodes: 13 can be shared as 13 on \(10, 5\) -> 10, 3"
+    with pytest.raises(JobError, match=rf"'10\+3', {there} {mend}"):
+        jobs.submit("", gpus=13, nodes="[{name: small, capacity: 10}, {name: big, capacity: 3}]")
+    with pytest.raises(JobError, match=r"node: 'bigg', expected a machine of Slurm: GPUs of big 10, small 5\. .*big"):
+        jobs.submit("", gpus=10, nodes="[{name: bigg, capacity: 10}]")
+    assert caught.value.exit_code == 2
+    assert jobs.service.jobs() == []
+
+
+def test_fifteen_workers_on_ten_and_five_train(jobs):
+    jobs.submit(TRAINS)
+    jobs.wait("Succeeded")
+    losses = {line.split()[1] for line in jobs.lines() if line.startswith("loss ")}
+    (loss,) = losses
+    assert float(loss) == pytest.approx(one_worker_loss(), abs=1e-5)
+
+
+TRAINS = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group()
+rank, size = dist.get_rank(), dist.get_world_size()
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1, bias=False).double())
+torch.nn.init.zeros_(model.module.weight)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+numbers = torch.arange(60, dtype=torch.float64).reshape(15, 4) / 60
+for _ in range(4):
+    optimizer.zero_grad()
+    loss = (model(numbers[rank : rank + 1]) - 1.0).square().mean()
+    loss.backward()
+    optimizer.step()
+total = loss.detach().clone()
+dist.all_reduce(total)
+print(f"loss {total.item() / size:.9f}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def one_worker_loss() -> float:
+    """What one worker with the whole batch comes to."""
+    numbers, weight = np.arange(60.0).reshape(15, 4) / 60, np.zeros(4)
+    for _ in range(4):
+        errors = numbers @ weight - 1.0
+        weight = weight - 0.1 * 2 * errors @ numbers / 15
+    return float((errors**2).mean())
