@@ -29,7 +29,7 @@ def parse_options() -> argparse.Namespace:
     """Returns the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", type=int, default=24)
-    parser.add_argument("--steps", type=int, default=3, help="measured steps of each setting")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps of each setting")
     parser.add_argument("--block-s", type=float, default=0.004, help="mean forward of a block on a device of speed 1")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs/pipeline-prediction.json"))

@@ -39,6 +39,9 @@ class Pipeline:
     Every rank makes it with the same blocks and calls the same methods in the same order, with the same batch (with
     replicas: the same within a replica). The blocks are taken over: each rank keeps the values of its own ones only.
 
+    `boundaries` say what crosses before each block and behind the last one, of one microbatch; `train_step_index` is
+    the number of train steps done, by which blocks draw.
+
     Raises:
         UsageError: Settings that do not fit the blocks or the number of ranks.
         TrainingError: Blocks that cannot be followed without data, share weights, or have nothing to train.
@@ -58,14 +61,9 @@ class Pipeline:
         self.settings = settings
         self.layout = _layout(len(blocks), settings)
         self.device = settings.device or own_device()
-        precision = Precision(device=self.device, autocast=settings.autocast)
         self._batch = _forms(_as_inputs(example), side or {}, settings.num_microbatches)
-        first = [value[: len(value) // settings.num_microbatches] for value in _as_inputs(example)]
-        first_side = {name: value[: len(value) // settings.num_microbatches] for name, value in (side or {}).items()}
-        self.side_forms = {name: TensorForm.of(value).empty() for name, value in first_side.items()}
-        """Side inputs of one microbatch, without values."""
-        self.boundaries: tuple[Boundary, ...] = boundaries.follow(blocks, tuple(first), first_side, precision)
-        """What crosses before each block and behind the last one, of one microbatch."""
+        first, self.side_forms = _first_microbatch(_as_inputs(example), side or {}, settings.num_microbatches)
+        self.boundaries: tuple[Boundary, ...] = boundaries.follow(blocks, first, self.side_forms, self.precision)
         self.rank = dist.get_rank()
         self.stage = self.layout.stage_of(self.rank)
         self.groups = Groups(self.layout, self.device)
@@ -73,9 +71,13 @@ class Pipeline:
         gradients.spread_first(self.blocks, self.groups)
         self.optimizer = BlockOptimizers(make_optimizer, self.blocks)
         self.train_step_index = 0
-        """Train steps done; what blocks draw depends on it."""
         self._runner = Runner(self.layout, settings, loss_fn, self.groups, self.device)
         self._runner.place(self.layout, self.blocks, self.boundaries)
+
+    @property
+    def precision(self) -> Precision:
+        """In what blocks are computed."""
+        return Precision(device=self.device, autocast=self.settings.autocast)
 
     @property
     def order(self) -> Order:
@@ -232,6 +234,14 @@ def _layout(num_blocks: int, settings: Settings) -> Layout:
 
 def _as_inputs(example: Inputs) -> tuple[Tensor, ...]:
     return (example,) if isinstance(example, Tensor) else tuple(example)
+
+
+def _first_microbatch(
+    inputs: tuple[Tensor, ...], side: Mapping[str, Tensor], num_microbatches: int
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """Inputs and side inputs of one microbatch, without values."""
+    cut = [TensorForm.of(value[: len(value) // num_microbatches]).empty() for value in (*inputs, *side.values())]
+    return tuple(cut[: len(inputs)]), dict(zip(side, cut[len(inputs) :], strict=True))
 
 
 def _forms(inputs: tuple[Tensor, ...], side: Mapping[str, Tensor], num_microbatches: int) -> dict[str, tuple]:

@@ -6,7 +6,7 @@ of their own, so that nothing of the model moves: no parameter, no running mean,
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,20 +77,15 @@ def profile(
     bench = _Bench(pipeline, make_optimizer, rounds, clock)
     kinds = [kind_of(block, *bench.around(index)) for index, block in enumerate(pipeline.blocks)]
     found = {kind: bench.measure(kinds.index(kind)) for kind in dict.fromkeys(kinds)}
-    own = torch.tensor([found[kind][0] for kind in dict.fromkeys(kinds)], dtype=torch.float64)
-    table = torch.zeros(pipeline.layout.num_stages, *own.shape, dtype=torch.float64)
-    table[pipeline.stage] = own
-    table = pipeline.groups.greatest(table)
-    times = {kind: table[:, place].T.tolist() for place, kind in enumerate(dict.fromkeys(kinds))}
+    times = _of_all_devices(pipeline, found)
     blocks = []
     for index, kind in enumerate(kinds):
         leaving = pipeline.boundaries[index + 1]
-        forward_s, backward_s = times[kind]
         blocks.append(
             BlockCost(
                 kind=kind,
-                forward_s=tuple(forward_s),
-                backward_s=tuple(backward_s),
+                forward_s=times[kind][0],
+                backward_s=times[kind][1],
                 forward_bytes=leaving.forward_bytes,
                 backward_bytes=leaving.backward_bytes,
                 state_bytes=found[kind][1].state,
@@ -110,6 +105,17 @@ def kind_of(block: nn.Module, arriving: Boundary, leaving: Boundary) -> str:
 class _Bytes:
     state: int
     stash: int
+
+
+def _of_all_devices(
+    pipeline: Pipeline, found: Mapping[str, tuple[tuple[float, float], _Bytes]]
+) -> dict[str, tuple[tuple[float, ...], tuple[float, ...]]]:
+    """(forward, backward) of each kind: a number for each stage, of what its ranks measured."""
+    own = torch.tensor([seconds for seconds, _ in found.values()], dtype=torch.float64)
+    table = torch.zeros(pipeline.layout.num_stages, *own.shape, dtype=torch.float64)
+    table[pipeline.stage] = own
+    by_kind = pipeline.groups.greatest(table).permute(1, 2, 0).tolist()
+    return {kind: (tuple(by_kind[place][0]), tuple(by_kind[place][1])) for place, kind in enumerate(found)}
 
 
 class _Bench:
@@ -140,7 +146,8 @@ class _Bench:
 
     def _lap(self, block: nn.Module, values: tuple[Tensor, ...], side: dict[str, Tensor]) -> tuple[float, float]:
         begun_s = self._now_s()
-        outputs = [value for value in as_values(block(*values, **side)) if value.requires_grad]
+        with self._pipeline.precision.apply():
+            outputs = [value for value in as_values(block(*values, **side)) if value.requires_grad]
         middle_s = self._now_s()
         if outputs:
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
