@@ -57,6 +57,7 @@ class KubernetesService(Service):
 
     def submit(self, request: Request, *, base: Path, dry_run: bool = False) -> Submission:
         """Make the TrainingJob, and wait for the operator to admit it; a refused one is removed again."""
+        _check_directory(request)
         source = None if request.directory is not None else configs.read_script(base / request.script)
         return self._run(lambda client: self._submit(client, request, source, dry_run=dry_run))
 
@@ -167,6 +168,16 @@ def open_service(environ: Mapping[str, str]) -> KubernetesService:
     """
     connection(environ)  # what is wrong with it is said now
     return KubernetesService(lambda: connection(environ))
+
+
+def _check_directory(request: Request) -> None:
+    """A folder on Kubernetes is one in the image; one beside the job file does not travel."""
+    if request.directory is not None and not Path(request.directory).is_absolute():
+        do = (
+            "Put the folder into the image, and write where it is there; or leave directory out, and the script travels"
+        )
+        expected = "an absolute path in the container image"
+        raise JobError(explain("directory", got=request.directory, expected=expected, do=do, where=request.name))
 
 
 def _refused(error: ApiError, what: str) -> LaunchError | JobError:

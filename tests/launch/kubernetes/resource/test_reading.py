@@ -1,10 +1,15 @@
 """A request as a TrainingJob and back."""
 
+from pathlib import Path
+
+from ruamel.yaml import YAML
+
 from ringweave.jobs.requests.request import DeletionPolicy, NodeRequest, Request
 from ringweave.launch.kubernetes.resource import fields, reading
 from ringweave.launch.kubernetes.resource.definition import definition
 from ringweave.testing.kubernetes.checks import rules, schemas
 
+EXAMPLE = Path(__file__).parents[4] / "examples" / "kubernetes" / "text.yaml"
 SCHEMA = definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
 
 
@@ -72,3 +77,9 @@ def test_deletion_and_verbs_are_what_is_asked() -> None:
 def test_the_largest_source_is_larger_than_what_a_config_map_takes() -> None:
     # The API server counts characters; bytes are counted when the ConfigMap is made.
     assert fields.MAX_SOURCE == 2**20
+
+
+def test_the_example_is_legal() -> None:
+    resource = YAML(typ="safe", pure=True).load(EXAMPLE)
+    request = reading.request_of(stored(resource))
+    assert request.split.counts == (10, 5)
