@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RUN_DIR ?= runs/demo
 
-.PHONY: setup demo test check fix bench bench-setup chaos clean help
+.PHONY: setup demo test test-kube test-crashes check fix bench bench-setup chaos clean help
 
 help:
 	@echo "make demo    train a small GPT on this machine's Python sources, on 4 workers (2 minutes after set-up)"
 	@echo "make test    run the tests"
+	@echo "make test-kube KUBECONFIG=...  run the tests of jobs on Kubernetes against a real API server"
 	@echo "make check   lint, types, architecture"
 	@echo "make fix     format, and mend what the linter can mend"
 	@echo "make bench   measure allreduce beside Gloo, Open MPI and MPICH, in labs (needs root; hours)"
@@ -28,6 +29,14 @@ demo: setup
 
 test: setup
 	$(BIN)/pytest -n 2
+
+# The same suite as in `make test`, against the API server of a kubeconfig instead of the fake.
+test-kube: setup
+	$(BIN)/pytest tests/kube -p no:randomly $(if $(KUBECONFIG),--kubeconfig $(KUBECONFIG))
+
+# The operator killed at every boundary of every life; make test takes one life.
+test-crashes: setup
+	$(BIN)/pytest tests/launch/kubernetes/operating/test_crashes.py --all-crashes -p no:randomly
 
 check: setup
 	$(BIN)/ruff check .

@@ -20,6 +20,8 @@ def pytest_configure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden files instead of comparing")
+    parser.addoption("--all-crashes", action="store_true", help="kill the operator at every boundary of every life")
+    parser.addoption("--kubeconfig", help="run tests/kube against this API server instead of the fake")
 
 
 @pytest.fixture

@@ -73,5 +73,6 @@ VERBS: Mapping[str, Verb] = {
     "suspend": Verb(module="jobs.acting", command="suspend", help="Keep a job from running.", answers=True),
     "resume": Verb(module="jobs.acting", command="resume", help="Let a suspended job run.", answers=True),
     "server": Verb(module="server", help="Hold the parameters of a job in mode ps-hra.", answers=False),
+    "operator": Verb(module="operator", help="Lead the TrainingJobs of a Kubernetes cluster.", answers=False),
     "doctor": Verb(module="doctor", help="Say what is here and works, and how to mend what does not.", answers=True),
 }

@@ -1,0 +1,1 @@
+"""What a TrainingJob becomes in the API server, and how that is seen again. Pure: objects in, objects out."""

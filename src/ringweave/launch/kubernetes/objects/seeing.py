@@ -1,0 +1,161 @@
+"""What the Pods and the ConfigMap of a job say, as `reconcile` sees it."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ringweave.jobs.life.observing import Cause, Group, Observed, Phase, cause_of_exit
+from ringweave.launch.groups import posts
+from ringweave.launch.groups.posts import Opening, Report
+from ringweave.launch.kubernetes import names
+from ringweave.launch.kubernetes.objects import configs
+from ringweave.launch.kubernetes.resource import times
+
+Pod = Mapping[str, Any]
+Key = tuple[int, int]
+_WAITS_WELL = ("ContainerCreating", "PodInitializing")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """The objects of a job as they were read, all after its record."""
+
+    config: Mapping[str, Any] | None
+    """The ConfigMap; None where there is none."""
+    pods: Mapping[Key, Pod]
+    """(node, attempt) -> Pod."""
+
+    @property
+    def opening(self) -> Opening | None:
+        """The last opening of the gate."""
+        return configs.opening_of(self.config)
+
+    def observed(self, now: float) -> Observed:
+        """As `reconcile` sees it."""
+        opening = self.opening
+        groups = tuple(group_of(pod, now) for _, pod in sorted(self.pods.items()))
+        return Observed(config=self.config is not None, gate=opening.round if opening else 0, groups=groups)
+
+
+def by_key(pods: Iterable[Pod]) -> dict[Key, Pod]:
+    """The Pods by node and attempt; those without such labels are not ours."""
+    return {key: pod for pod in pods if (key := key_of(pod)) is not None}
+
+
+def key_of(pod: Pod) -> Key | None:
+    """Node and attempt of a Pod, by its labels."""
+    labels = pod["metadata"].get("labels", {})
+    try:
+        return int(labels[names.NODE_LABEL]), int(labels[names.ATTEMPT_LABEL])
+    except (KeyError, ValueError):
+        return None
+
+
+def round_of(pod: Pod) -> int:
+    """The round that it was told to gather for."""
+    return int(pod["metadata"].get("annotations", {}).get(names.ROUND, "1"))
+
+
+def report_of(pod: Pod) -> Report | None:
+    """What its agent said last: in its last words where it has ended, else in its condition."""
+    ended = _terminated(pod)
+    texts = [ended.get("message", "")] if ended else []
+    conditions = pod.get("status", {}).get("conditions", ())
+    texts += [item.get("message", "") for item in conditions if item["type"] == names.AT_GATE]
+    for text in texts:
+        try:
+            return posts.parse_report(text)
+        except ValueError:
+            continue
+    return None
+
+
+def group_of(pod: Pod, now: float) -> Group:
+    """The worker group that a Pod is.
+
+    Args:
+        pod: One of the job's.
+        now: Seconds since 1970: the API server tells ends in whole seconds, so one of this second counts as now.
+    """
+    key = key_of(pod)
+    assert key is not None
+    node, attempt = key
+    told = _ended(pod, now) if _is_over(pod) else _living(pod)
+    group = replace(told, node=node, attempt=attempt)
+    is_to_go = "deletionTimestamp" in pod["metadata"]
+    was_stopped = names.STOPPED in pod["metadata"].get("annotations", {})
+    return replace(group, leaving=is_to_go or (was_stopped and group.phase.is_alive))
+
+
+def _is_over(pod: Pod) -> bool:
+    return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
+
+
+def _living(pod: Pod) -> Group:
+    report, round_ = report_of(pod), round_of(pod)
+    if report is None or report.round < round_:
+        text = "called back to the gate" if report else _waits_for(pod)
+        return Group(node=0, attempt=0, round=round_, phase=Phase.PENDING, text=text)
+    # Ended by its own word: the container is about to.
+    return report.group(0, 0)
+
+
+def _ended(pod: Pod, now: float) -> Group:
+    """Of a Pod in whose containers nothing runs any more."""
+    report, status = report_of(pod), pod["status"]
+    ended = _terminated(pod) or {}
+    ended_s = _ended_s(ended, now)
+    if report is not None and not report.phase.is_alive:
+        group = report.group(0, 0)
+        return replace(group, ended_s=group.ended_s or ended_s)
+    round_ = report.round if report else round_of(pod)
+    exit_code = ended.get("exitCode")
+    base = Group(node=0, attempt=0, round=round_, phase=Phase.FAILED, exit_code=exit_code, ended_s=ended_s)
+    base = replace(base, **_result(report))
+    if names.STOPPED in pod["metadata"].get("annotations", {}):
+        return replace(base, phase=Phase.STOPPED, text="it was told to stop")
+    if status["phase"] == "Succeeded":
+        return replace(base, phase=Phase.SUCCEEDED)
+    cause = cause_of_exit(exit_code, None, complains_of_peer=False) if ended else Cause.PLACE
+    if status.get("reason") or ended.get("reason") not in (None, "Error"):
+        cause = Cause.PLACE  # evicted, out of memory, lost with its node: not the script's doing
+    return replace(base, cause=cause, text=_why_failed(status, ended))
+
+
+def _result(report: Report | None) -> dict[str, Any]:
+    return {} if report is None else {"iterations": report.iterations, "last_loss": report.last_loss}
+
+
+def _why_failed(status: Mapping[str, Any], ended: Mapping[str, Any]) -> str:
+    words = [status.get("reason"), status.get("message"), ended.get("reason")]
+    if ended:
+        words.append(f"exit code {ended.get('exitCode')}")
+    return ", ".join(str(word) for word in words if word) or "its Pod failed"
+
+
+def _ended_s(ended: Mapping[str, Any], now: float) -> float | None:
+    """When it ended: somewhere within the second that the API server names."""
+    if "finishedAt" not in ended:
+        return None
+    second_s = times.parse(ended["finishedAt"])
+    return now if second_s <= now < second_s + 1 else second_s + 0.5
+
+
+def _terminated(pod: Pod) -> Mapping[str, Any] | None:
+    for container in pod.get("status", {}).get("containerStatuses", ()):
+        if "terminated" in container.get("state", {}):
+            return container["state"]["terminated"]
+    return None
+
+
+def _waits_for(pod: Pod) -> str:
+    """Why it is not ready yet, as the scheduler or the kubelet says."""
+    status = pod.get("status", {})
+    for container in status.get("containerStatuses", ()):
+        waiting = container.get("state", {}).get("waiting", {})
+        if waiting.get("reason") and waiting["reason"] not in _WAITS_WELL:
+            return ": ".join(part for part in (waiting["reason"], waiting.get("message", "")) if part)
+    for item in status.get("conditions", ()):
+        if item["type"] == "PodScheduled" and item["status"] == "False":
+            return ": ".join(part for part in (item.get("reason", ""), item.get("message", "")) if part)
+    return "its container is being made" if status.get("phase") else ""

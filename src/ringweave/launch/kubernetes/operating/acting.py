@@ -1,0 +1,236 @@
+"""What `reconcile` asks for, done in the API server. Each action may come again: create means create or adopt."""
+
+import asyncio
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ringweave.errors import LaunchError, explain
+from ringweave.jobs.life import actions
+from ringweave.jobs.life.actions import Action
+from ringweave.jobs.life.records import Job
+from ringweave.launch.groups import posts
+from ringweave.launch.groups.posts import Opening
+from ringweave.launch.kubernetes import names
+from ringweave.launch.kubernetes.api import kinds
+from ringweave.launch.kubernetes.api.client import Client, Object
+from ringweave.launch.kubernetes.api.failures import ApiError
+from ringweave.launch.kubernetes.api.kinds import Kind
+from ringweave.launch.kubernetes.objects import configs, keeping, pods, seeing
+from ringweave.launch.kubernetes.objects.pods import PodSettings
+from ringweave.launch.kubernetes.objects.seeing import Pod
+from ringweave.launch.kubernetes.operating import looking
+from ringweave.launch.kubernetes.operating.looking import Look
+from ringweave.launch.kubernetes.resource import reading, telling, times
+from ringweave.launch.workers import Meeting
+
+
+class Actor:
+    """Does actions, in order; those of one kind that follow each other at the same time."""
+
+    def __init__(self, client: Client, settings: PodSettings, clock: Callable[[], float]) -> None:
+        """`clock` tells seconds since 1970."""
+        self._client, self._settings, self._clock = client, settings, clock
+
+    async def do(self, look: Look, wanted: Sequence[Action]) -> None:
+        """All of them; the first that fails ends it.
+
+        Raises:
+            ApiError: The API server refused one; `is_stale` where somebody else was faster.
+        """
+        for _, alike in itertools.groupby(wanted, type):
+            await asyncio.gather(*(self._do(look, action) for action in alike))
+
+    async def _do(self, look: Look, action: Action) -> None:
+        match action:
+            case actions.SaveRecord(record=record, events=events):
+                await self.save(look, replace(look.job, record=record), events)
+            case actions.CreateConfig():
+                await self._create_config(look)
+            case actions.CreateGroup():
+                hosts = reading.hosts_of(look.resource)
+                body = pods.pod(look.job, look.owner, action, host=hosts[action.node], settings=self._settings)
+                await self._create_or_adopt(look, kinds.PODS, body)
+            case actions.OpenGate(round=round_):
+                await self._open_gate(look, round_)
+            case actions.Regather() | actions.StopGroup() | actions.DeleteGroup():
+                pod = look.seen.pods.get((action.node, action.attempt))
+                if pod is not None:
+                    await self._change(look, pod, action)
+            case actions.DeleteConfig():
+                await self._delete_config(look)
+            case actions.Forget():
+                await self.forget(look.resource)
+            case actions.Wake():
+                pass
+
+    async def save(self, look: Look, job: Job, events: Sequence[actions.Event]) -> None:
+        """The status with this record; nothing is saved where somebody changed the job since the look."""
+        status = telling.status_of(
+            job,
+            before=look.status,
+            generation=look.resource["metadata"]["generation"],
+            events=events,
+            now=self._clock(),
+        )
+        look.resource = await self.write_status(look.resource, status)
+        look.job = job
+        await asyncio.gather(*(self._post(look, event) for event in events))
+
+    async def write_status(self, resource: Object, status: Object) -> Object:
+        """The resource with this status, as the API server has it then."""
+        namespace = resource["metadata"]["namespace"]
+        body = {**resource, "status": status}
+        return await self._client.replace(kinds.TRAINING_JOBS, namespace, body, subresource="status")
+
+    async def forget(self, resource: Object) -> None:
+        """Let go of the job; its kept logs go with it. One whose time has come is deleted first."""
+        metadata = resource["metadata"]
+        namespace, name = metadata["namespace"], metadata["name"]
+        owner = looking.Owner.of(resource)
+        kept = await self._client.list(kinds.CONFIG_MAPS, namespace, labelSelector=owner.selector)
+        for found in kept:
+            if owner.owns(found):
+                await self._delete(kinds.CONFIG_MAPS, found)
+        if "deletionTimestamp" not in metadata:
+            await self._delete(kinds.TRAINING_JOBS, resource)
+        left = [finalizer for finalizer in metadata.get("finalizers", ()) if finalizer != names.FINALIZER]
+        body = {"metadata": {"uid": metadata["uid"], "finalizers": left}}
+        try:
+            await self._client.patch(kinds.TRAINING_JOBS, namespace, name, body)
+        except ApiError as error:
+            if not error.is_gone:
+                raise
+
+    async def _create_config(self, look: Look) -> None:
+        """The ConfigMap last: where it is there, the others are."""
+        await self._create_or_adopt(look, kinds.SECRETS, configs.secret(look.owner))
+        await self._create_or_adopt(look, kinds.SERVICES, configs.service(look.owner))
+        body = configs.config_map(look.job, look.owner, look.resource["spec"].get("source"))
+        await self._create_or_adopt(look, kinds.CONFIG_MAPS, body)
+
+    async def _create_or_adopt(self, look: Look, kind: Kind, body: Object) -> None:
+        namespace, name = look.owner.namespace, body["metadata"]["name"]
+        try:
+            await self._client.create(kind, namespace, body)
+        except ApiError as error:
+            if not error.is_taken:
+                raise
+            found = await self._client.get(kind, namespace, name)
+            if not look.owner.owns(found):
+                raise _foreign(kind, name, look) from error
+
+    async def _open_gate(self, look: Look, round_: int) -> None:
+        """For a round that all are ready for: where they meet, and where each one is."""
+        config = look.seen.config
+        if config is None:
+            return  # made just now: the next look sees it
+        current = {node: look.seen.pods[node, look.job.record.nodes[node].attempt] for node in look.job.used_nodes}
+        addresses = {look.job.node_name(node): _address(pod) for node, pod in current.items()}
+        report = seeing.report_of(current[look.job.used_nodes[0]])
+        meeting = report.meeting if report and report.meeting else Meeting(host=next(iter(addresses.values())), port=0)
+        opening = Opening(round=round_, meeting=meeting, addresses=addresses)
+        body = {
+            # Of the look: a gate that somebody else opened meanwhile is not shut again.
+            "metadata": {"resourceVersion": config["metadata"]["resourceVersion"]},
+            "data": {configs.OPENING: posts.dump_opening(opening)},
+        }
+        await self._client.patch(kinds.CONFIG_MAPS, look.owner.namespace, config["metadata"]["name"], body)
+
+    async def _change(
+        self, look: Look, pod: Pod, action: actions.Regather | actions.StopGroup | actions.DeleteGroup
+    ) -> None:
+        if isinstance(action, actions.Regather):
+            await self._annotate(pod, {names.ROUND: str(action.round)}, {})
+        elif isinstance(action, actions.StopGroup) and pod.get("status", {}).get("phase") == "Running":
+            # The kubelet ends a Pod whose deadline has passed, and keeps it to be looked at.
+            await self._annotate(pod, {names.STOPPED: "true"}, {"spec": {"activeDeadlineSeconds": 1}})
+        else:
+            await self._keep_log(look, pod)
+            await self._delete(kinds.PODS, pod)
+
+    async def _annotate(self, pod: Pod, annotations: dict[str, str], more: Object) -> None:
+        metadata = pod["metadata"]
+        body = {"metadata": {"uid": metadata["uid"], "annotations": annotations}, **more}
+        try:
+            await self._client.patch(kinds.PODS, metadata["namespace"], metadata["name"], body)
+        except ApiError as error:
+            if not error.is_gone:
+                raise
+
+    async def _keep_log(self, look: Look, pod: Pod) -> None:
+        """What the attempt printed, before its Pod goes with it; there is nothing to keep of one that never ran."""
+        if not keeping.has_log(pod):
+            return
+        metadata = pod["metadata"]
+        path = kinds.PODS.path(metadata["namespace"], metadata["name"], "log")
+        params = {"limitBytes": str(keeping.MAX_BYTES), "tailLines": str(keeping.MAX_LINES)}
+        try:
+            lines = [line async for line in self._client.lines(path, params)]
+        except LaunchError:
+            return  # its node is gone, and the log with it
+        await self._create_or_adopt(look, kinds.CONFIG_MAPS, keeping.log_map(look.owner, pod, lines))
+
+    async def _delete(self, kind: Kind, found: Pod) -> None:
+        metadata = found["metadata"]
+        await self._client.delete(kind, metadata["namespace"], metadata["name"], preconditions={"uid": metadata["uid"]})
+
+    async def _delete_config(self, look: Look) -> None:
+        """The ConfigMap last: while it is there, there may be more."""
+        namespace = look.owner.namespace
+        of_job = ((kinds.SERVICES, names.service(look.owner.name)), (kinds.SECRETS, names.config(look.owner.name)))
+        for kind, name in of_job:
+            try:
+                found = await self._client.get(kind, namespace, name)
+            except ApiError as error:
+                if not error.is_gone:
+                    raise
+                continue
+            if look.owner.owns(found):
+                await self._delete(kind, found)
+        if look.seen.config is not None:
+            await self._delete(kinds.CONFIG_MAPS, look.seen.config)
+
+    async def _post(self, look: Look, event: actions.Event) -> None:
+        """For `kubectl describe`; the status has it too, so nothing is lost where this fails."""
+        owner = look.owner
+        digest = hashlib.sha256(f"{owner.uid}/{event.key}".encode()).hexdigest()[:16]
+        involved = {
+            "apiVersion": names.API_VERSION,
+            "kind": names.KIND,
+            "name": owner.name,
+            "namespace": owner.namespace,
+            "uid": owner.uid,
+        }
+        now = times.show(self._clock())
+        body: dict[str, Any] = {
+            "metadata": {"name": f"{owner.name}.{digest}", "namespace": owner.namespace},
+            "involvedObject": involved,
+            "reason": event.kind,
+            "message": event.text[:1024],
+            "type": "Warning" if event.kind in ("AttemptProgram", "AttemptPlace", "Failed") else "Normal",
+            "source": {"component": "ringweave-operator"},
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "count": 1,
+        }
+        try:
+            await self._client.create(kinds.EVENTS, owner.namespace, body)
+        except ApiError:
+            return
+
+
+def _address(pod: Pod) -> str:
+    """Its IP; the host name of its node in the job where the API server knows none."""
+    metadata = pod["metadata"]
+    known = pod.get("status", {}).get("podIP")
+    return known or f"{pod['spec']['hostname']}.{pod['spec']['subdomain']}.{metadata['namespace']}.svc"
+
+
+def _foreign(kind: Kind, name: str, look: Look) -> LaunchError:
+    got = "one that belongs to something else"
+    do = f"Remove it (kubectl -n {look.owner.namespace} delete {kind.plural} {name}), or submit under another name"
+    where = f"{look.owner.namespace}/{look.owner.name}"
+    return LaunchError(explain(f"{kind.kind} {name}", got=got, expected="a free name", do=do, where=where))

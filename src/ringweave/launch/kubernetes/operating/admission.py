@@ -1,0 +1,113 @@
+"""May this job run: who asks is known, a SubjectAccessReview allows it, it can be split, its config has room."""
+
+import asyncio
+from collections.abc import Callable
+
+from ringweave.errors import JobError, RingweaveError
+from ringweave.jobs.admission import admitting
+from ringweave.jobs.admission.permissions import Permission, PermissionCache
+from ringweave.jobs.life.records import Job
+from ringweave.launch.kubernetes import names
+from ringweave.launch.kubernetes.api import kinds
+from ringweave.launch.kubernetes.api.client import Client, Object
+from ringweave.launch.kubernetes.objects import configs
+from ringweave.launch.kubernetes.objects.owning import Owner
+from ringweave.launch.kubernetes.objects.pods import PodSettings
+from ringweave.launch.kubernetes.resource import reading
+
+VERB = "submit"
+SERVED = ("ps-hra", "ps")
+"""Modes that need a parameter server, which nobody starts here yet."""
+
+
+class RefusalError(RingweaveError):
+    """A job is not admitted; `code` is the condition's reason."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class Admission:
+    """Admits jobs; remembers permissions for as long as they are believed, each namespace and set of groups apart."""
+
+    def __init__(self, client: Client, settings: PodSettings, clock: Callable[[], float]) -> None:
+        """`clock` tells seconds since 1970."""
+        self._client, self._settings, self._clock = client, settings, clock
+        self._caches: dict[tuple[str, tuple[str, ...]], PermissionCache] = {}
+        self._lock = asyncio.Lock()
+
+    async def admit(self, resource: Object) -> Job:
+        """The job that the resource becomes.
+
+        Raises:
+            RefusalError: It may not run; the text says why and what helps.
+            LaunchError: It cannot be known now.
+        """
+        requester = reading.requester_of(resource)
+        if not requester:
+            raise RefusalError("RequesterUnknown", _NOBODY)
+        try:
+            request = reading.request_of(resource)
+            if request.mode in SERVED:
+                raise RefusalError("ModeNeedsServer", _NO_SERVER)
+            loop = asyncio.get_running_loop()
+            async with self._lock:  # one question at a time, and none twice
+                job = await asyncio.to_thread(
+                    admitting.admit,
+                    request,
+                    requester=requester,
+                    taken_by=None,  # the API server has given the name away already
+                    permissions=self._cache(resource, loop),
+                    gpus_in_use=0,
+                    now=self._clock(),
+                )
+            if request.image is None and self._settings.image is None:
+                raise RefusalError("NoImage", _NO_IMAGE)
+            configs.config_map(job, Owner.of(resource), resource["spec"].get("source"))
+        except JobError as error:
+            raise RefusalError(_code(error), str(error)) from error
+        return job
+
+    def _cache(self, resource: Object, loop: asyncio.AbstractEventLoop) -> PermissionCache:
+        namespace, groups = resource["metadata"]["namespace"], reading.groups_of(resource)
+
+        def authorise(requester: str, verb: str) -> Permission:
+            asked = self._ask(namespace, requester, groups, verb)
+            return asyncio.run_coroutine_threadsafe(asked, loop).result()
+
+        if (namespace, groups) not in self._caches:
+            self._caches[namespace, groups] = PermissionCache(authorise)
+        return self._caches[namespace, groups]
+
+    async def _ask(self, namespace: str, requester: str, groups: tuple[str, ...], verb: str) -> Permission:
+        """Whether the roles of the cluster let them use the verb on TrainingJobs, which is a verb of our own."""
+        attributes = {"namespace": namespace, "verb": verb, "group": names.GROUP, "resource": names.PLURAL}
+        spec = {"user": requester, "groups": list(groups), "resourceAttributes": attributes}
+        status = (await self._client.create(kinds.ACCESS_REVIEWS, None, {"spec": spec})).get("status", {})
+        if status.get("allowed"):
+            return Permission(allowed=True, text=status.get("reason", "") or "the roles of the cluster", any_owner=True)
+        said = status.get("reason") or status.get("evaluationError") or "no role says so"
+        text = f"no role allows {verb} on {names.PLURAL}.{names.GROUP} ({said})"
+        return Permission(allowed=False, text=text)
+
+
+def _code(error: JobError) -> str:
+    text = str(error)
+    if text.startswith(f"{VERB} by "):
+        return "Forbidden"
+    return "ConfigTooLarge" if text.startswith("bytes of the ConfigMap") else "Invalid"
+
+
+_NOBODY = (
+    "requester: nobody, expected the user who made the job. Submit it with ringweave submit --on kubernetes, write "
+    "spec.requester.username as kubectl auth whoami says it, or have the admission policies of deploy/ set it."
+)
+_NO_SERVER = (
+    "mode: one with a parameter server, expected auto, sync or balanced. Leave mode out, or run it with ringweave run "
+    "--mode, which starts a server."
+)
+_NO_IMAGE = (
+    "image: none, expected a container image with Python and ringweave. Write spec.image, or have the operator run "
+    "with --image."
+)

@@ -1,0 +1,182 @@
+"""The operator's desk: where the agents in the Pods fetch their orders and leave their reports, over HTTPS.
+
+Pods have no rights in the API server; an agent shows the token of its job's Secret, and says no more than what it does
+itself. What it says is written into its Pod's status, where the next operator finds it.
+"""
+
+import asyncio
+import hashlib
+import hmac
+from base64 import b64decode
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from ringweave.errors import LaunchError
+from ringweave.jobs.life.observing import Phase
+from ringweave.launch.groups import posts
+from ringweave.launch.groups.posts import Orders, Report
+from ringweave.launch.kubernetes import names
+from ringweave.launch.kubernetes.api import kinds
+from ringweave.launch.kubernetes.api.certificates import ServerCertificate
+from ringweave.launch.kubernetes.api.client import Client
+from ringweave.launch.kubernetes.api.failures import ApiError
+from ringweave.launch.kubernetes.objects import configs, seeing
+from ringweave.launch.kubernetes.operating.looking import Look
+from ringweave.launch.kubernetes.resource import times
+
+POLL_S = 25.0
+"""How long a question for orders is kept open; proxies end what is silent for a minute."""
+RESULT_S = 10.0
+"""Between two writes for a Pod that differ in nothing but how far its workers are."""
+TAG = "X-Ringweave-Orders"
+_MOST_BYTES = 64 * 1024
+_AT_GATE = (Phase.READY, Phase.RUNNING, Phase.SUCCEEDED)
+PodKey = tuple[str, str, int, int]
+"""Namespace, job, node, attempt."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """What the desk knows of one Pod."""
+
+    orders: str = ""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    told: Report | None = None
+    told_s: float = 0.0
+
+
+class Desk:
+    """Answers agents; lives in the operator's event loop."""
+
+    def __init__(self, client: Client, clock: Callable[[], float]) -> None:
+        """`clock` tells seconds since 1970."""
+        self._client, self._clock = client, clock
+        self._places: dict[PodKey, _Place] = {}
+        self._tokens: dict[tuple[str, str], tuple[str, str]] = {}
+        """(namespace, job) -> its uid, its token."""
+        self._uids: dict[tuple[str, str], str] = {}
+
+    def note(self, look: Look) -> None:
+        """Give out what a look at a job means for its Pods."""
+        owner, opening = look.owner, look.seen.opening
+        job = (owner.namespace, owner.name)
+        self._uids[job] = owner.uid
+        current = {(*job, *key): pod for key, pod in look.seen.pods.items()}
+        for key in [key for key in self._places if key[:2] == job and key not in current]:
+            self._set(key, Orders(round=0, leave=True, why="its Pod is gone"))
+            del self._places[key]
+        for key, pod in current.items():
+            metadata = pod["metadata"]
+            is_to_go = "deletionTimestamp" in metadata or names.STOPPED in metadata.get("annotations", {})
+            why = "it was stopped" if is_to_go else ""
+            self._set(key, Orders(round=seeing.round_of(pod), opening=opening, leave=is_to_go, why=why))
+
+    def forget(self, job: tuple[str, str]) -> None:
+        """A job (namespace, name) that is gone."""
+        self._uids.pop(job, None)
+        self._tokens.pop(job, None)
+        for key in [key for key in self._places if key[:2] == job]:
+            del self._places[key]
+
+    async def serve(self, host: str, port: int, certificate: ServerCertificate | None) -> web.AppRunner:
+        """Begin to answer; the runner's `addresses` say where, its `cleanup` ends it."""
+        app = web.Application(client_max_size=_MOST_BYTES)
+        path = r"/v1/{namespace}/{job}/{node:\d+}/{attempt:\d+}"
+        app.router.add_get(path + "/orders", self._give_orders)
+        app.router.add_put(path + "/report", self._take_report)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, host, port, ssl_context=certificate.context() if certificate else None).start()
+        return runner
+
+    def _set(self, key: PodKey, orders: Orders) -> None:
+        place = self._places.setdefault(key, _Place())
+        text = posts.dump_orders(orders)
+        if text != place.orders:
+            place.orders = text
+            place.changed.set()
+            place.changed = asyncio.Event()
+
+    async def _give_orders(self, request: web.Request) -> web.Response:
+        key = await self._admitted(request)
+        place = self._places.get(key)
+        if place is None:
+            return web.Response(status=404, text="no such Pod is known; ask again")
+        known = request.headers.get(TAG)
+        if _tag(place.orders) == known:
+            try:
+                async with asyncio.timeout(POLL_S):
+                    await place.changed.wait()
+            except TimeoutError:
+                return web.Response(status=204)
+        return web.Response(text=place.orders, headers={TAG: _tag(place.orders)}, content_type="application/json")
+
+    async def _take_report(self, request: web.Request) -> web.Response:
+        key = await self._admitted(request)
+        try:
+            report = posts.parse_report(await request.read())
+        except ValueError:
+            return web.Response(status=400, text="no report")
+        place = self._places.get(key)
+        if place is None:
+            return web.Response(status=404, text="no such Pod is known; ask again")
+        if self._is_worth_writing(place, report):
+            try:
+                await self._write(key, report)
+            except ApiError as error:
+                return web.Response(status=410 if error.is_gone else 503, text=str(error))
+            except LaunchError as error:
+                return web.Response(status=503, text=str(error))
+            place.told, place.told_s = report, self._clock()
+        return web.Response(status=204)
+
+    def _is_worth_writing(self, place: _Place, report: Report) -> bool:
+        told = place.told
+        is_same = told is not None and (told.round, told.phase) == (report.round, report.phase)
+        return not is_same or (told != report and self._clock() - place.told_s >= RESULT_S)
+
+    async def _write(self, key: PodKey, report: Report) -> None:
+        namespace, job, node, attempt = key
+        condition = condition_of(report, self._clock())
+        body = {"status": {"conditions": [condition]}}
+        await self._client.patch(kinds.PODS, namespace, names.pod(job, node, attempt), body, subresource="status")
+
+    async def _admitted(self, request: web.Request) -> PodKey:
+        found = request.match_info
+        key = (found["namespace"], found["job"], int(found["node"]), int(found["attempt"]))
+        shown = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        token = await self._token(key[:2])
+        if token is None or not hmac.compare_digest(shown.encode(), token.encode()):
+            raise web.HTTPForbidden(text="not the token of this job")
+        return key
+
+    async def _token(self, job: tuple[str, str]) -> str | None:
+        """The token of a job that is led by this operator."""
+        uid = self._uids.get(job)
+        if uid is None:
+            return None
+        if self._tokens.get(job, ("", ""))[0] != uid:
+            try:
+                found = await self._client.get(kinds.SECRETS, job[0], names.config(job[1]))
+            except LaunchError:
+                return None
+            self._tokens[job] = (uid, b64decode(found["data"][configs.TOKEN]).decode())
+        return self._tokens[job][1]
+
+
+def condition_of(report: Report, now: float) -> dict[str, str | None]:
+    """What an agent said, as a condition of its Pod."""
+    return {
+        "type": names.AT_GATE,
+        "status": "True" if report.phase in _AT_GATE else "False",
+        "reason": str(report.phase),
+        "message": posts.dump_report(report),
+        "lastProbeTime": None,
+        "lastTransitionTime": times.show(now),
+    }
+
+
+def _tag(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

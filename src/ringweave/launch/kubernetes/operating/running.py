@@ -1,0 +1,196 @@
+"""The operator from begin to end: kopf watches and is told to stop, the queue works, a Lease says who may."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from base64 import b64decode
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import urlsplit
+
+import kopf
+
+from ringweave.launch.kubernetes import names
+from ringweave.launch.kubernetes.api import certificates, connecting, kinds
+from ringweave.launch.kubernetes.api.certificates import ServerCertificate
+from ringweave.launch.kubernetes.api.client import Client
+from ringweave.launch.kubernetes.api.failures import ApiError
+from ringweave.launch.kubernetes.objects.pods import PodSettings
+from ringweave.launch.kubernetes.operating.acting import Actor
+from ringweave.launch.kubernetes.operating.admission import Admission
+from ringweave.launch.kubernetes.operating.controller import Controller
+from ringweave.launch.kubernetes.operating.desk import Desk
+from ringweave.launch.kubernetes.operating.leading import Leader, LeaseSettings
+from ringweave.launch.kubernetes.operating.queueing import Queue
+
+Connect = Callable[[], kopf.ConnectionInfo]
+RENEWALS = 4 / 15
+"""Of the time of a lease, from one renewal to the next."""
+_DESK = "ringweave-operator-desk"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperatorSettings:
+    """What `ringweave operator` is told."""
+
+    lease: LeaseSettings
+    pods: PodSettings = field(default_factory=PodSettings)
+    namespaces: tuple[str, ...] = ()
+    """Whose jobs it leads; empty: those of all."""
+    num_workers: int = 8
+    """Jobs that are looked at at the same time."""
+    desk_host: str = "0.0.0.0"
+    desk_port: int | None = 8443
+    """None: no desk; then agents have to hear from somebody else."""
+    liveness: str | None = None
+    """Where to say that it lives: `http://0.0.0.0:8080/healthz`; None: nowhere."""
+
+
+async def operate(
+    connect: Connect,
+    settings: OperatorSettings,
+    *,
+    client_class: Callable[[Connect], Client] = Client,
+    clock: Callable[[], float] = time.time,
+    ready: asyncio.Event | None = None,
+) -> None:
+    """Lead all jobs until told to stop, by SIGTERM or SIGINT.
+
+    Args:
+        connect: Says where the API server is, and as whom; asked again when credentials end.
+        settings: Of the operator.
+        client_class: Makes the client; tests put something in between.
+        clock: Seconds since 1970.
+        ready: Set when it leads.
+
+    Raises:
+        LostLeaseError: Another operator leads.
+    """
+    async with client_class(connect) as client:
+        leader = Leader(client, settings.lease, clock)
+        await leader.acquire()
+        desk, pods = await _desk(client, settings, clock)
+        actor = Actor(client, pods, clock)
+        admission = Admission(client, pods, clock)
+        controller = Controller(client, actor, admission, clock, listener=desk.note, gone=desk.forget)
+        queue = Queue(controller.reconcile, clock, settings.num_workers)
+        certificate = await _certificate(client, settings) if _is_tls(settings) else None
+        async with contextlib.AsyncExitStack() as stack:
+            if settings.desk_port is not None:
+                runner = await desk.serve(settings.desk_host, settings.desk_port, certificate)
+                stack.push_async_callback(runner.cleanup)
+            if ready is not None:
+                ready.set()
+            await _until_one_ends(leader.keep(), queue.serve(), _watch(connect, settings, queue))
+        await leader.release()
+
+
+async def _until_one_ends(*parts: Any) -> None:
+    """Run them together; when one returns or fails, end the others."""
+    tasks = [asyncio.ensure_future(part) for part in parts]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+async def _watch(connect: Connect, settings: OperatorSettings, queue: Queue) -> None:
+    """Poke the queue for everything that changes; returns when a signal says so."""
+    registry = kopf.OperatorRegistry()
+
+    @kopf.on.login(registry=registry)
+    async def login(**_: Any) -> kopf.ConnectionInfo:
+        return await asyncio.to_thread(connect)
+
+    @kopf.on.event(names.GROUP, names.VERSION, names.PLURAL, registry=registry)
+    async def job_changed(*, namespace: str | None, name: str | None, **_: Any) -> None:
+        queue.poke((str(namespace), str(name)))
+
+    async def object_changed(*, namespace: str | None, labels: kopf.Labels, **_: Any) -> None:
+        queue.poke((str(namespace), labels[names.JOB_LABEL]))
+
+    for plural in ("pods", "configmaps"):
+        kopf.on.event("v1", plural, labels={names.JOB_LABEL: kopf.PRESENT}, registry=registry)(object_changed)
+    await kopf.operator(
+        registry=registry,
+        settings=_kopf_settings(),
+        standalone=True,
+        clusterwide=not settings.namespaces,
+        namespaces=settings.namespaces,
+        liveness_endpoint=settings.liveness,
+    )
+
+
+def _kopf_settings() -> kopf.OperatorSettings:
+    """Kopf watches for us; it posts no events and writes into no object."""
+    settings = kopf.OperatorSettings()
+    settings.posting.enabled = False
+    settings.watching.server_timeout = 270
+    settings.watching.reconnect_backoff = 0.1
+    return settings
+
+
+async def _desk(client: Client, settings: OperatorSettings, clock: Callable[[], float]) -> tuple[Desk, PodSettings]:
+    desk = Desk(client, clock)
+    if not _is_tls(settings):
+        return desk, settings.pods
+    certificate = await _certificate(client, settings)
+    return desk, replace(settings.pods, desk_authority=certificate.certificate)
+
+
+def _is_tls(settings: OperatorSettings) -> bool:
+    return settings.desk_port is not None and settings.pods.desk.startswith("https:")
+
+
+async def _certificate(client: Client, settings: OperatorSettings) -> ServerCertificate:
+    """The desk's certificate, the same for all operators, one after another: Pods know it from when they were made."""
+    namespace = settings.lease.namespace
+    host = urlsplit(settings.pods.desk).hostname or ""
+    made = certificates.issue([host], datetime.now(UTC))
+    body = {
+        "metadata": {"name": _DESK, "namespace": namespace},
+        "type": "kubernetes.io/tls",
+        "stringData": {"tls.crt": made.certificate, "tls.key": made.key},
+    }
+    try:
+        await client.create(kinds.SECRETS, namespace, body)
+    except ApiError as error:
+        if not error.is_taken:
+            raise
+    found = (await client.get(kinds.SECRETS, namespace, _DESK))["data"]
+    texts = {key: b64decode(found[key]).decode() for key in ("tls.crt", "tls.key")}
+    return ServerCertificate(certificate=texts["tls.crt"], key=texts["tls.key"])
+
+
+def quiet() -> None:
+    """Kopf tells much of what it does; of that only what went wrong."""
+    logging.getLogger("kopf").setLevel(logging.WARNING)
+
+
+def settings_of(given: Mapping[str, Any], *, identity: str) -> OperatorSettings:
+    """The settings that the command line makes."""
+    return OperatorSettings(
+        lease=LeaseSettings(
+            namespace=given["lease_namespace"],
+            identity=identity,
+            duration_s=given["lease_s"],
+            renew_s=given["lease_s"] * RENEWALS,
+        ),
+        pods=PodSettings(image=given["image"], gpu_resource=given["gpu_resource"], desk=given["desk"]),
+        namespaces=tuple(given["namespaces"]),
+        num_workers=given["workers"],
+        desk_port=None if given["no_desk"] else given["desk_port"],
+        liveness=given["liveness"],
+    )
+
+
+def connector(environ: Mapping[str, str], context: str | None) -> Connect:
+    """Finds the API server anew whenever it is asked, since tokens change."""
+    return lambda: connecting.connection(environ, context=context)

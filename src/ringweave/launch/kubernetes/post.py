@@ -1,0 +1,132 @@
+"""The post of a group agent in a Pod: the operator's desk, asked in long questions by a thread of its own."""
+
+import http.client
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from ringweave.launch.groups import posts
+from ringweave.launch.groups.posts import Orders, Post, Report
+
+TAG = "X-Ringweave-Orders"
+_LONGEST_S = 60.0
+"""The desk answers within 25 s."""
+RETRY_S = 0.5
+"""Before a desk that cannot be reached is tried again."""
+LAST_S = 10.0
+"""How long the last report is tried for; the kubelet tells it as well."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Desk:
+    """Where the desk is, and how an agent shows whose it is."""
+
+    url: str
+    group: str
+    """`NAMESPACE/JOB/NODE/ATTEMPT`."""
+    token: str
+    authority: str = ""
+    """The certificate that the desk shows, as PEM; empty where it is reached without TLS."""
+
+    def ask(self, method: str, what: str, body: str | None = None, tag: str = "") -> tuple[int, str, str]:
+        """Status, text and tag of the answer.
+
+        Raises:
+            OSError: Nobody answers.
+            http.client.HTTPException: Somebody answers who is no desk.
+        """
+        place = urlsplit(self.url)
+        host, port = place.hostname or "", place.port or 443
+        connection: http.client.HTTPConnection
+        if place.scheme == "https":
+            context = ssl.create_default_context(cadata=self.authority)
+            connection = http.client.HTTPSConnection(host, port, timeout=_LONGEST_S, context=context)
+        else:
+            connection = http.client.HTTPConnection(host, port, timeout=_LONGEST_S)
+        headers = {"Authorization": f"Bearer {self.token}", **({TAG: tag} if tag else {})}
+        try:
+            connection.request(method, f"/v1/{self.group}/{what}", body=body, headers=headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode(), answer.headers.get(TAG, "")
+        finally:
+            connection.close()
+
+
+class DeskPost(Post):
+    """Keeps the newest orders at hand, and brings reports to the desk without waiting for it, but for the last one."""
+
+    def __init__(self, desk: Desk, last_words: Path | None, sleep: Callable[[float], None] = time.sleep) -> None:
+        """Asks once `begin` was called.
+
+        Args:
+            desk: The operator's.
+            last_words: Where the kubelet reads what a container says last; None: nowhere.
+            sleep: Waits before the desk is tried again.
+        """
+        self._desk, self._last_words, self._sleep = desk, last_words, sleep
+        self._orders = Orders(round=0)
+        self._changed = threading.Event()
+        self._report: Report | None = None
+        self._news = threading.Condition()
+
+    def begin(self) -> None:
+        """Ask for orders and bring reports from now on."""
+        threading.Thread(target=self._ask_on, name="orders", daemon=True).start()
+        threading.Thread(target=self._report_on, name="reports", daemon=True).start()
+
+    def orders(self) -> Orders:
+        """The last that were heard; none at first."""
+        return self._orders
+
+    def tell(self, report: Report) -> None:
+        """Have it brought to the desk; one that is the last also to where the kubelet finds it."""
+        with self._news:
+            self._report = report
+            self._news.notify_all()
+        if report.phase.is_alive:
+            return
+        if self._last_words is not None:
+            self._last_words.write_text(posts.dump_report(report), encoding="utf-8")
+        with self._news:
+            self._news.wait_for(lambda: self._report is None, LAST_S)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until orders change, or so long."""
+        self._changed.wait(timeout_s)
+        self._changed.clear()
+
+    def _ask_on(self) -> None:
+        tag = ""
+        while not self._orders.leave:
+            status, text, new_tag = self._ask("GET", "orders", tag=tag)
+            if status == 200:
+                tag, self._orders = new_tag, posts.parse_orders(text)
+                self._changed.set()
+            elif status != 204:
+                self._sleep(RETRY_S)
+
+    def _report_on(self) -> None:
+        """Bring the newest report, and leave out what it replaced while the desk could not be reached."""
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: self._report is not None)
+                report = self._report
+            assert report is not None
+            status, _, _ = self._ask("PUT", "report", posts.dump_report(report))
+            if status not in (204, 410):
+                self._sleep(RETRY_S)
+                continue
+            with self._news:
+                if self._report is report:
+                    self._report = None
+                    self._news.notify_all()
+
+    def _ask(self, method: str, what: str, body: str | None = None, tag: str = "") -> tuple[int, str, str]:
+        try:
+            return self._desk.ask(method, what, body, tag)
+        except (OSError, http.client.HTTPException):
+            return 503, "", ""

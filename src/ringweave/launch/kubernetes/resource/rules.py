@@ -1,0 +1,73 @@
+"""Rules in CEL that refuse illegal requests in the API server itself, before anything is stored.
+
+The split without sorting: a total N is feasible on capacities c with at least m on each used node iff N >= m and the
+K = N div m largest usable capacities sum to at least N: more than K nodes would get less than m each. The sum of the K
+largest of c is the smallest of K t + sum(max(c - t, 0)) over t among c and 0, so N has to be at most each of these.
+"""
+
+from typing import Any
+
+from ringweave.jobs.requests.request import RESERVED
+from ringweave.launch.kubernetes.resource.fields import FIXED
+
+Rule = dict[str, Any]
+
+_TOTAL = "(has(self.gpus) ? self.gpus : has(self.cpuWorkers) ? self.cpuWorkers : 0)"
+_USABLE = "self.nodes.filter(n, n.capacity >= self.minPerNode)"
+_ROOM = f"{_USABLE}.map(n, n.capacity).sum()"
+_ROOM_OF_LARGEST = (
+    f"{_USABLE}.all(t, {_TOTAL} <= ({_TOTAL} / self.minPerNode) * t.capacity + "
+    f"{_USABLE}.map(n, n.capacity > t.capacity ? n.capacity - t.capacity : 0).sum())"
+)
+OPTIONAL = ("gpus", "cpuWorkers", "source", "directory", "data", "image", "ttlSecondsAfterFinished", "managedBy")
+
+
+def of_spec() -> list[Rule]:
+    """Rules of the whole spec, in the order in which people should read them."""
+    return [
+        _rule("has(self.gpus) != has(self.cpuWorkers)", "write either gpus or cpuWorkers, not both and not neither"),
+        _rule(
+            f"{_TOTAL} >= self.minPerNode",
+            "the total is less than one used node gets at least: ask for more, or lower minPerNode",
+            reads=f"'a total of ' + string({_TOTAL}) + ' is less than the ' + string(self.minPerNode) + ' that a used "
+            "node gets at least: ask for ' + string(self.minPerNode) + ' or more, or lower minPerNode'",
+        ),
+        _rule(
+            f"{_TOTAL} <= {_ROOM}",
+            "the nodes have not enough room in all: ask for less, add a node or raise a capacity",
+            reads=f"'a total of ' + string({_TOTAL}) + ' is more than the ' + string({_ROOM}) + ' that the nodes with "
+            "room for at least ' + string(self.minPerNode) + ' can run: ask for less, add a node or raise a capacity'",
+        ),
+        _rule(
+            # Where all usable nodes may take part their room in all is what counts, and that is the rule before.
+            f"{_TOTAL} < self.minPerNode || {_TOTAL} / self.minPerNode >= {_USABLE}.size() || {_ROOM_OF_LARGEST}",
+            "no split gives every used node minPerNode: as many nodes as are needed would get too few each; "
+            "ringweave split names the nearest totals that can be",
+        ),
+        _rule(
+            "!(has(self.source) && has(self.directory))",
+            "source and directory exclude each other: with a directory the image has the script",
+        ),
+        _rule(
+            " && ".join(f"has(self.{name}) == has(oldSelf.{name})" for name in OPTIONAL),
+            "a field that was absent stays absent, one that was there stays: delete the job and submit it anew",
+        ),
+        _rule("self.stopRun >= oldSelf.stopRun && self.retryRun >= oldSelf.retryRun", "stopRun and retryRun only grow"),
+        _rule("!has(oldSelf.requester) || has(self.requester)", "the requester stays"),
+    ]
+
+
+def of_field(name: str) -> list[Rule]:
+    """Rules of one field of the spec."""
+    found = []
+    if name in FIXED:
+        found.append(_rule("self == oldSelf", f"{name} cannot change: delete the job and submit it anew"))
+    if name == "environment":
+        reserved = f"!self.exists(v, v.name.startsWith('{RESERVED}'))"
+        found.append(_rule(reserved, f"a variable begins with {RESERVED}: those are set by the launcher"))
+    return found
+
+
+def _rule(rule: str, message: str, *, reads: str | None = None) -> Rule:
+    """A rule, its message, and where it helps an expression for a message with the numbers in it."""
+    return {"rule": rule, "message": message, **({"messageExpression": reads} if reads else {})}

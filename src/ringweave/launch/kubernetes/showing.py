@@ -1,0 +1,67 @@
+"""A TrainingJob as the commands show it, also one that the operator has not admitted yet, or has refused."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ringweave.errors import JobError, explain
+from ringweave.files.problems import closest
+from ringweave.jobs.life import records
+from ringweave.jobs.life.records import Job
+from ringweave.jobs.life.states import JobState, Reason
+from ringweave.launch.kubernetes.resource import reading, times
+from ringweave.launch.kubernetes.resource.definition import REFUSED
+from ringweave.launch.services import views
+from ringweave.launch.services.service import LogQuery
+from ringweave.launch.services.views import EventView, JobView
+
+Resource = Mapping[str, Any]
+PLACE = "kubernetes"
+
+
+def view(resource: Resource, now: float, *, with_events: bool = False) -> JobView:
+    """What users see of it."""
+    events = resource.get("status", {}).get("events", ()) if with_events else ()
+    shown = [EventView(time_s=times.parse(each["time"]), kind=each["kind"], text=each["text"]) for each in events]
+    metadata = resource["metadata"]
+    namespace, name = metadata["namespace"], metadata["name"]
+    files = f"kubectl -n {namespace} get pods,configmaps -l ringweave.dev/job={name}"
+    return views.view(job_of(resource, now), place=PLACE, events=shown, files=files)
+
+
+def job_of(resource: Resource, now: float) -> Job:
+    """The job; of one without a record, one that waits for the operator, or that it refused."""
+    known = reading.job_of(resource)
+    if known is not None:
+        return known
+    request = reading.request_of(resource)
+    counts = request.split.counts or (0,) * len(request.nodes)
+    metadata, status = resource["metadata"], resource.get("status", {})
+    created_s = times.parse(metadata["creationTimestamp"]) if "creationTimestamp" in metadata else now
+    job = records.new_job(request, requester=reading.requester_of(resource), counts=counts, now=created_s)
+    if status.get("state") == REFUSED:
+        why = Reason(code=status["reason"], text=status["message"], helps="Mend that; the operator looks again")
+        return replace(job, record=replace(job.record, state=JobState.FAILED, reason=why))
+    leads = resource["spec"].get("managedBy") or "the operator"
+    why = Reason(
+        code="NotAdmitted",
+        text=f"waits for {leads} to admit it",
+        helps="See whether it runs: kubectl -n ringweave-system get pods",
+    )
+    return replace(job, record=replace(job.record, reason=why))
+
+
+def check_query(job: Job, which: LogQuery) -> None:
+    """Refuse logs of a node or a rank that the job has not.
+
+    Raises:
+        JobError: There is none such.
+    """
+    names = [job.node_name(node) for node in job.used_nodes]
+    if which.node is not None and which.node not in names:
+        do = closest(which.node, names) or "Leave --node out for all of them"
+        raise JobError(explain("node", got=which.node, expected=f"one of {', '.join(names)}", do=do, where="--node"))
+    if which.rank is not None and not 0 <= which.rank < job.request.num_workers:
+        expected = f"0 to {job.request.num_workers - 1}"
+        do = "Leave --rank out for all of them"
+        raise JobError(explain("rank", got=which.rank, expected=expected, do=do, where="--rank"))

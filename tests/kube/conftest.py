@@ -1,0 +1,217 @@
+"""One suite for any API server: `make test-kube KUBECONFIG=...`. Without one it runs against the fake.
+
+It needs an API server alone: it plays the kubelet itself, wants no controller, and leaves its namespace behind empty.
+"""
+
+import asyncio
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from ringweave.launch.kubernetes import names
+from ringweave.launch.kubernetes.api import connecting, kinds
+from ringweave.launch.kubernetes.api.client import Client, Object
+from ringweave.launch.kubernetes.api.failures import ApiError
+from ringweave.launch.kubernetes.resource.definition import definition
+from ringweave.testing.kubernetes.cluster import FakeCluster
+from ringweave.testing.kubernetes.kubelet import PlayedKubelet
+
+SOON_S = 90.0
+_Result = TypeVar("_Result")
+
+
+class Kube:
+    """An API server, a namespace of its own, and a kubelet that the test plays."""
+
+    def __init__(self, kubeconfig: Path, namespace: str) -> None:
+        self.kubeconfig, self.namespace = kubeconfig, namespace
+        self._runner = asyncio.Runner()
+        self.environ = {**os.environ, "KUBECONFIG": str(kubeconfig)}
+        self.client = Client(lambda: connecting.connection(self.environ))
+        self.run(self.client.__aenter__())
+        self.kubelet = PlayedKubelet(self.client, namespace)
+
+    def run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        return self._runner.run(work)
+
+    def close(self) -> None:
+        self.run(self.client.__aexit__(None, None, None))
+        self._runner.close()
+
+    def job(self, name: str) -> Object | None:
+        try:
+            return self.run(self.client.get(kinds.TRAINING_JOBS, self.namespace, name))
+        except ApiError as error:
+            if error.is_gone:
+                return None
+            raise
+
+    def submit(self, name: str, **spec: Any) -> Object:
+        whole = {key: value for key, value in {**a_spec(), **spec}.items() if value is not None}
+        body = {"metadata": {"name": name, "namespace": self.namespace}, "spec": whole}
+        return self.run(self.client.create(kinds.TRAINING_JOBS, self.namespace, body))
+
+    def change(self, name: str, **spec: Any) -> Object:
+        return self.run(self.client.patch(kinds.TRAINING_JOBS, self.namespace, name, {"spec": spec}))
+
+    def remove(self, name: str) -> None:
+        self.run(self.client.delete(kinds.TRAINING_JOBS, self.namespace, name))
+
+    def pods(self, name: str) -> dict[tuple[int, int], Object]:
+        return self.run(self.kubelet.pods(name))
+
+    def left(self, name: str) -> list[str]:
+        """Everything of a job that is there."""
+        selector = f"{names.JOB_LABEL}={name}"
+        of_job = (kinds.PODS, kinds.CONFIG_MAPS, kinds.SECRETS, kinds.SERVICES)
+        found = [
+            f"{kind.kind}/{item['metadata']['name']}"
+            for kind in of_job
+            for item in self.run(self.client.list(kind, self.namespace, labelSelector=selector))
+        ]
+        return found + ([f"{names.KIND}/{name}"] if self.job(name) else [])
+
+    def play(
+        self, name: str, until: Callable[[], bool], *, hold: frozenset[int] = frozenset(), steps: bool = True
+    ) -> None:
+        """Let Pods take their steps until the test sees what it waits for."""
+        deadline_s = time.monotonic() + SOON_S
+        while True:
+            if steps:
+                self.run(self.kubelet.step(name, hold=hold))
+            if until():
+                return
+            if time.monotonic() > deadline_s:
+                pytest.fail(f"not in {SOON_S} s: job {self.job(name)}, pods {list(self.pods(name))}")
+            time.sleep(0.02)
+
+    def in_state(self, name: str, *states: str) -> Callable[[], bool]:
+        return lambda: ((self.job(name) or {}).get("status") or {}).get("state") in states
+
+    def kubectl(self, *arguments: str, check: bool = True) -> str:
+        home = str(self.kubeconfig.parent)
+        done = subprocess.run(
+            ["kubectl", "--kubeconfig", str(self.kubeconfig), "-n", self.namespace, *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=SOON_S,
+            env={**self.environ, "HOME": home},
+        )
+        assert done.returncode == 0 or not check, done.stderr
+        return done.stdout + done.stderr
+
+
+def a_spec() -> dict[str, Any]:
+    """15 on (10, 5), by somebody who may do everything."""
+    return {
+        "gpus": 15,
+        "script": "train.py",
+        "source": "print('hello')\n",
+        "image": "example/train:1",
+        "requester": {"username": "somebody", "groups": ["system:masters"]},
+        "nodes": [{"name": "n0", "capacity": 10}, {"name": "n1", "capacity": 5}],
+    }
+
+
+@pytest.fixture(scope="session")
+def kubeconfig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    given = request.config.getoption("--kubeconfig")
+    if given:
+        yield Path(given).absolute()
+        return
+    with FakeCluster(bookmark_s=1.0) as cluster:
+        yield cluster.kubeconfig(tmp_path_factory.mktemp("kube") / "config")
+
+
+@pytest.fixture(scope="session")
+def kube(kubeconfig: Path) -> Iterator[Kube]:
+    """With the resource defined and a namespace made; nothing of it is left in the end."""
+    kube = Kube(kubeconfig, f"ringweave-test-{secrets.token_hex(4)}")
+    _define(kube)
+    for kind, where, name in (
+        (kinds.NAMESPACES, None, kube.namespace),
+        # Made by a controller elsewhere; Pods are refused without it.
+        (kinds.Kind(api_version="v1", kind="ServiceAccount", plural="serviceaccounts"), kube.namespace, "default"),
+    ):
+        try:
+            kube.run(kube.client.create(kind, where, {"metadata": {"name": name}}))
+        except ApiError as error:
+            if not error.is_taken:
+                raise
+    yield kube
+    kube.run(kube.client.delete(kinds.NAMESPACES, None, kube.namespace))
+    kube.close()
+
+
+def _define(kube: Kube) -> None:
+    wanted = definition()
+    name = wanted["metadata"]["name"]
+    try:
+        kube.run(kube.client.create(kinds.DEFINITIONS, None, wanted))
+    except ApiError as error:
+        if not error.is_taken:
+            raise
+        known = kube.run(kube.client.get(kinds.DEFINITIONS, None, name))
+        kube.run(kube.client.replace(kinds.DEFINITIONS, None, {**known, "spec": wanted["spec"]}))
+
+    def established() -> bool:
+        conditions = kube.run(kube.client.get(kinds.DEFINITIONS, None, name)).get("status", {}).get("conditions", ())
+        return any(item["type"] == "Established" and item["status"] == "True" for item in conditions)
+
+    deadline_s = time.monotonic() + SOON_S
+    while not established():
+        assert time.monotonic() < deadline_s, "the resource is not established"
+        time.sleep(0.05)
+    # Established is said before it is served everywhere.
+    while True:
+        try:
+            kube.run(kube.client.list(kinds.TRAINING_JOBS, "default"))
+        except ApiError:
+            assert time.monotonic() < deadline_s, "the resource is not served"
+            time.sleep(0.05)
+        else:
+            return
+
+
+class Operator:
+    """`ringweave operator` as a process."""
+
+    def __init__(self, kube: Kube, log: Path) -> None:
+        self._kube, self._log = kube, log
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "ringweave", "operator", "--namespace", self._kube.namespace, "--no-desk"]
+        command += ["--lease-namespace", self._kube.namespace, "--identity", "test", "-v", "--lease-s", "600"]
+        with self._log.open("ab") as log:
+            return subprocess.Popen(command, env=self._kube.environ, stdout=log, stderr=log)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(SOON_S)
+
+    def restart(self) -> None:
+        self.process = self._start()
+
+    def stop(self) -> int:
+        self.process.terminate()
+        return self.process.wait(SOON_S)
+
+
+@pytest.fixture(scope="session")
+def operator(kube: Kube, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
+    log = tmp_path_factory.mktemp("operator") / "log"
+    operator = Operator(kube, log)
+    yield operator
+    exit_code = operator.stop()
+    text = log.read_text()
+    assert exit_code == 0, text
+    assert "a bug of ours" not in text, text

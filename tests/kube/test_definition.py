@@ -1,0 +1,160 @@
+"""The resource as the API server holds it: defaults, what it refuses and in which words, and `kubectl explain`."""
+
+import random
+import shutil
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from ringweave.jobs import splitting
+from ringweave.launch.kubernetes import names
+from ringweave.launch.kubernetes.api import kinds
+from ringweave.launch.kubernetes.api.client import Object
+from ringweave.launch.kubernetes.api.failures import ApiError
+from tests.kube.conftest import Kube, a_spec
+
+NODE = {"name": "n0", "capacity": 10}
+ILLEGAL: Mapping[str, tuple[dict[str, Any], str]] = {
+    "no total": ({"gpus": None}, "either gpus or cpuWorkers"),
+    "two totals": ({"cpuWorkers": 3}, "either gpus or cpuWorkers"),
+    "too few for a ring": ({"gpus": 2}, "a total of 2 is less than the 3 that a used node gets at least"),
+    "no room": ({"gpus": 16}, "a total of 16 is more than the 15"),
+    "only small nodes": ({"gpus": 3, "nodes": [{**NODE, "capacity": 2}]}, "a total of 3 is more than the 0"),
+    "no split": ({"gpus": 11, "minPerNode": 6, "nodes": [NODE, {"name": "b", "capacity": 10}]}, "no split gives every"),
+    "no nodes": ({"nodes": []}, "spec.nodes"),
+    "nodes missing": ({"nodes": None}, "spec.nodes: Required value"),
+    "a name twice": ({"nodes": [NODE, NODE]}, "Duplicate value"),
+    "a node's name": ({"nodes": [{**NODE, "name": "No"}]}, r"spec.nodes\[0\].name"),
+    "a node's name too long": ({"nodes": [{**NODE, "name": "n" * 64}]}, r"spec.nodes\[0\].name: Too long"),
+    "capacity": ({"nodes": [{**NODE, "capacity": -1}]}, r"spec.nodes\[0\].capacity"),
+    "capacity as text": ({"nodes": [{**NODE, "capacity": "10"}]}, r"must be of type integer"),
+    "retries": ({"nodes": [{**NODE, "maxRetries": -1}]}, r"spec.nodes\[0\].maxRetries"),
+    "policy": ({"nodes": [{**NODE, "deletionPolicy": "perhaps"}]}, "supported values"),
+    "mode": ({"mode": "fast"}, "supported values"),
+    "ttl": ({"ttlSecondsAfterFinished": -1}, "spec.ttlSecondsAfterFinished"),
+    "no script": ({"script": ""}, "spec.script"),
+    "script on two lines": ({"script": "a\nb"}, "spec.script"),
+    "a reserved variable": ({"environment": [{"name": "RINGWEAVE_X", "value": "1"}]}, "begins with RINGWEAVE_"),
+    "a variable's name": ({"environment": [{"name": "1X", "value": "1"}]}, r"spec.environment\[0\].name"),
+    "a variable twice": ({"environment": [{"name": "X", "value": "1"}] * 2}, "Duplicate value"),
+    "source and directory": ({"directory": "/app"}, "source and directory exclude each other"),
+    "minimum": ({"minPerNode": 0}, "spec.minPerNode"),
+}
+
+
+def dry(kube: Kube, name: str, spec: Mapping[str, Any], **params: str) -> Object:
+    body = {"metadata": {"name": name}, "spec": {key: value for key, value in spec.items() if value is not None}}
+    return kube.run(kube.client.create(kinds.TRAINING_JOBS, kube.namespace, body, dryRun="All", **params))
+
+
+def test_defaults_are_filled_in(kube: Kube) -> None:
+    spec = dry(kube, "defaults", a_spec())["spec"]
+    assert spec["nodes"][1] == {"name": "n1", "capacity": 5, "maxRetries": 3, "deletionPolicy": "delete"}
+    told = {key: spec[key] for key in ("minPerNode", "mode", "suspend", "stopRun", "retryRun", "arguments")}
+    assert told == {
+        "minPerNode": 3,
+        "mode": "auto",
+        "suspend": False,
+        "stopRun": 0,
+        "retryRun": 0,
+        "arguments": [],
+    }
+
+
+def test_an_unknown_field_is_pruned_or_refused(kube: Kube) -> None:
+    assert "gpu" not in dry(kube, "pruned", {**a_spec(), "gpu": 3})["spec"]
+    with pytest.raises(ApiError, match=r'unknown field "spec\.gpu"'):
+        dry(kube, "pruned", {**a_spec(), "gpu": 3}, fieldValidation="Strict")
+
+
+@pytest.mark.parametrize("case", ILLEGAL)
+def test_an_illegal_request_is_refused_before_it_is_stored(kube: Kube, case: str) -> None:
+    changes, text = ILLEGAL[case]
+    with pytest.raises(ApiError, match=text) as caught:
+        dry(kube, "illegal", {**a_spec(), **changes})
+    assert caught.value.status == 422
+
+
+@pytest.mark.parametrize("name", ["Text", "1text", "text-", "a" * 41, "te.xt"])
+def test_an_illegal_name_is_refused(kube: Kube, name: str) -> None:
+    with pytest.raises(ApiError, match=r"metadata\.name"):
+        dry(kube, name, a_spec())
+
+
+def cases() -> Iterator[tuple[int, list[int], int]]:
+    generator = random.Random(7)
+    for _ in range(60):
+        capacities = [generator.randint(0, 9) for _ in range(generator.randint(1, 5))]
+        yield generator.randint(1, sum(capacities) + 2), capacities, generator.choice([1, 2, 3, 3, 4])
+
+
+def is_accepted(kube: Kube, spec: Mapping[str, Any]) -> bool:
+    try:
+        dry(kube, "feasible", spec)
+    except ApiError as error:
+        if error.status != 422:
+            raise
+        return False
+    return True
+
+
+def test_the_server_accepts_just_what_can_be_split(kube: Kube) -> None:
+    for total, capacities, least in cases():
+        nodes = [{"name": f"n{index}", "capacity": capacity} for index, capacity in enumerate(capacities)]
+        expected = splitting.split(total, capacities, min_per_node=least).is_feasible
+        spec = {**a_spec(), "gpus": total, "nodes": nodes, "minPerNode": least}
+        assert is_accepted(kube, spec) is expected, (total, capacities, least)
+
+
+def test_the_largest_legal_list_of_nodes_is_checked_within_the_servers_budget(
+    kube: Kube, request: pytest.FixtureRequest
+) -> None:
+    # The fake has no budget, and takes seconds where a real server takes milliseconds.
+    num_nodes = 128 if request.config.getoption("--kubeconfig") else 24
+    nodes = [{"name": f"n{index}", "capacity": 3 + index % 7} for index in range(num_nodes)]
+    total = 3 * (num_nodes - 4)  # fewer nodes than there are may be used, so the rule has to look at all of them
+    assert dry(kube, "large", {**a_spec(), "gpus": total, "nodes": nodes})["spec"]["gpus"] == total
+
+
+def test_what_was_asked_for_never_changes(kube: Kube) -> None:
+    kube.submit("fixed", managedBy="somebody/else")
+    for change, text in (
+        ({"gpus": 12}, "gpus cannot change"),
+        ({"gpus": None, "cpuWorkers": 15}, "absent stays absent"),
+        ({"ttlSecondsAfterFinished": 5}, "absent stays absent"),
+        ({"nodes": [{**NODE, "capacity": 15}]}, "nodes cannot change"),
+        ({"requester": {"username": "another"}}, "requester cannot change"),
+        ({"requester": None}, "the requester stays"),
+    ):
+        with pytest.raises(ApiError, match=text):
+            kube.change("fixed", **change)
+    assert kube.change("fixed", suspend=True, stopRun=1, retryRun=1)["spec"]["stopRun"] == 1
+    with pytest.raises(ApiError, match="only grow"):
+        kube.change("fixed", stopRun=0)
+    kube.remove("fixed")
+
+
+def test_every_field_is_described(kube: Kube) -> None:
+    path = f"/openapi/v3/apis/{names.API_VERSION}"
+    schemas = kube.run(kube.client.request("GET", path))["components"]["schemas"]
+    ours = next(schema for name, schema in schemas.items() if name.endswith(f".{names.KIND}"))
+
+    def undescribed(schema: Mapping[str, Any], where: str) -> Iterator[str]:
+        for key, field in schema.get("properties", {}).items():
+            if "description" not in field:
+                yield f"{where}.{key}"
+            yield from undescribed(field.get("items", field), f"{where}.{key}")
+
+    for part in ("spec", "status"):
+        assert ours["properties"][part]["description"]
+        assert list(undescribed(ours["properties"][part], part)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl")
+def test_kubectl_explains_it(kube: Kube) -> None:
+    told = kube.kubectl("explain", "tj.spec.nodes")
+    for text in ("TrainingJob", "maxRetries", "How often its Pod is replaced", "capacity", "-required-"):
+        assert text in told
+    assert "the split takes the fewest" in " ".join(told.split())

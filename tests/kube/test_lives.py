@@ -1,0 +1,261 @@
+"""Jobs from submit to their end, led by `ringweave operator` as a process of its own."""
+
+import asyncio
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from ruamel.yaml import YAML
+
+from ringweave.jobs.life.observing import Cause, Phase
+from ringweave.launch.kubernetes import names
+from ringweave.launch.kubernetes.api import kinds
+from ringweave.launch.kubernetes.api.failures import ApiError
+from ringweave.launch.kubernetes.objects import configs, seeing
+from ringweave.launch.kubernetes.resource import times
+from tests.kube.conftest import Kube, Operator, a_spec
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def end_all(kube: Kube, name: str) -> None:
+    for pod in kube.pods(name).values():
+        kube.run(kube.kubelet.succeed(pod))
+
+
+def status(kube: Kube, name: str) -> dict:
+    job = kube.job(name)
+    assert job is not None
+    return job["status"]
+
+
+def is_gone(kube: Kube, name: str):
+    return lambda: kube.left(name) == []
+
+
+def test_a_job_runs_and_is_deleted(kube: Kube, operator: Operator) -> None:
+    kube.submit("runs", nodes=[{"name": "n0", "capacity": 10, "deletionPolicy": "keep"}, {"name": "n1", "capacity": 5}])
+    kube.play("runs", lambda: len(kube.pods("runs")) == 2, steps=False)
+    config = kube.run(kube.client.get(kinds.CONFIG_MAPS, kube.namespace, names.config("runs")))
+    assert [(node.name, node.workers) for node in configs.config_of(config["data"]).nodes] == [("n0", 10), ("n1", 5)]
+    assert config["data"][configs.SCRIPT] == "print('hello')\n"
+    assert configs.OPENING not in config["data"]
+    service = kube.run(kube.client.get(kinds.SERVICES, kube.namespace, "runs"))
+    assert service["spec"]["clusterIP"] == "None"
+    pod = kube.pods("runs")[0, 1]
+    assert pod["spec"]["automountServiceAccountToken"] is False
+    assert pod["spec"]["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "10"}
+
+    kube.play("runs", lambda: status(kube, "runs").get("ready") == "1/2", hold=frozenset({1}))
+    told = status(kube, "runs")
+    assert told["state"] == "Pending"
+    assert "node n1" in told["message"]
+    config = kube.run(kube.client.get(kinds.CONFIG_MAPS, kube.namespace, names.config("runs")))
+    assert configs.OPENING not in config["data"], "the gate opened before all were ready"
+
+    kube.play("runs", kube.in_state("runs", "Running"))
+    told = status(kube, "runs")
+    conditions = {item["type"]: item["status"] for item in told["conditions"]}
+    assert conditions == {
+        "Admitted": "True",
+        "Running": "True",
+        "Suspended": "False",
+        "Succeeded": "False",
+        "Failed": "False",
+    }
+    assert told["observedGeneration"] == 1
+    opening = configs.opening_of(kube.run(kube.client.get(kinds.CONFIG_MAPS, kube.namespace, names.config("runs"))))
+    assert opening is not None
+    assert (opening.round, opening.meeting.host, opening.meeting.port) == (1, "10.0.1.0", 29500)
+    assert set(opening.addresses) == {"n0", "n1"}
+
+    end_all(kube, "runs")
+    kube.play("runs", lambda: kube.in_state("runs", "Succeeded")() and set(kube.pods("runs")) == {(0, 1)})
+    nodes = status(kube, "runs")["nodes"]
+    assert [(node["iterations"], node["lastLoss"]) for node in nodes] == [(100, 1.5), (100, 1.5)]
+    kube.remove("runs")
+    kube.play("runs", is_gone(kube, "runs"))
+
+
+def test_a_failed_node_alone_is_replaced_and_all_gather_again(kube: Kube, operator: Operator) -> None:
+    kube.submit("fails")
+    kube.play("fails", kube.in_state("fails", "Running"))
+    before = {key: pod["metadata"]["uid"] for key, pod in kube.pods("fails").items()}
+    kube.run(kube.kubelet.fail(kube.pods("fails")[1, 1], Cause.PLACE, text="killed by SIGKILL"))
+    kube.play("fails", lambda: (1, 2) in kube.pods("fails"))
+    kube.play("fails", kube.in_state("fails", "Running"))
+    pods = kube.pods("fails")
+    assert set(pods) == {(0, 1), (1, 2)}
+    assert pods[0, 1]["metadata"]["uid"] == before[0, 1]
+    assert seeing.round_of(pods[0, 1]) == seeing.round_of(pods[1, 2]) == 2
+    assert [node["retries"] for node in status(kube, "fails")["nodes"]] == [0, 1]
+    kube.run(kube.kubelet.fail(pods[0, 1], Cause.PROGRAM, exit_code=1, text="raised ValueError: no"))
+    kube.play("fails", kube.in_state("fails", "Failed"))
+    told = status(kube, "fails")
+    assert (told["reason"], told["nodes"][0]["retries"]) == ("ProgramFailed", 0)
+    assert "ValueError" in told["message"]
+    assert kube.kubelet.broken_rules == []
+    kube.remove("fails")
+    kube.play("fails", is_gone(kube, "fails"))
+
+
+def test_a_pod_that_vanishes_is_replaced(kube: Kube, operator: Operator) -> None:
+    kube.submit("loses")
+    kube.play("loses", kube.in_state("loses", "Running"))
+    kube.run(kube.client.delete(kinds.PODS, kube.namespace, names.pod("loses", 0, 1)))
+    kube.play("loses", lambda: (0, 2) in kube.pods("loses"))
+    kube.play("loses", kube.in_state("loses", "Running"))
+    assert status(kube, "loses")["nodes"][0]["retries"] == 1
+    kube.remove("loses")
+    kube.play("loses", is_gone(kube, "loses"))
+
+
+def test_suspended_and_resumed(kube: Kube, operator: Operator) -> None:
+    kube.submit("waits", suspend=True)
+    kube.play("waits", kube.in_state("waits", "Suspended"))
+    assert kube.left("waits") == [f"{names.KIND}/waits"]
+    kube.change("waits", suspend=False)
+    kube.play("waits", kube.in_state("waits", "Running"))
+    kube.change("waits", suspend=True)
+    kube.play("waits", lambda: kube.in_state("waits", "Suspended")() and kube.pods("waits") == {})
+    told = status(kube, "waits")
+    assert told["observedGeneration"] == 3
+    kube.change("waits", suspend=False)
+    kube.play("waits", kube.in_state("waits", "Running"))
+    assert [node["retries"] for node in status(kube, "waits")["nodes"]] == [0, 0]
+    kube.remove("waits")
+    kube.play("waits", is_gone(kube, "waits"))
+
+
+def test_stopped_kept_and_tried_again(kube: Kube, operator: Operator) -> None:
+    keep = {"capacity": 10, "deletionPolicy": "keep"}
+    kube.submit("stops", nodes=[{"name": "n0", **keep}, {"name": "n1", **keep}])
+    kube.play("stops", kube.in_state("stops", "Running"))
+    kube.change("stops", stopRun=1)
+    kube.play("stops", kube.in_state("stops", "Stopped"))
+    kept = kube.pods("stops")
+    assert {key: seeing.group_of(pod, time.time()).phase for key, pod in kept.items()} == dict.fromkeys(
+        [(0, 1), (1, 1)], Phase.STOPPED
+    )
+    assert kept[0, 1]["spec"]["activeDeadlineSeconds"] == 1
+    kube.change("stops", retryRun=1)
+    kube.play("stops", kube.in_state("stops", "Running"))
+    assert set(kube.pods("stops")) == {(0, 2), (1, 2)}
+    kube.remove("stops")
+    kube.play("stops", is_gone(kube, "stops"))
+
+
+def test_a_ttl_removes_the_job_within_a_second_of_its_time(kube: Kube, operator: Operator) -> None:
+    ttl_s = 2.0
+    keep = {"capacity": 10, "deletionPolicy": "keep"}
+    kube.submit("expires", ttlSecondsAfterFinished=ttl_s, nodes=[{"name": "n0", **keep}, {"name": "n1", **keep}])
+    kube.play("expires", kube.in_state("expires", "Running"))
+    end_all(kube, "expires")
+    kube.play("expires", kube.in_state("expires", "Succeeded"), steps=False)
+    ended_s = times.parse(status(kube, "expires")["endedAt"])
+    kube.play("expires", is_gone(kube, "expires"), steps=False)
+    # Never early; how late depends on how busy the machine is, so that is measured in bench/, not here.
+    assert time.time() >= ended_s + ttl_s
+
+
+def test_somebody_elses_job_is_left_alone(kube: Kube, operator: Operator) -> None:
+    kube.submit("theirs", managedBy="kueue.x-k8s.io/multikueue")
+    kube.submit("ours")
+    kube.play("ours", kube.in_state("ours", "Running"))
+    job = kube.job("theirs")
+    assert job is not None
+    assert "status" not in job
+    assert "finalizers" not in job["metadata"]
+    for name in ("ours", "theirs"):
+        kube.remove(name)
+        kube.play(name, is_gone(kube, name))
+
+
+def test_who_may_not_is_refused_with_what_helps(kube: Kube, operator: Operator) -> None:
+    kube.submit("refused", requester={"username": "nobody-knows-me"})
+    kube.play("refused", kube.in_state("refused", "Refused"))
+    told = status(kube, "refused")
+    assert told["reason"] == "Forbidden"
+    assert "Ask whoever runs this place to let nobody-knows-me submit" in told["message"]
+    assert kube.left("refused") == [f"{names.KIND}/refused"]
+    kube.remove("refused")
+    kube.play("refused", is_gone(kube, "refused"))
+
+
+def test_a_script_too_long_for_a_config_map_is_refused_with_the_mend(kube: Kube, operator: Operator) -> None:
+    kube.submit("long", source="#" * (2**20 - 1000))
+    kube.play("long", kube.in_state("long", "Refused"))
+    told = status(kube, "long")
+    assert told["reason"] == "ConfigTooLarge"
+    assert "Put the script into the image" in told["message"]
+    kube.remove("long")
+    kube.play("long", is_gone(kube, "long"))
+
+
+def test_what_cannot_be_run_here_is_refused_with_what_helps(kube: Kube, operator: Operator) -> None:
+    for name, changes, reason, text in (
+        ("served", {"mode": "ps-hra"}, "ModeNeedsServer", "Leave mode out"),
+        ("imageless", {"image": None}, "NoImage", "Write spec.image, or have the operator run with --image"),
+        ("unasked", {"requester": None}, "RequesterUnknown", "as kubectl auth whoami says it"),
+    ):
+        kube.submit(name, **changes)
+        kube.play(name, kube.in_state(name, "Refused"))
+        told = status(kube, name)
+        assert told["reason"] == reason
+        assert text in told["message"]
+        assert kube.left(name) == [f"{names.KIND}/{name}"]
+        kube.remove(name)
+        kube.play(name, is_gone(kube, name))
+
+
+def test_of_64_at_once_one_gets_the_name(kube: Kube) -> None:
+    body = {"metadata": {"name": "wanted"}, "spec": {**a_spec(), "managedBy": "somebody/else"}}
+
+    async def all_at_once() -> list[object]:
+        wanted = [kube.client.create(kinds.TRAINING_JOBS, kube.namespace, body) for _ in range(64)]
+        return await asyncio.gather(*wanted, return_exceptions=True)
+
+    found = kube.run(all_at_once())
+    refused = [each for each in found if isinstance(each, ApiError) and each.is_taken]
+    assert (len(found), len(refused)) == (64, 63)
+    kube.remove("wanted")
+
+
+def test_the_operator_is_killed_and_goes_on(kube: Kube, operator: Operator) -> None:
+    kube.submit("survives")
+    kube.play("survives", kube.in_state("survives", "Running"))
+    operator.kill()
+    kube.run(kube.kubelet.fail(kube.pods("survives")[0, 1], Cause.PLACE))
+    operator.restart()
+    kube.play("survives", lambda: (0, 2) in kube.pods("survives"))
+    kube.play("survives", kube.in_state("survives", "Running"))
+    operator.kill()
+    kube.remove("survives")
+    operator.restart()
+    kube.play("survives", is_gone(kube, "survives"))
+    assert {name for name, _ in kube.kubelet.created if name.startswith("survives-")} == {
+        "survives-0-1",
+        "survives-0-2",
+        "survives-1-1",
+    }
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl")
+def test_kubectl_applies_waits_gets_and_deletes(kube: Kube, operator: Operator, tmp_path) -> None:
+    path = tmp_path / "job.yaml"
+    body = {"apiVersion": names.API_VERSION, "kind": names.KIND, "metadata": {"name": "typed"}, "spec": a_spec()}
+    with path.open("w") as file:
+        YAML(typ="safe", pure=True).dump(body, file)
+    assert "trainingjob.ringweave.dev/typed created" in kube.kubectl("apply", "-f", str(path))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(kube.kubectl, "wait", "--for=condition=Running", "tj/typed", "--timeout=80s")
+        kube.play("typed", waiting.done)
+    assert "condition met" in waiting.result()
+    shown = kube.kubectl("get", "tj", "typed")
+    assert shown.split()[:7] == ["NAME", "STATE", "REASON", "READY", "WORKERS", "REQUESTER", "AGE"]
+    assert "Running" in shown
+    assert "2/2" in shown
+    text = kube.kubectl("delete", "tj", "typed")
+    assert "deleted" in text
+    assert kube.left("typed") == []

@@ -1,0 +1,91 @@
+"""Kubeconfigs as kubectl reads them."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from ringweave.errors import LaunchError, UsageError
+from ringweave.launch.kubernetes.api.connecting import connection
+
+CONFIG = """
+current-context: one
+contexts:
+  - {name: one, context: {cluster: c, user: token, namespace: team}}
+  - {name: two, context: {cluster: c, user: plugin}}
+  - {name: three, context: {cluster: c, user: files}}
+clusters:
+  - {name: c, cluster: {server: "https://api.example:6443", certificate-authority: ca.crt}}
+users:
+  - {name: token, user: {token: secret}}
+  - {name: plugin, user: {exec: {apiVersion: client.authentication.k8s.io/v1, command: COMMAND, args: [ARGUMENT]}}}
+  - {name: files, user: {client-certificate: me.crt, client-key: me.key, tokenFile: token}}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config"
+    answer = {"kind": "ExecCredential", "status": {"token": "from-the-plugin"}}
+    script = tmp_path / "plugin.py"
+    script.write_text(f"print({json.dumps(answer)!r})")
+    path.write_text(CONFIG.replace("COMMAND", sys.executable).replace("ARGUMENT", str(script)))
+    (tmp_path / "token").write_text("from-a-file\n")
+    return path
+
+
+def test_the_current_context_counts(config: Path, tmp_path: Path) -> None:
+    found = connection({"KUBECONFIG": str(config)})
+    assert (found.server, found.token, found.default_namespace) == ("https://api.example:6443", "secret", "team")
+    assert found.ca_path == str(tmp_path / "ca.crt")
+
+
+def test_another_context_can_be_named(config: Path, tmp_path: Path) -> None:
+    found = connection({"KUBECONFIG": str(config)}, context="three")
+    assert (found.certificate_path, found.private_key_path) == (str(tmp_path / "me.crt"), str(tmp_path / "me.key"))
+    assert found.token == "from-a-file"
+
+
+def test_a_plugin_gives_credentials(config: Path) -> None:
+    assert connection({"KUBECONFIG": str(config)}, context="two").token == "from-the-plugin"
+
+
+def test_files_are_taken_together_and_the_first_wins(config: Path, tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    first.write_text("users: [{name: token, user: {token: mine}}]")
+    assert connection({"KUBECONFIG": f"{first}:{config}"}).token == "mine"
+
+
+def test_the_usual_place_is_in_the_home_folder(config: Path, tmp_path: Path) -> None:
+    (tmp_path / ".kube").mkdir()
+    config.rename(tmp_path / ".kube" / "config")
+    assert connection({}, home=tmp_path).token == "secret"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("contexts: [", "kubeconfig: .* expected a YAML file that can be read"),
+        ("current-context: one", "context of the kubeconfig: 'one', expected one of none"),
+        (CONFIG.replace("cluster: c, user: token", "cluster: d, user: token"), "cluster of the kubeconfig: 'd', .* c"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path: Path, text: str, error: str) -> None:
+    path = tmp_path / "wrong"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=error):
+        connection({"KUBECONFIG": str(path)})
+
+
+def test_a_plugin_that_fails_is_named(config: Path) -> None:
+    config.write_text(config.read_text().replace(sys.executable, "/nowhere/plugin"))
+    with pytest.raises(LaunchError, match=r"credentials by /nowhere/plugin: .*, expected an ExecCredential"):
+        connection({"KUBECONFIG": str(config)}, context="two")
+
+
+def test_without_any_the_mend_is_said(tmp_path: Path) -> None:
+    with pytest.raises(
+        LaunchError, match=r"Kubernetes: 'no kubeconfig', expected one, or a service account. Set KUBECONFIG"
+    ):
+        connection({}, home=tmp_path)

@@ -1,0 +1,120 @@
+"""Pods as worker groups: what kubelet and agent say of them, and what is made of silence."""
+
+from typing import Any
+
+import pytest
+
+from ringweave.jobs.life.observing import Cause, Phase
+from ringweave.launch.groups.posts import Report, dump_report
+from ringweave.launch.kubernetes import names
+from ringweave.launch.kubernetes.objects import seeing
+
+NOW = 1_800_000_000.0
+
+
+def a_pod(
+    phase: str = "Running",
+    *,
+    report: Report | None = None,
+    ended: dict[str, Any] | None = None,
+    round_: int = 1,
+    status: dict[str, Any] | None = None,
+    **metadata: Any,
+) -> dict[str, Any]:
+    conditions = [{"type": names.AT_GATE, "status": "True", "message": dump_report(report)}] if report else []
+    state = {"terminated": ended} if ended is not None else {"running": {}}
+    annotations = {names.ROUND: str(round_), **metadata.pop("annotations", {})}
+    labels = {names.NODE_LABEL: "1", names.ATTEMPT_LABEL: "2"}
+    return {
+        "metadata": {"name": "text-1-2", "labels": labels, "annotations": annotations, **metadata},
+        "status": {"phase": phase, "conditions": conditions, "containerStatuses": [{"state": state}], **(status or {})},
+    }
+
+
+def said(phase: Phase, round_: int = 1, **more: Any) -> Report:
+    return Report(round=round_, phase=phase, pid=1, **more)
+
+
+@pytest.mark.parametrize("phase", [Phase.READY, Phase.RUNNING, Phase.INTERRUPTED])
+def test_what_the_agent_says_of_its_round_counts(phase: Phase) -> None:
+    group = seeing.group_of(a_pod(report=said(phase, 2), round_=2), NOW)
+    assert (group.node, group.attempt, group.round, group.phase) == (1, 2, 2, phase)
+
+
+def test_what_it_said_of_an_earlier_round_does_not() -> None:
+    group = seeing.group_of(a_pod(report=said(Phase.RUNNING, 1), round_=2), NOW)
+    assert (group.round, group.phase, group.text) == (2, Phase.PENDING, "called back to the gate")
+
+
+def test_one_that_finished_an_earlier_round_finished_that() -> None:
+    ended = {"exitCode": 0, "message": dump_report(said(Phase.SUCCEEDED, 1, ended_s=NOW - 3.25))}
+    group = seeing.group_of(a_pod("Succeeded", ended=ended, round_=2), NOW)
+    assert (group.round, group.phase, group.ended_s) == (1, Phase.SUCCEEDED, NOW - 3.25)
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        ({"phase": "Pending", "containerStatuses": [], "conditions": []}, "its container is being made"),
+        (
+            {
+                "containerStatuses": [],
+                "conditions": [
+                    {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
+                ],
+            },
+            "Unschedulable: 0/3 nodes",
+        ),
+        (
+            {"containerStatuses": [{"state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such"}}}]},
+            "ImagePullBackOff: no such",
+        ),
+    ],
+)
+def test_why_it_is_pending(status: dict[str, Any], text: str) -> None:
+    group = seeing.group_of(a_pod(status=status), NOW)
+    assert (group.phase, group.text) == (Phase.PENDING, text)
+
+
+@pytest.mark.parametrize(
+    ("ended", "status", "cause"),
+    [
+        ({"exitCode": 1, "reason": "Error"}, {}, Cause.PROGRAM),
+        ({"exitCode": 137, "reason": "Error"}, {}, Cause.PLACE),
+        ({"exitCode": 1, "reason": "OOMKilled"}, {}, Cause.PLACE),
+        ({"exitCode": 1, "reason": "Error"}, {"reason": "Evicted"}, Cause.PLACE),
+    ],
+)
+def test_a_pod_that_failed_without_a_word(ended: dict[str, Any], status: dict[str, Any], cause: Cause) -> None:
+    group = seeing.group_of(a_pod("Failed", ended=ended, status=status), NOW)
+    assert (group.phase, group.cause) == (Phase.FAILED, cause)
+    assert f"exit code {ended['exitCode']}" in group.text
+
+
+def test_a_pod_that_is_lost_with_its_node() -> None:
+    status = {"containerStatuses": [], "reason": "NodeLost", "message": "gone"}
+    group = seeing.group_of(a_pod("Failed", status=status), NOW)
+    assert (group.phase, group.cause, group.text) == (Phase.FAILED, Cause.PLACE, "NodeLost, gone")
+
+
+def test_one_that_was_told_to_stop_is_leaving_until_it_has_ended() -> None:
+    stopped = {names.STOPPED: "true"}
+    assert seeing.group_of(a_pod(report=said(Phase.RUNNING), annotations=stopped), NOW).leaving
+    ended = {"exitCode": 143, "reason": "Error"}
+    group = seeing.group_of(a_pod("Failed", ended=ended, annotations=stopped), NOW)
+    assert (group.phase, group.leaving) == (Phase.STOPPED, False)
+    assert seeing.group_of(a_pod("Failed", ended=ended, deletionTimestamp="2026-11-21T13:00:00Z"), NOW).leaving
+
+
+@pytest.mark.parametrize(
+    ("finished", "expected"), [("2027-01-15T08:00:00Z", NOW + 0.4), ("2027-01-15T07:59:58Z", NOW - 1.5)]
+)
+def test_an_end_is_told_in_whole_seconds(finished: str, expected: float) -> None:
+    pod = a_pod("Failed", ended={"exitCode": 1, "finishedAt": finished})
+    assert seeing.group_of(pod, NOW + 0.4).ended_s == expected
+
+
+def test_pods_without_our_labels_are_not_ours() -> None:
+    pod = a_pod()
+    del pod["metadata"]["labels"][names.NODE_LABEL]
+    assert seeing.by_key([pod, a_pod()]).keys() == {(1, 2)}

@@ -1,0 +1,200 @@
+"""The operator is killed (SIGKILL) right after each of its writes, every one of them; the end is the same."""
+
+import asyncio
+import multiprocessing
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringweave.jobs.life.observing import Cause, Phase
+from ringweave.launch.kubernetes import names
+from ringweave.launch.kubernetes.api import connecting, kinds
+from ringweave.launch.kubernetes.api.client import Client, Object
+from ringweave.launch.kubernetes.api.failures import ApiError
+from ringweave.launch.kubernetes.objects import seeing
+from ringweave.testing.kubernetes.crashing import lead
+from ringweave.testing.kubernetes.kubelet import PlayedKubelet
+
+SOON_S = 60.0
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is seen between two steps of the Pods."""
+
+    job: Object | None
+    pods: dict[tuple[int, int], Object]
+
+    @property
+    def state(self) -> str:
+        return (self.job or {}).get("status", {}).get("state", "")
+
+    @property
+    def all_run(self) -> bool:
+        reports = [seeing.report_of(pod) for pod in self.pods.values()]
+        return len(reports) == 2 and all(report and report.phase is Phase.RUNNING for report in reports)
+
+
+Happening = tuple[Callable[[Scene], bool], Callable[["World", Scene], Any]]
+
+
+@dataclass
+class World:
+    """One job, its Pods, and what happens to it, in order."""
+
+    client: Client
+    name: str
+    script: list[Happening]
+    kubelet: PlayedKubelet = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kubelet = PlayedKubelet(self.client, "default")
+
+    async def step(self) -> Scene:
+        try:
+            job = await self.client.get(kinds.TRAINING_JOBS, "default", self.name)
+        except ApiError:
+            job = None
+        scene = Scene(job, await self.kubelet.step(self.name))
+        if self.script and self.script[0][0](scene):
+            await self.script.pop(0)[1](self, scene)
+        return scene
+
+    async def end_all(self, scene: Scene) -> None:
+        for pod in scene.pods.values():
+            await self.kubelet.succeed(pod)
+
+    async def kill(self, scene: Scene) -> None:
+        await self.kubelet.fail(scene.pods[1, 1], Cause.PLACE)
+
+    async def change(self, **spec: Any) -> None:
+        await self.client.patch(kinds.TRAINING_JOBS, "default", self.name, {"spec": spec})
+
+    async def remove(self, _: Scene) -> None:
+        await self.client.delete(kinds.TRAINING_JOBS, "default", self.name)
+
+
+def in_state(state: str) -> Callable[[Scene], bool]:
+    return lambda scene: scene.state == state
+
+
+FINISHES: list[Happening] = [(lambda scene: scene.all_run, World.end_all)]
+LIVES: dict[str, tuple[dict[str, Any], list[Happening], set[str]]] = {
+    "replaced": (
+        {"ttlSecondsAfterFinished": 0.05},
+        [
+            (lambda scene: scene.all_run, World.kill),
+            (lambda scene: (1, 2) in scene.pods and scene.all_run, World.end_all),
+        ],
+        {"0-1", "1-1", "1-2"},
+    ),
+    "suspended": (
+        {},
+        [
+            (lambda scene: scene.all_run, lambda world, _: world.change(suspend=True)),
+            (lambda scene: scene.state == "Suspended" and not scene.pods, lambda world, _: world.change(suspend=False)),
+            (lambda scene: scene.all_run, World.end_all),
+            (in_state("Succeeded"), World.remove),
+        ],
+        {"0-1", "1-1", "0-2", "1-2"},
+    ),
+    "stopped": (
+        {},
+        [
+            (lambda scene: scene.all_run, lambda world, _: world.change(stopRun=1)),
+            (in_state("Stopped"), lambda world, _: world.change(retryRun=1)),
+            (lambda scene: scene.all_run, World.remove),
+        ],
+        {"0-1", "1-1", "0-2", "1-2"},
+    ),
+}
+IN_CI = ("replaced",)
+
+
+@pytest.fixture(scope="module")
+def server() -> ForkServerContext:
+    """Forks operators from a process that has imported them already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ringweave.testing.kubernetes.crashing"])
+    return context
+
+
+class Run:
+    """A life under an operator that is killed once."""
+
+    def __init__(self, server: ForkServerContext, kubeconfig: Path, life: str, crash_after: int | None) -> None:
+        self._server, self._kubeconfig, self._crash_after = server, kubeconfig, crash_after
+        self.spec, script, self.expected = LIVES[life]
+        self.name = f"{life}-{'x' if crash_after is None else crash_after}"
+        self.script = list(script)
+
+    async def live(self) -> PlayedKubelet:
+        """From submit until nothing is left."""
+        environ = {"KUBECONFIG": str(self._kubeconfig)}
+        async with Client(lambda: connecting.connection(environ)) as client:
+            world = World(client, self.name, self.script)
+            await client.create(kinds.TRAINING_JOBS, "default", {"metadata": {"name": self.name}, "spec": self._spec()})
+            process, killed = self._start(self._crash_after), 0
+            deadline_s = time.monotonic() + SOON_S
+            try:
+                while (scene := await world.step()).job is not None or world.script:
+                    if process.exitcode is not None:
+                        killed += 1
+                        process = self._start(None)
+                    assert time.monotonic() < deadline_s, f"{self.name} does not end: {scene.job}, {world.script}"
+                    await asyncio.sleep(0.01)
+            finally:
+                process.kill()
+                process.join()
+            assert killed <= 1
+            self.was_killed = bool(killed)
+            selector = f"{names.JOB_LABEL}={self.name}"
+            of_job = (kinds.PODS, kinds.CONFIG_MAPS, kinds.SECRETS, kinds.SERVICES)
+            self.left = [item for kind in of_job for item in await client.list(kind, "default", labelSelector=selector)]
+            return world.kubelet
+
+    def _spec(self) -> dict[str, Any]:
+        nodes = [{"name": "n0", "capacity": 3}, {"name": "n1", "capacity": 3}]
+        requester = {"username": "admin", "groups": ["system:masters"]}
+        return {
+            "cpuWorkers": 6,
+            "script": "a.py",
+            "source": "pass",
+            "nodes": nodes,
+            "requester": requester,
+            **self.spec,
+        }
+
+    def _start(self, crash_after: int | None) -> Any:
+        key = ("default", self.name)
+        process = self._server.Process(target=lead, args=(str(self._kubeconfig), key, crash_after), daemon=True)
+        process.start()
+        return process
+
+
+@pytest.mark.parametrize("life", LIVES)
+def test_killed_at_every_boundary_the_end_is_the_same(
+    server: ForkServerContext, kubeconfig: Path, life: str, request: pytest.FixtureRequest
+) -> None:
+    if life not in IN_CI and not request.config.getoption("--all-crashes"):
+        pytest.skip("one life is enough for every day: --all-crashes takes all (make test-crashes)")
+    boundary = 0
+    while True:
+        run = Run(server, kubeconfig, life, boundary)
+        kubelet = asyncio.run(run.live())
+        assert run.left == []
+        assert kubelet.broken_rules == []
+        made = [name.removeprefix(run.name + "-") for name, _ in kubelet.created]
+        assert sorted(made) == sorted(run.expected), (
+            f"killed after write {boundary}: a Pod was made twice, or not at all"
+        )
+        if not run.was_killed:
+            break
+        boundary += 1
+    assert boundary > 15, "the life has more writes than this"

@@ -1,0 +1,160 @@
+"""The desk and an agent's post: orders out, reports in, and nobody without the job's token."""
+
+import asyncio
+import threading
+import time
+from base64 import b64decode
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringweave.jobs.life.observing import Phase
+from ringweave.jobs.life.records import Job
+from ringweave.launch.groups.posts import Opening, Report, dump_opening, dump_report
+from ringweave.launch.kubernetes import names
+from ringweave.launch.kubernetes.api import connecting, kinds
+from ringweave.launch.kubernetes.api.client import Client, Object
+from ringweave.launch.kubernetes.objects import configs, seeing
+from ringweave.launch.kubernetes.objects.owning import Owner
+from ringweave.launch.kubernetes.objects.seeing import Seen
+from ringweave.launch.kubernetes.operating.desk import Desk
+from ringweave.launch.kubernetes.operating.looking import Look
+from ringweave.launch.kubernetes.post import Desk as Address
+from ringweave.launch.kubernetes.post import DeskPost
+from ringweave.launch.workers import Meeting
+
+SOON_S = 60.0
+UID = "22222222-2222-2222-2222-222222222222"
+
+
+class Office:
+    """A desk in a thread, with one job of one Pod."""
+
+    def __init__(self, kubeconfig: Path, name: str) -> None:
+        self.name = name
+        self._kubeconfig = kubeconfig
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+
+    def run(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(SOON_S)
+
+    async def _open(self) -> None:
+        environ = {"KUBECONFIG": str(self._kubeconfig)}
+        self.client = await Client(lambda: connecting.connection(environ)).__aenter__()
+        self.desk = Desk(self.client, time.time)
+        self.runner = await self.desk.serve("127.0.0.1", 0, None)
+        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+        resource = {"metadata": {"name": self.name, "namespace": "default", "uid": UID}}
+        self.owner = Owner.of(resource)
+        await self.client.create(kinds.SECRETS, "default", configs.secret(self.owner))
+        labels = {names.NODE_LABEL: "0", names.ATTEMPT_LABEL: "1"}
+        metadata = self.owner.metadata(names.pod(self.name, 0, 1), **labels)
+        spec = {"containers": [{"name": "workers", "image": "a"}]}
+        await self.client.create(kinds.PODS, "default", {"metadata": metadata, "spec": spec})
+
+    async def _close(self) -> None:
+        await self.runner.cleanup()
+        await self.client.__aexit__(None, None, None)
+
+    def __enter__(self) -> "Office":
+        self._thread.start()
+        self.run(self._open())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.run(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(SOON_S)
+        self._loop.close()
+
+    def token(self) -> str:
+        found = self.run(self.client.get(kinds.SECRETS, "default", names.config(self.name)))
+        return b64decode(found["data"][configs.TOKEN]).decode()
+
+    def pod(self) -> Object:
+        return self.run(self.client.get(kinds.PODS, "default", names.pod(self.name, 0, 1)))
+
+    def note(self, *, opening: Opening | None = None, round_: int = 1, is_there: bool = True) -> None:
+        pod = self.pod()
+        pod["metadata"]["annotations"] = {names.ROUND: str(round_)}
+        data = {configs.OPENING: dump_opening(opening)} if opening else {}
+        seen = Seen(config={"data": data}, pods={(0, 1): pod} if is_there else {})
+        resource = {"metadata": {"name": self.name, "namespace": "default", "uid": UID}}
+        job: Job = None  # type: ignore[assignment]
+        look = Look(resource=resource, job=job, seen=seen)
+        self._loop.call_soon_threadsafe(self.desk.note, look)
+
+    def post(self, last_words: Path | None = None) -> DeskPost:
+        address = Address(url=self.url, group=f"default/{self.name}/0/1", token=self.token())
+        post = DeskPost(address, last_words)
+        post.begin()
+        return post
+
+
+@pytest.fixture
+def office(kubeconfig: Path, request: pytest.FixtureRequest) -> Iterator[Office]:
+    with Office(kubeconfig, "desk" + str(abs(hash(request.node.name)))[:8]) as office:
+        yield office
+
+
+def wait(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + SOON_S
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_orders_reach_the_agent_and_its_reports_the_pod(office: Office, tmp_path: Path) -> None:
+    post = office.post(tmp_path / "last-words")
+    assert post.orders().round == 0
+    office.note()
+    wait(lambda: post.orders().round == 1)
+    ready = Report(round=1, phase=Phase.READY, pid=7, meeting=Meeting(host="10.0.0.1", port=5))
+    post.tell(ready)
+    wait(lambda: seeing.report_of(office.pod()) == ready)
+    conditions = {item["type"]: item["status"] for item in office.pod()["status"]["conditions"]}
+    assert conditions == {names.AT_GATE: "True"}
+    opening = Opening(round=1, meeting=Meeting(host="10.0.0.1", port=5))
+    office.note(opening=opening)
+    wait(lambda: post.orders().opening == opening)
+    office.note(opening=opening, round_=2)
+    wait(lambda: post.orders().round == 2)
+    last = Report(round=2, phase=Phase.SUCCEEDED, pid=7, exit_code=0, ended_s=5.0)
+    post.tell(last)
+    assert seeing.report_of(office.pod()) == last
+    assert (tmp_path / "last-words").read_text() == office.pod()["status"]["conditions"][0]["message"]
+    office.note(is_there=False)
+    wait(lambda: post.orders().leave)
+    assert post.orders().why == "its Pod is gone"
+
+
+def test_results_alone_are_written_seldom(office: Office) -> None:
+    office.note()
+    post = office.post()
+    wait(lambda: post.orders().round == 1)
+    first = Report(round=1, phase=Phase.RUNNING, pid=7, iterations=1)
+    post.tell(first)
+    wait(lambda: seeing.report_of(office.pod()) == first)
+    address = Address(url=office.url, group=f"default/{office.name}/0/1", token=office.token())
+    body = dump_report(Report(round=1, phase=Phase.RUNNING, pid=7, iterations=2))
+    assert address.ask("PUT", "report", body)[0] == 204
+    assert seeing.report_of(office.pod()) == first
+
+
+@pytest.mark.parametrize("token", ["", "wrong"])
+def test_without_the_token_of_the_job_nothing_is_told(office: Office, token: str) -> None:
+    office.note()
+    address = Address(url=office.url, group=f"default/{office.name}/0/1", token=token)
+    assert address.ask("GET", "orders")[0] == 403
+    assert address.ask("PUT", "report", "{}")[0] == 403
+    other = Address(url=office.url, group="default/other/0/1", token=office.token())
+    assert other.ask("GET", "orders")[0] == 403
+
+
+def test_what_is_no_report_is_refused(office: Office) -> None:
+    office.note()
+    address = Address(url=office.url, group=f"default/{office.name}/0/1", token=office.token())
+    wait(lambda: address.ask("PUT", "report", "{}")[0] == 400)

@@ -1,0 +1,44 @@
+"""The resource as it is applied: the committed file is what the code renders, and has a field for every key."""
+
+import io
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from ringweave.jobs.requests.job_file import NodeEntry, RequestEntry
+from ringweave.launch.kubernetes.resource import fields
+from ringweave.launch.kubernetes.resource.definition import definition
+
+DEPLOY = Path(__file__).parents[4] / "deploy"
+RENAMED = {"cpu_workers": "cpuWorkers", "min_per_node": "minPerNode", "ttl": "ttlSecondsAfterFinished"}
+OF_A_NODE = {"max_retries": "maxRetries", "deletion": "deletionPolicy"}
+HEAD = "# Rendered by ringweave.launch.kubernetes.resource: pytest tests/launch/kubernetes --update-golden writes it.\n"
+
+
+def test_the_committed_file_is_what_the_code_renders(check_golden) -> None:
+    stream = io.StringIO()
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style, yaml.width, yaml.sort_base_mapping_type_on_output = False, 110, False
+    yaml.dump(definition(), stream)
+    check_golden(DEPLOY / "base" / "trainingjobs.yaml", HEAD + stream.getvalue())
+
+
+def test_every_key_of_the_job_file_has_its_field() -> None:
+    spec = fields.spec()["properties"]
+    keys = {RENAMED.get(key, key) for key in RequestEntry.model_fields} - {"name"}
+    assert keys <= spec.keys()
+    node = spec["nodes"]["items"]["properties"]
+    assert {OF_A_NODE.get(key, key) for key in NodeEntry.model_fields} - {"count"} <= node.keys()
+
+
+@pytest.mark.parametrize(("field", "key"), [("mode", "mode"), ("minPerNode", "min_per_node"), ("suspend", "suspend")])
+def test_defaults_are_those_of_the_job_file(field: str, key: str) -> None:
+    assert fields.spec()["properties"][field]["default"] == RequestEntry.model_fields[key].default
+
+
+def test_every_manifest_is_in_a_kustomization() -> None:
+    yaml = YAML(typ="safe", pure=True)
+    for folder in (DEPLOY / "base", DEPLOY / "requester"):
+        listed = set(yaml.load(folder / "kustomization.yaml")["resources"]) - {"../base"}
+        assert listed == {path.name for path in folder.glob("*.yaml")} - {"kustomization.yaml"}

@@ -1,0 +1,144 @@
+"""What only the fake can be made to do: watches that expire, objects that a kubelet still holds."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from ringweave.launch.kubernetes.api import connecting, kinds
+from ringweave.launch.kubernetes.api.client import Client, Object
+from ringweave.launch.kubernetes.api.failures import ApiError
+from ringweave.testing.kubernetes.cluster import FakeCluster
+from ringweave.testing.kubernetes.server.store import Store
+
+SOON_S = 90.0
+
+
+def run(kubeconfig: Path, work: Callable[[Client], Any]) -> Any:
+    async def inside() -> Any:
+        async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
+            return await work(client)
+
+    return asyncio.run(inside())
+
+
+async def watched(client: Client, **params: str) -> list[Object]:
+    path = kinds.CONFIG_MAPS.path("default")
+    return [json.loads(line) async for line in client.lines(path, {"watch": "true", **params})]
+
+
+def test_a_watch_from_before_what_is_remembered_expires(cluster: FakeCluster, kubeconfig: Path) -> None:
+    before = run(kubeconfig, lambda client: client.request("GET", kinds.CONFIG_MAPS.path("default")))
+    body = {"metadata": {"name": "any"}}
+    run(kubeconfig, lambda client: client.create(kinds.CONFIG_MAPS, "default", body))
+    run(kubeconfig, lambda client: client.delete(kinds.CONFIG_MAPS, "default", "any"))
+    cluster.call(cluster.api.store.compact)
+    version = before["metadata"]["resourceVersion"]
+    events = run(kubeconfig, lambda client: watched(client, resourceVersion=version))
+    assert [(event["type"], event["object"]["code"], event["object"]["reason"]) for event in events] == [
+        ("ERROR", 410, "Expired")
+    ]
+
+
+def test_a_silent_watch_gets_bookmarks_that_it_can_go_on_from(cluster: FakeCluster, kubeconfig: Path) -> None:
+    now = run(kubeconfig, lambda client: client.request("GET", kinds.CONFIG_MAPS.path("default")))
+    params = {"resourceVersion": now["metadata"]["resourceVersion"], "timeoutSeconds": "2"}
+    events = run(kubeconfig, lambda client: watched(client, allowWatchBookmarks="true", **params))
+    assert {event["type"] for event in events} == {"BOOKMARK"}
+    version = events[-1]["object"]["metadata"]["resourceVersion"]
+    cluster.call(cluster.api.store.compact)
+    again = {"resourceVersion": version, "timeoutSeconds": "1"}
+    assert run(kubeconfig, lambda client: watched(client, **again)) == []
+
+
+def test_a_pod_that_a_node_has_stays_until_its_kubelet_lets_go(kubeconfig: Path) -> None:
+    spec = {"nodeName": "a", "containers": [{"name": "a", "image": "a"}]}
+
+    async def work(client: Client) -> None:
+        await client.create(kinds.PODS, "default", {"metadata": {"name": "held"}, "spec": spec})
+        await client.delete(kinds.PODS, "default", "held")
+        found = await client.get(kinds.PODS, "default", "held")
+        assert found["metadata"]["deletionGracePeriodSeconds"] == 30
+        await client.delete(kinds.PODS, "default", "held", gracePeriodSeconds=0)
+        with pytest.raises(ApiError, match="not found"):
+            await client.get(kinds.PODS, "default", "held")
+
+    run(kubeconfig, work)
+
+
+def test_of_a_pod_next_to_nothing_changes(kubeconfig: Path) -> None:
+    spec = {"containers": [{"name": "a", "image": "a"}]}
+
+    async def work(client: Client) -> None:
+        await client.create(kinds.PODS, "default", {"metadata": {"name": "fixed"}, "spec": spec})
+        await client.patch(kinds.PODS, "default", "fixed", {"spec": {"activeDeadlineSeconds": 5}})
+        with pytest.raises(ApiError, match="may not change fields"):
+            await client.patch(kinds.PODS, "default", "fixed", {"spec": {"hostname": "another"}})
+        with pytest.raises(ApiError, match="less than or equal to previous"):
+            await client.patch(kinds.PODS, "default", "fixed", {"spec": {"activeDeadlineSeconds": 6}})
+        await client.delete(kinds.PODS, "default", "fixed")
+
+    run(kubeconfig, work)
+
+
+def test_whoever_shows_no_token_is_nobody(cluster: FakeCluster, kubeconfig: Path, tmp_path: Path) -> None:
+    stranger = tmp_path / "stranger"
+    yaml = YAML(typ="safe", pure=True)
+    config = yaml.load(kubeconfig)
+    config["users"][0]["user"]["token"] = "another"
+    yaml.dump(config, stranger)
+    with pytest.raises(ApiError, match=r"401 Unauthorized.*Log in again"):
+        run(stranger, lambda client: client.list(kinds.PODS, "default"))
+    ann = cluster.kubeconfig(tmp_path / "ann", user="ann", groups=())
+    with pytest.raises(ApiError, match=r'User "ann" cannot list resource "pods".*Ask whoever runs the cluster'):
+        run(ann, lambda client: client.list(kinds.PODS, "default"))
+
+
+def test_history_forgets_the_oldest() -> None:
+    store = Store(history=2)
+    for index in range(4):
+        store.put(("", "pods"), ("default", f"p{index}"), {"metadata": {}})
+    assert store.oldest == 3
+    assert [change.version for change in store.since(("", "pods"), 3)] == [4, 5]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_operator_goes_on_when_its_watches_expire(cluster: FakeCluster, kubeconfig: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ringweave", "operator", "--lease-namespace", "default", "--no-desk", "-v"]
+    command += ["--lease-s", "600"]
+    with (tmp_path / "log").open("wb") as log:
+        operator = subprocess.Popen(command, env={**os.environ, "KUBECONFIG": str(kubeconfig)}, stdout=log, stderr=log)
+    try:
+        for name in ("first", "second"):
+            spec = {
+                "cpuWorkers": 3,
+                "script": "a.py",
+                "source": "pass",
+                "image": "a",
+                "nodes": [{"name": "n0", "capacity": 3}],
+                "requester": {"username": "admin", "groups": ["system:masters"]},
+            }
+            body = {"metadata": {"name": name}, "spec": spec}
+            run(kubeconfig, lambda client, body=body: client.create(kinds.TRAINING_JOBS, "default", body))
+            deadline_s = time.monotonic() + SOON_S
+            while len(run(kubeconfig, lambda client: client.list(kinds.PODS, "default"))) < 1:
+                assert time.monotonic() < deadline_s, (tmp_path / "log").read_text()
+                time.sleep(0.05)
+            run(kubeconfig, lambda client, name=name: client.delete(kinds.TRAINING_JOBS, "default", name))
+            while run(kubeconfig, lambda client: client.list(kinds.TRAINING_JOBS, "default")):
+                assert time.monotonic() < deadline_s, (tmp_path / "log").read_text()
+                time.sleep(0.05)
+            # All watches are cut, and what they could go on from is forgotten.
+            cluster.call(cluster.cut_watches)
+    finally:
+        operator.terminate()
+        assert operator.wait(SOON_S) == 0, (tmp_path / "log").read_text()

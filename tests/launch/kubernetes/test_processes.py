@@ -1,0 +1,145 @@
+"""A job whose Pods are real processes: operator, desk, agents and workers, asked for as the commands do."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ringweave.errors import JobError
+from ringweave.jobs.life.states import JobState
+from ringweave.jobs.requests.request import NodeRequest, Request
+from ringweave.launch.kubernetes.api import connecting
+from ringweave.launch.kubernetes.api.client import Client
+from ringweave.launch.kubernetes.service import KubernetesService
+from ringweave.launch.services.service import LogQuery
+from ringweave.testing.kubernetes.cluster import FakeCluster
+from ringweave.testing.kubernetes.processes import ProcessKubelet
+
+SOON_S = 90.0
+BAD = (JobState.FAILED, JobState.STOPPED)
+SCRIPT = """
+import os, pathlib, time
+flag = pathlib.Path(os.environ["FLAG"])
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "meets at", os.environ["MASTER_ADDR"], flush=True)
+while not flag.exists():
+    time.sleep(0.05)
+"""
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+class Place:
+    """The service, and a kubelet in a thread."""
+
+    def __init__(self, cluster: FakeCluster, kubeconfig: Path, root: Path) -> None:
+        self.environ = {**os.environ, "KUBECONFIG": str(kubeconfig)}
+        self.service = KubernetesService(self._connect, admitted_s=SOON_S)
+        self._cluster, self._root = cluster, root
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self.kubelet: ProcessKubelet | None = None
+
+    def _connect(self):
+        return connecting.connection(self.environ)
+
+    async def _serve(self) -> None:
+        async with Client(self._connect) as client:
+            self.kubelet = ProcessKubelet(client, "default", self._root)
+            self._cluster.handler.logs = self.kubelet.logs
+            await self.kubelet.serve()
+
+    def __enter__(self) -> "Place":
+        self._thread.start()
+        self._serving = asyncio.run_coroutine_threadsafe(self._serve(), self._loop)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._serving.cancel()
+        deadline_s = time.monotonic() + SOON_S
+        while asyncio.all_tasks(self._loop) and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(SOON_S)
+        self._loop.close()
+
+    def wait(self, name: str, holds: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + SOON_S
+        while not holds():
+            assert time.monotonic() < deadline_s, str(self.service.job(name))
+            assert self.service.job(name).state not in BAD, "\n".join(map(str, self.service.job(name).events))
+            time.sleep(0.05)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+@pytest.fixture
+def place(cluster: FakeCluster, kubeconfig: Path, tmp_path: Path) -> Iterator[Place]:
+    port = free_port()
+    command = [sys.executable, "-m", "ringweave", "operator", "--namespace", "default", "--lease-namespace", "default"]
+    command += ["--desk", f"https://127.0.0.1:{port}", "--desk-port", str(port), "--image", "example/train:1"]
+    command += ["--lease-s", "600"]
+    log = tmp_path / "operator.log"
+    with log.open("wb") as file, Place(cluster, kubeconfig, tmp_path / "pods") as place:
+        operator = subprocess.Popen(command, env=place.environ, stdout=file, stderr=file)
+        try:
+            yield place
+        finally:
+            operator.send_signal(signal.SIGTERM)
+            exit_code = operator.wait(SOON_S)
+    assert exit_code == 0, log.read_text()
+    assert log.read_text() == ""
+
+
+def test_a_job_of_real_processes(place: Place, tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    (tmp_path / "train.py").write_text(SCRIPT)
+    nodes = (NodeRequest(name="n0", capacity=3), NodeRequest(name="n1", capacity=3))
+    request = Request(
+        name="real",
+        num_workers=4,
+        device="cpu",
+        script="train.py",
+        nodes=nodes,
+        min_per_node=1,
+        environment={"FLAG": str(flag)},
+    )
+    service = place.service
+    submission = service.submit(request, base=tmp_path)
+    assert submission.job.requester == "admin"
+    assert "kind: TrainingJob" in submission.objects[0].text
+    with pytest.raises(JobError, match=r"job name real: 'taken by admin .* ago \(\w+\)', expected a free name"):
+        service.submit(request, base=tmp_path)
+
+    place.wait("real", lambda: service.job("real").state is JobState.RUNNING)
+    place.wait("real", lambda: len(list(service.logs("real", LogQuery()))) == 4)
+    assert place.kubelet is not None
+    place.kubelet.kill("real-1-1")
+    place.wait("real", lambda: service.job("real").nodes[1].retries == 1)
+    place.wait("real", lambda: service.job("real").state is JobState.RUNNING)
+    flag.touch()
+    place.wait("real", lambda: service.job("real").state is JobState.SUCCEEDED)
+    seen = service.job("real")
+    assert [len(node.attempts) for node in seen.nodes] == [1, 2]
+    assert {"Starting", "Running", "Retrying", "Succeeded"} <= {event.kind for event in seen.events}
+
+    # The Pods are gone by now; what they printed is not.
+    lines = list(service.logs("real", LogQuery()))
+    first = [("n0", 1, 1, 0), ("n0", 1, 1, 1), ("n0", 1, 1, 2), ("n1", 1, 1, 3)]
+    second = [("n0", 1, 2, 0), ("n0", 1, 2, 1), ("n0", 1, 2, 2), ("n1", 2, 2, 3)]
+    assert {(line.node, line.attempt, line.round, line.rank) for line in lines} >= {*first, *second}
+    assert all(f"rank {line.rank} of 4 meets at 127.0.0." in line.text for line in lines)
+    assert {line.attempt for line in service.logs("real", LogQuery(node="n1", rank=3))} == {1, 2}
+
+    assert service.act("real", "delete").name == "real"
+    place.wait("real", lambda: service.jobs() == [])
