@@ -20,7 +20,7 @@ def pytest_configure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden files instead of comparing")
-    parser.addoption("--mutations", type=int, default=300, help="wrong messages sent to a parameter server")
+    parser.addoption("--mutations", type=int, default=100, help="wrong messages sent to a parameter server")
 
 
 @pytest.fixture
