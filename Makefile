@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RUN_DIR ?= runs/demo
 
-.PHONY: setup demo test test-kube test-crashes check fix bench bench-setup chaos clean help
+.PHONY: setup demo test test-kube test-crashes check fix bench bench-setup bench-unequal chaos clean help
 
 help:
 	@echo "make demo    train a small GPT on this machine's Python sources, on 4 workers (2 minutes after set-up)"
@@ -14,6 +14,7 @@ help:
 	@echo "make check   lint, types, architecture"
 	@echo "make fix     format, and mend what the linter can mend"
 	@echo "make bench   measure allreduce beside Gloo, Open MPI and MPICH, in labs (needs root; hours)"
+	@echo "make bench-unequal  train on workers of unequal speed beside DDP on Gloo, in labs (needs root; 90 minutes)"
 	@echo "make chaos   faults at random in labs, ringweave beside torchrun (needs root; two hours)"
 	@echo "make setup   only make $(VENV)/ with ringweave, PyTorch and the tools"
 
@@ -68,6 +69,10 @@ bench: bench-setup
 	  $(BIN)/ringweave bench allreduce local:$$ranks --sizes 4kB,100kB,1MB,25MB,100MB --rounds 400 \
 	    --out bench/results/$(DATE)-local-$$ranks.json --picture bench/results/$(DATE)-local-$$ranks.png; done
 	$(BIN)/ringweave bench picture bench/results/$(DATE)-*.json --out docs/images/allreduce.png
+
+# Goes on where it was interrupted; the folder's results have to be removed to begin anew.
+bench-unequal: setup
+	$(BIN)/python bench/unequal/table.py --out runs/unequal
 
 clean:
 	rm -rf $(VENV) $(PEERS:%=.venv-%) runs

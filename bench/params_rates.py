@@ -36,7 +36,7 @@ def ring(folder: str, address: str, port: str, index: str, optimizer: str) -> No
     if index == "0":
         groups = [Group(parameters=[0], options=OPTIONS[optimizer])]
         rings = [[number] for number in range(NUM_RINGS)]
-        setup = Setup(tensors=specs, optimizer=optimizer, groups=groups, rings=rings, overlaps=False, compensation=0.04)
+        setup = Setup(tensors=specs, optimizer=optimizer, groups=groups, rings=rings, overlaps=False, compensation=0.0)
         client.start(setup, Flat(specs, [torch.randn(NUM_ELEMENTS)]).buffers())
     print("ready", flush=True)
     sys.stdin.readline()
@@ -126,6 +126,7 @@ def main() -> None:
     parser.add_argument("rates", nargs="*", default=["400Mbit/s"])
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--optimizers", default=",".join(OPTIONS), help="separated by commas")
     parser.add_argument("--ring", nargs=5)
     asked = parser.parse_args()
     if asked.ring:
@@ -136,7 +137,7 @@ def main() -> None:
         text = f"name: {NAME}\nnodes: [{{name: server, nic: {rate}, devices: 1}}, {rings}]\n"
         try:
             nodes = lab.up(topology.loads(text))
-            for optimizer in OPTIONS:
+            for optimizer in asked.optimizers.split(","):
                 measure(nodes, rate, optimizer, asked.rounds, asked.repeats)
         finally:
             lab.down(NAME)

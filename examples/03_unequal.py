@@ -1,10 +1,8 @@
 """Learns to read handwritten digits on workers of unequal speed, each with the part of a batch that it can compute.
 
-The loop is that of a script that trains alone; `ringweave.prepare` is what makes it train on all workers:
-
-    sudo ringweave lab up examples/clusters/unequal-speeds.yaml
-    sudo ringweave lab run --mode balanced examples/03_unequal.py        # and --mode sync, to compare
-    sudo ringweave lab down
+sudo ringweave lab up examples/clusters/unequal-speeds.yaml
+sudo ringweave lab run --mode balanced examples/03_unequal.py        # and --mode sync, ps-hra, to compare
+sudo ringweave lab down
 """
 
 import argparse
@@ -13,12 +11,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
 from torch.nn import Conv2d, Flatten, Linear, MaxPool2d, ReLU, Sequential, functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import ringweave
-from support import files
+from support import digits, files
 
 BATCH, NUM_TEST, EXPECTED_ACCURACY = 256, 360, 0.95
 
@@ -26,14 +23,11 @@ BATCH, NUM_TEST, EXPECTED_ACCURACY = 256, 360, 0.95
 def train(epochs: int) -> dict[str, float]:
     """Returns the accuracy on test images, and the samples per second of the last epoch."""
     torch.manual_seed(0)
-    images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
-    samples = TensorDataset(images.float().reshape(-1, 1, 8, 8) / 16, labels)
-    test, rest = torch.utils.data.random_split(samples, [NUM_TEST, len(samples) - NUM_TEST])
+    test, rest = digits.split(NUM_TEST)
     model = Sequential(Conv2d(1, 32, 3, padding=1), ReLU(), Conv2d(32, 64, 3, padding=1), ReLU(), MaxPool2d(2))
     model = Sequential(model, Flatten(), Linear(1024, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     loader = DataLoader(rest, batch_size=BATCH, shuffle=True)
-
     model, optimizer, loader = ringweave.prepare(model, optimizer, loader)
     samples_per_s = 0.0
     for epoch in range(epochs):
@@ -45,7 +39,6 @@ def train(epochs: int) -> dict[str, float]:
         samples_per_s = len(rest) / (time.perf_counter() - started_s)
         if dist.get_rank() == 0:
             print(f"epoch {epoch}: {samples_per_s:.0f} samples/s (measured), shares {loader.shares}", flush=True)
-
     held_out = loader.split(DataLoader(test, batch_size=BATCH))  # ranks have unequal parts, so not through DDP
     num_right = torch.tensor(sum(int((model.module(x).argmax(1) == y).sum()) for x, y in held_out))
     dist.all_reduce(num_right)
@@ -55,13 +48,12 @@ def train(epochs: int) -> dict[str, float]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=12, help="passes over the training images")
-    parser.add_argument("--out", type=Path, help="folder where run.json notes the accuracy and the speed")
+    parser.add_argument("--out", type=Path, default=Path("runs/unequal"), help="where run.json notes what was found")
     options = parser.parse_args()
     found = train(options.epochs)
     if dist.get_rank() == 0:
         print(f"test accuracy: {found['test_accuracy']:.1%} (measured)")
-        if options.out:
-            files.merge_into_json(options.out / "run.json", found)
+        files.merge_into_json(options.out / "run.json", found)
     dist.destroy_process_group()
     if found["test_accuracy"] <= EXPECTED_ACCURACY:
         raise SystemExit(f"test accuracy: expected more than {EXPECTED_ACCURACY:.0%}. Try more --epochs.")

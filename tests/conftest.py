@@ -22,6 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden files instead of comparing")
     parser.addoption("--all-crashes", action="store_true", help="kill the operator at every boundary of every life")
     parser.addoption("--kubeconfig", help="run tests/kube against this API server instead of the fake")
+    parser.addoption("--mutations", type=int, default=100, help="wrong messages sent to a parameter server")
 
 
 @pytest.fixture

@@ -58,7 +58,10 @@ def test_a_run_in_rings(tmp_path):
     kinds = [event["kind"] for event in events]
     assert {"server_started", "rings_formed", "server_exited"} <= set(kinds)
     counted = [event for event in events if event["kind"] == "params_counted"][-1]
-    assert (counted["samples"], counted["most_peers"]) == (390, 2)
+    [formed] = [event for event in events if event["kind"] == "rings_formed"]
+    assert counted["samples"] == 390
+    # Two, unless the machine was so busy that speeds differed.
+    assert 2 <= counted["most_peers"] <= len(formed["rings"])
     check_no_secrets(tmp_path / "run", tmp_path / "secrets")
 
 

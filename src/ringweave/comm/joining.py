@@ -1,12 +1,14 @@
 """The process group that training happens in: the one that there is, or one made from what the launcher says."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from ringweave import topology
 from ringweave.comm import members
 from ringweave.environment import WorkerEnvironment
+from ringweave.planning import central
 
 
 def join(environ: Mapping[str, str]) -> None:
@@ -19,17 +21,33 @@ def join(environ: Mapping[str, str]) -> None:
         dist.init_process_group("ringweave", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def assumed_speed(environment: WorkerEnvironment, environ: Mapping[str, str]) -> float:
-    """Relative speed of this rank's device in the cluster file; 1.0 where nobody described it.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assumed:
+    """What the cluster file says of this rank; JSON has no infinity, so None is what nobody described."""
+
+    speed: float = 1.0
+    """Relative speed of its device."""
+    rate: float | None = None
+    """Bytes per second of its node's NICs."""
+    server_rate: float | None = None
+    """What the node that is connected best can receive, where the parameter server is."""
+
+
+def assumed(environment: WorkerEnvironment, environ: Mapping[str, str]) -> Assumed:
+    """What is known before anything is measured.
 
     Raises:
         PlacementError: This process fits no node of the cluster.
         ClusterError: The cluster file is wrong.
     """
     if environment.cluster_path is None:
-        return 1.0
+        return Assumed()
     cluster = topology.load(environment.cluster_path)
     name = members.own_place(environment, environ).node
     node = next(node for node in cluster.nodes if node.name == name)
     local_rank = environ.get("LOCAL_RANK", "0")
-    return topology.device_of(node, int(local_rank) if local_rank.isdecimal() else 0).speed
+    device = topology.device_of(node, int(local_rank) if local_rank.isdecimal() else 0)
+    if cluster.num_nodes == 1:
+        return Assumed(speed=device.speed)
+    inflow = central.best_connected(cluster).inflow_bytes_per_s
+    return Assumed(speed=device.speed, rate=node.rate_bytes_per_s, server_rate=inflow)

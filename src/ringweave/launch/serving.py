@@ -30,14 +30,14 @@ class JobServer:
 
     @classmethod
     def of(cls, mode: str | None, cluster: Cluster, site: Site, run_dir: RunDir) -> "JobServer | None":
-        """The server that a mode needs; None if it needs none.
+        """The server that a mode needs, or may come to need (`auto`); None if it needs none.
 
         Raises:
             LaunchError: There is no free port.
         """
         from ringweave.planning import central, modes  # brings numpy, which most runs need not wait for here
 
-        if mode not in modes.SERVED:
+        if mode not in (*modes.SERVED, modes.AUTO) or (mode == modes.AUTO and cluster.num_nodes == 1):
             return None
         node = central.best_connected(cluster).node
         job = Identity(job=f"run-{os.getpid()}", role=ROLE, name="0").job

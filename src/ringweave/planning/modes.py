@@ -21,6 +21,11 @@ def check_name(name: str, where: str = "") -> str:
     raise UsageError(explain("mode", got=name, expected=f"one of {', '.join(NAMES)}", do=mend, where=where))
 
 
+def is_open(asked: str, told: str | None, world_size: int) -> bool:
+    """Whether neither script nor launcher names a mode, and there is something to choose."""
+    return asked == AUTO and (told or AUTO) == AUTO and world_size > 1
+
+
 def decide(asked: str, told: str | None, world_size: int) -> tuple[str, str]:
     """The mode that is used, and why in words.
 

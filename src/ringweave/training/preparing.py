@@ -18,6 +18,7 @@ from ringweave.planning import balancing, modes
 from ringweave.planning.balancing import Speed
 from ringweave.training import control, reducing, timing
 from ringweave.training.balancer import Balancer
+from ringweave.training.choosing import forecasting
 from ringweave.training.control import Control
 from ringweave.training.loading import orders
 from ringweave.training.loading.loader import Parts, SharedLoader
@@ -56,8 +57,9 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
             DistributedSampler its batch_size is that of each rank.
         mode: `sync`: equal shares. `balanced`: shares in proportion to measured speeds. `ps-hra`: rings of equally fast
             workers and an asynchronous parameter server between them, not exact; `ps`: the same, each worker alone.
-            Both need `ringweave run --mode`. `auto`: what `ringweave run
-            --mode` says, else balanced if there is more than one worker.
+            Both need `ringweave run --mode`. `auto`: what `ringweave run --mode` says; under `--mode auto` the mode
+            that is predicted to be the fastest after a trial of the model; without it balanced, if there is more than
+            one worker.
         reduction: `mean` if the loss is a mean over the samples of a batch, `sum` if it is their sum. Exactness depends
             on it; a weighted mean, or one over tokens of unequal numbers, is neither.
         max_samples: The most samples of one batch that this rank's memory takes; may differ between ranks.
@@ -75,28 +77,33 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
     environment = WorkerEnvironment.from_environ(os.environ)
     joining.join(os.environ)
     messages = Control()
-    chosen, reason = modes.decide(mode, environment.mode, messages.world_size)
+    decided = modes.decide(mode, environment.mode, messages.world_size)
+    is_open = modes.is_open(mode, environment.mode, messages.world_size)
     own = {
-        "mode": chosen,
+        "mode": decided[0],
         "reduction": reduction,
         "seed": orders.seed_of(loader),
         "cap": max_samples,
-        "speed": joining.assumed_speed(environment, os.environ),
+        "optimizer": type(optimizer).__name__,
+        **forecasting.own_prospects(
+            model, loader, reading, environment, is_needed=is_open or decided[0] == modes.PS_HRA
+        ),
     }
     said = messages.gather_json({**dataclasses.asdict(reading), **own})
     control.check_alike(said, _ALIKE)
     recorder = Recorder(environment, messages.rank)
+    settings = asynchronous or Asynchronous()
+    chosen, reason, rings = forecasting.decide(decided, said, settings.rings, is_open=is_open)
     if chosen in modes.SERVED:
         recorder.prepared(mode=chosen, asked=mode, reason=reason, shares=())
-        settings = asynchronous or Asynchronous()
-        asked = Asked(mode=chosen, is_mean=reduction == "mean", settings=settings, ddp=dict(ddp or {}))
+        asked = Asked(mode=chosen, is_mean=reduction == "mean", settings=settings, ddp=dict(ddp or {}), rings=rings)
         return ring_preparing.prepare(
             (model, optimizer, loader), reading, said, asked, (environment, messages, recorder)
         )
     timer = StepTimer(CudaTimeline() if _is_on_cuda(model) else HostTimeline())
     parts = Parts(
         control=messages,
-        balancer=_balancer(said, timer, messages, recorder),
+        balancer=_balancer(said, chosen, timer, messages, recorder),
         weights=SampleWeights(num_ranks=messages.world_size, is_mean=reduction == "mean"),
         timer=timer,
         note=recorder.accounted,
@@ -108,10 +115,12 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
     return parallel, optimizer, SharedLoader(loader, reading, said[0]["seed"], parts)
 
 
-def _balancer(said: list[dict[str, Any]], timer: StepTimer, messages: Control, recorder: Recorder) -> Balancer:
+def _balancer(
+    said: list[dict[str, Any]], mode: str, timer: StepTimer, messages: Control, recorder: Recorder
+) -> Balancer:
     """First shares: by the cluster file's speeds if they are to be balanced, else equal ones."""
     batch_samples = said[0]["batch_samples"]
-    is_balanced = said[0]["mode"] == modes.BALANCED
+    is_balanced = mode == modes.BALANCED
     caps = [batch_samples if each["cap"] is None else each["cap"] for each in said]
     speeds = [Speed(s_per_sample=1 / each["speed"] if is_balanced else 1.0) for each in said]
     return Balancer(

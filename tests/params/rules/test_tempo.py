@@ -5,10 +5,15 @@ from ringweave.params.rules import Tempo
 
 def tempo_of(*took_s: float) -> Tempo:
     tempo = Tempo()
+    for _ in range(2):
+        push_all(tempo, *took_s)
+    return tempo
+
+
+def push_all(tempo: Tempo, *took_s: float) -> None:
     for ring, seconds in enumerate(took_s):
         tempo.begin(ring, 10.0)
         tempo.end(ring, 10.0 + seconds)
-    return tempo
 
 
 def test_a_ring_is_slow_beside_most_others():
@@ -29,3 +34,12 @@ def test_a_push_that_broke_off_says_nothing():
     tempo = Tempo()
     tempo.end(0, 5.0)
     assert not tempo.is_slow(0)
+
+
+def test_one_late_push_is_no_slow_link():
+    tempo = tempo_of(1.0, 1.1, 0.9)
+    push_all(tempo, 1.0, 1.0, 20.0)
+    assert not tempo.is_slow(2)
+    push_all(tempo, 1.0, 1.0, 20.0)
+    push_all(tempo, 1.0, 1.0, 20.0)
+    assert tempo.is_slow(2)

@@ -1,17 +1,22 @@
 """Which rings have slow links, by how long their pushes take to arrive."""
 
 import statistics
+from collections import deque
 
 _SLOW = 3.0
 """So many times the median of all rings is slow."""
+_LATEST = 3
+_ENOUGH = 2
+"""Pushes that are looked at, and that are needed: one takes long when others share the link with it; on a slow link
+all do, so that the shortest of them counts."""
 
 
 class Tempo:
-    """Knows the last push of each ring."""
+    """Knows the last pushes of each ring."""
 
     def __init__(self) -> None:
         self._begun_s: dict[int, float] = {}
-        self._took_s: dict[int, float] = {}
+        self._took_s: dict[int, deque[float]] = {}
 
     def begin(self, ring: int, now_s: float) -> None:
         """The first bytes of a push are there."""
@@ -21,9 +26,9 @@ class Tempo:
         """The last ones are."""
         begun_s = self._begun_s.pop(ring, None)
         if begun_s is not None:
-            self._took_s[ring] = now_s - begun_s
+            self._took_s.setdefault(ring, deque(maxlen=_LATEST)).append(now_s - begun_s)
 
     def is_slow(self, ring: int) -> bool:
-        """Whether its last push took much longer than those of most rings; of two rings the lower median counts."""
-        took_s = self._took_s.get(ring)
-        return took_s is not None and took_s > _SLOW * statistics.median_low(self._took_s.values())
+        """Whether its pushes take much longer than those of most rings; of two rings the lower median counts."""
+        known = {each: min(took_s) for each, took_s in self._took_s.items() if len(took_s) >= _ENOUGH}
+        return ring in known and known[ring] > _SLOW * statistics.median_low(known.values())

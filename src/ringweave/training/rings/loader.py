@@ -19,7 +19,9 @@ from ringweave.training.loading.loader import EpochAccount, subset
 from ringweave.training.loading.orders import Reading
 from ringweave.training.loading.portions import Portion, portion
 from ringweave.training.reducing import SampleWeights
+from ringweave.training.rings.sharing import RingShares
 
+_NO_MORE = object()
 Take = Callable[[int, int, int], tuple[int, int]]
 """(epoch, samples wanted, samples of the epoch) -> (first, how many); the same on all ranks of a ring."""
 
@@ -32,8 +34,7 @@ class RingParts:
     weights: SampleWeights
     samples: Samples
     take: Take
-    shares: tuple[int, ...]
-    """Samples of each rank of the ring in a whole ticket."""
+    shares: RingShares
     ring_rank: int
     settle: Callable[[], None]
     """Called at the end of an epoch: whatever the ring has computed is pushed, and nobody has to wait for it."""
@@ -75,7 +76,7 @@ class RingLoader:
     @property
     def shares(self) -> tuple[int, ...]:
         """Samples of each rank of the ring in a whole ticket."""
-        return self._parts.shares
+        return self._parts.shares.of_ring
 
     @property
     def fraction(self) -> float:
@@ -93,12 +94,17 @@ class RingLoader:
         self._next_epoch += 1
         indices = orders.indices_of(self._loader, self._reading, self._seed, epoch, parts.control.broadcast)
         self._tickets.begin(epoch, indices[: self._epoch_samples])
-        given = Account()
-        for batch in self._source:
+        given, batches = Account(), iter(self._source)
+        while True:
+            parts.shares.begin()
+            batch = next(batches, _NO_MORE)
+            if batch is _NO_MORE:
+                break
             first, own = self._tickets.given.popleft()
             given += Account.of(own.indices)
             parts.weights.set(len(own.indices), own.num_total)
             parts.samples.add(own.num_total, self._share(first, own.num_total))
+            parts.shares.give(len(own.indices))
             yield batch
         parts.settle()
         self._meet(epoch, given, Account.of(indices[: self._epoch_samples]))
@@ -131,10 +137,11 @@ class RingLoader:
 
     def _draw(self, epoch: int, indices: Indices) -> tuple[int, Portion] | None:
         parts = self._parts
-        first, count = parts.take(epoch, sum(parts.shares), len(indices))
+        shares = parts.shares.of_ring
+        first, count = parts.take(epoch, sum(shares), len(indices))
         if count == 0:
             return None
-        return first, portion(indices[first : first + count], parts.shares, parts.ring_rank)
+        return first, portion(indices[first : first + count], shares, parts.ring_rank)
 
     def _meet(self, epoch: int, given: Account, expected: Account) -> None:
         by_rank = tuple(self._parts.control.gather_accounts(given))
@@ -146,6 +153,7 @@ class RingLoader:
                 "Samples were lost or doubled; this is a bug of ringweave, please report it."
             )
         self._parts.refresh()
+        self._parts.shares.meet()
         self._parts.control.gather_accounts(given)  # nobody pushes before all have taken the same parameters
 
 

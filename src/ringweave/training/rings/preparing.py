@@ -1,7 +1,6 @@
 """What `prepare` does in the modes with a parameter server."""
 
 import atexit
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,18 +24,17 @@ from ringweave.params.ring.member import Member, Place, Samples
 from ringweave.params.ring.optimizer import PushedOptimizer
 from ringweave.params.rules import StalenessPolicy, local_steps
 from ringweave.params.serving import optimizers
-from ringweave.planning import balancing, grouping, modes
+from ringweave.planning import balancing
 from ringweave.planning.balancing import Speed
 from ringweave.training import reducing
 from ringweave.training.control import Control
 from ringweave.training.loading.orders import Reading
 from ringweave.training.recording import Recorder
 from ringweave.training.reducing import GradientReducer, SampleWeights
+from ringweave.training.rings.forming import rings_of, speeds_of
 from ringweave.training.rings.loader import RingLoader, RingParts, Take
+from ringweave.training.rings.sharing import RingShares
 from ringweave.training.timing import HostTimeline, StepTimer
-
-_DIFFERENT = 1.25
-"""Workers whose speeds differ by less are of one kind."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,32 +66,8 @@ class Asked:
     is_mean: bool
     settings: Asynchronous
     ddp: dict[str, Any]
-
-
-def rings_of(speeds: Sequence[float], mode: str, num_rings: int | None) -> tuple[tuple[int, ...], ...]:
-    """Ranks of each ring, the fastest ring first: rings of one in mode `ps`, else of ranks that are equally fast.
-
-    Args:
-        speeds: Relative speed of each rank.
-        mode: `ps-hra` or `ps`.
-        num_rings: How many; None means as many as there are kinds of workers, two at least.
-
-    Raises:
-        TrainingError: There are not that many ranks.
-    """
-    if mode == modes.PS:
-        return tuple((rank,) for rank in range(len(speeds)))
-    line = sorted(speeds, reverse=True)
-    kinds = 1 + sum(fast / slow >= _DIFFERENT for fast, slow in itertools.pairwise(line))
-    wanted = num_rings or min(max(kinds, 2), len(speeds))
-    if wanted > kinds:  # there are no borders to be found for all of them: rings of equal sizes
-        queue = grouping.CompletionQueue(len(speeds), wanted)
-        for rank in sorted(range(len(speeds)), key=lambda rank: (-speeds[rank], rank)):
-            queue.report(rank)
-        return queue.rings
-    # What a round takes beside computing is not known before the first one, so that borders follow speeds alone.
-    model = grouping.Model(exchange_s=lambda _size, _count: 0.0, efficiency=lambda _count: 1.0)
-    return grouping.split([1 / speed for speed in speeds], model, wanted).rings
+    rings: tuple[tuple[int, ...], ...] | None = None
+    """Ranks of each ring; None forms them by speed."""
 
 
 def prepare(
@@ -111,13 +85,14 @@ def prepare(
     """
     (model, optimizer, loader), (environment, control, recorder) = triple, surroundings
     connect = _connector(environment)
-    speeds = [each["speed"] for each in said]
-    rings = rings_of(speeds, asked.mode, asked.settings.rings)
+    speeds = speeds_of(said)
+    rings = asked.rings or rings_of(speeds, asked.mode, asked.settings.rings)
     index = next(index for index, ring in enumerate(rings) if control.rank in ring)
     ring = rings[index]
     process_group, small_group = _groups(rings, index)
     weights = SampleWeights(num_ranks=len(ring), is_mean=asked.is_mean)
-    reducer = GradientReducer(process_group=process_group, timer=StepTimer(HostTimeline()))
+    timer = StepTimer(HostTimeline())
+    reducer = GradientReducer(process_group=process_group, timer=timer)
     parallel = reducing.attach(model, weights, reducer, asked.ddp)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     setup = _setup(parallel.module, optimizer, rings, asked)
@@ -136,7 +111,7 @@ def prepare(
         weights=weights,
         samples=samples,
         take=_taker(client, small_group, ring[0]),
-        shares=tuple(per_rank[rank] for rank in ring),
+        shares=RingShares(per_rank, ring, timer, control, recorder.shares_changed),
         ring_rank=ring.index(control.rank),
         settle=pushed.rest,
         refresh=member.refresh,

@@ -1,0 +1,135 @@
+"""The table of unequal workers: DDP on Gloo, balanced and ps-hra on seven clusters, held-out loss against wall time.
+
+    python bench/unequal/table.py                    # needs root; at most 90 minutes; make bench-unequal
+    python bench/unequal/table.py --short            # ten minutes: one seed, few epochs
+    python bench/unequal/table.py --rows equal,stalls --seeds 0,1
+
+Each row and seed is a lab of eight nodes with CPU quotas and one job in it, in which the three take turns of epochs.
+What it measured is written to OUT/ROW-SEED.json at once; a run that is started again goes on with those that are
+missing. The server has no quota of its own: it takes what the quotas leave of the machine.
+"""
+
+import argparse
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import report
+import torch
+from rows import CORES, ROWS, Row
+from worker import READY, TURNED
+
+from ringweave import lab, topology
+from ringweave.lab import Lab
+from ringweave.lab.quotas import PERIOD_US
+from ringweave.telemetry import read
+
+RATE_BITS_PER_S = 400e6
+RUN_TIMEOUT_S = 1200
+SIZES = {
+    False: {"epochs": 12, "samples": 8192, "batch": 512, "channels": 32},
+    True: {"epochs": 6, "samples": 2048, "batch": 512, "channels": 16},
+}
+"""By whether it is short. Training goes on until the loss hardly changes, since the end is what is compared."""
+SEEDS = {False: "0,1,2", True: "0"}
+
+
+def main() -> None:
+    """Run what is missing, then print the table and draw the picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default=",".join(ROWS), help="which, separated by commas")
+    parser.add_argument("--seeds", help="separated by commas; 0,1,2, or 0 with --short")
+    parser.add_argument("--short", action="store_true", help="few epochs of a smaller model")
+    for name in SIZES[False]:
+        parser.add_argument(f"--{name}", type=int, help="in the place of the table's own")
+    parser.add_argument("--out", type=Path, default=Path("runs/unequal"), help="folder for results and runs")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    sizes = {name: getattr(options, name) or value for name, value in SIZES[options.short].items()}
+    for seed in (options.seeds or SEEDS[options.short]).split(","):
+        for name in options.rows.split(","):
+            path = options.out / f"{name}-{seed}.json"
+            if not path.exists():
+                started_s = time.monotonic()
+                found = run_row(name, int(seed), sizes, options.out.absolute())
+                found |= {"took_s": round(time.monotonic() - started_s, 1), "machine": machine()}
+                path.write_text(json.dumps(found) + "\n")
+                print(f"{name}, seed {seed}: {found['took_s']} s", file=sys.stderr, flush=True)
+    rows = [json.loads(path.read_text()) for path in sorted(options.out.glob("*-*.json"))]
+    print(report.to_text(rows))
+    report.draw(rows, options.out / "unequal.png")
+
+
+def machine() -> dict[str, str]:
+    """What it ran on."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {"commit": commit.stdout.strip(), "machine": platform.machine(), "torch": str(torch.__version__)}
+
+
+def run_row(name: str, seed: int, sizes: dict[str, int], root: Path) -> dict[str, Any]:
+    """What the workers measured in a lab of these speeds.
+
+    Raises:
+        SystemExit: The run failed; its output is shown.
+    """
+    row, out = ROWS[name], root / f"run-{name}-{seed}"
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    (out / "cluster.yaml").write_text(cluster_of(row))
+    place = lab.up(topology.load(out / "cluster.yaml"), f"unequal-{name}-{seed}", quotas="always")
+    own = {"row": name, "seed": seed, "out": out, **sizes}
+    command = [sys.executable, "-m", "ringweave", "lab", "run", "--lab", place.name, "--mode", "ps-hra", "--no-tuning"]
+    command += ["--run-dir", str(out / "run"), str(Path(__file__).with_name("worker.py"))]
+    try:
+        limit(place, row.speeds, of_one=PERIOD_US)  # importing torch takes minutes on 0.05 of a core
+        with (out / "output").open("w") as output:
+            argv = [*command, *(f"--{key}={value}" for key, value in own.items())]
+            running = subprocess.Popen(argv, stdout=output, stderr=subprocess.STDOUT)
+        for moment, speeds in ((READY, row.speeds), (TURNED, row.later_speeds)):
+            if speeds:
+                wait_for(out / moment, running)
+                limit(place, speeds)
+                (out / f"{moment}.done").touch()
+        code = running.wait(RUN_TIMEOUT_S)
+    finally:
+        lab.down(place.name)
+    if code != 0:
+        raise SystemExit(f"workers: exit code {code}, expected 0.\n{(out / 'output').read_text()}")
+    events = list(read(out / "run" / "events.jsonl"))
+    server = [event for event in events if event["kind"] == "params_counted"][-1]
+    rings = [event for event in events if event["kind"] == "rings_formed"][-1]["rings"]
+    accounts = [event["exact"] for event in events if event["kind"] == "samples_accounted"]
+    measured = json.loads((out / "measured.json").read_text())
+    said = {"row": name, "seed": seed, **sizes, "server": server, "rings": rings}
+    return {**said, "accounts": len(accounts), "accounts_exact": all(accounts), "measured": measured}
+
+
+def cluster_of(row: Row) -> str:
+    """The cluster file: quotas are set later, and follow `speed`."""
+    lines = ["name: unequal", "nodes:"]
+    for index, speed in enumerate(row.speeds):
+        rate = RATE_BITS_PER_S * (row.slow_nic if index == len(row.speeds) - 1 else 1.0)
+        lines.append(f"  - {{name: n{index}, nic: {rate / 1e6:g}Mbit/s, devices: [{{speed: {speed}}}]}}")
+    return "\n".join([*lines, "latency: 50us", ""])
+
+
+def limit(place: Lab, speeds: tuple[float, ...], of_one: float | None = None) -> None:
+    """Give the devices quotas in proportion to these speeds, all of them `CORES` together; or each the same."""
+    share = CORES * PERIOD_US / sum(speeds)
+    for node, speed in zip(place.cluster.nodes, speeds, strict=True):
+        place.set_quota(node.name, 0, int(of_one or max(1000, speed * share)))
+
+
+def wait_for(path: Path, running: "subprocess.Popen[bytes]") -> None:
+    """Until the workers have come so far, or ended."""
+    while not path.exists() and running.poll() is None:
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""What every rank does: three equal models on the same samples, each in its own way, taking turns of whole epochs."""
+
+import argparse
+import copy
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rows import CONTENDERS, ROWS
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import ringweave
+from ringweave.training import Asynchronous
+
+READY, TURNED = "ready", "turned"
+"""Files by which rank 0 asks for quotas."""
+NUM_IMAGES = 1797
+
+
+@dataclass(kw_only=True, slots=True)
+class Contender:
+    """One way to train."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loader: Iterable[Any]
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+
+def main() -> None:
+    """Train, and write what was measured."""
+    parser = argparse.ArgumentParser()
+    for name, kind in (("row", str), ("epochs", int), ("samples", int), ("batch", int), ("channels", int)):
+        parser.add_argument(f"--{name}", type=kind, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("ringweave")
+    control = dist.new_group(backend="gloo")
+    signal(options.out / READY, control)  # before prepare, which tries out how fast everybody is
+    contenders = {name: MAKERS[name](options) for name in CONTENDERS}
+    train(contenders, options, control)
+    if dist.get_rank() == 0:
+        found = {name: {"seconds": each.seconds, "losses": each.losses} for name, each in contenders.items()}
+        (options.out / "measured.json").write_text(json.dumps(found) + "\n")
+    dist.barrier(group=control)
+    dist.destroy_process_group()
+
+
+def train(contenders: dict[str, Contender], options: argparse.Namespace, control: Any) -> None:
+    """Epochs in turns; the first one of each is a warm-up that counts for the loss and not for the speed."""
+    has_turned = False
+    for epoch in range(options.epochs):
+        if ROWS[options.row].later_speeds and not has_turned and epoch >= options.epochs // 2:
+            signal(options.out / TURNED, control)
+            has_turned = True
+        for name in sorted(contenders, reverse=epoch % 2 == 1):
+            each = contenders[name]
+            for group in each.optimizer.param_groups:  # as a scheduler would, the same for all
+                group["lr"] = LEARNING_RATE * (1 - epoch / options.epochs)
+            dist.barrier(group=control)
+            started_s = time.perf_counter()
+            one_epoch(each, stalling(options, epoch))
+            dist.barrier(group=control)
+            each.seconds.append(time.perf_counter() - started_s)
+            each.losses.append(held_out_loss(each.model, options))
+
+
+LEARNING_RATE = 0.02
+
+
+def make(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer, Dataset[Any], TensorDataset]:
+    """A small convolutional model, its optimizer, digits to train on and others; wide where links are to be busy."""
+    torch.manual_seed(options.seed)
+    images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
+    wide = options.channels
+    model = nn.Sequential(
+        *(nn.Conv2d(1, wide, 3, padding=1), nn.ReLU(), nn.Conv2d(wide, wide, 3, padding=1), nn.ReLU()),
+        *(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16 * wide, 10)),
+    )
+    if ROWS[options.row].is_communication_bound:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU())
+        model = nn.Sequential(model, nn.Linear(1024, 10))
+    samples = TensorDataset((images.float() / 16).view(-1, 1, 8, 8), labels)
+    # Every fifth image is held out; the others come again and again until there are enough.
+    train_on = [index for index in range(NUM_IMAGES) if index % 5]
+    train_on = (train_on * (options.samples // len(train_on) + 1))[: options.samples]
+    held_out = torch.arange(NUM_IMAGES) % 5 == 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
+    return model, optimizer, Subset(samples, train_on), TensorDataset(*(each[held_out] for each in samples.tensors))
+
+
+def on_gloo(options: argparse.Namespace) -> Contender:
+    """As torch's documentation has it."""
+    model, optimizer, samples, _ = make(options)
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    sampler: DistributedSampler[Any] = DistributedSampler(samples, seed=options.seed)
+    loader = DataLoader(samples, batch_size=options.batch // dist.get_world_size(), sampler=sampler)
+    parallel = DistributedDataParallel(model, process_group=group)
+    return Contender(model=parallel, optimizer=optimizer, loader=loader)
+
+
+def prepared(mode: str) -> Callable[[argparse.Namespace], Contender]:
+    """Three lines more than a script that trains alone."""
+
+    def made(options: argparse.Namespace) -> Contender:
+        model, optimizer, samples, _ = make(options)
+        loader = DataLoader(samples, batch_size=options.batch, shuffle=True)
+        settings = Asynchronous(local_steps=ROWS[options.row].local_steps)
+        found = ringweave.prepare(model, optimizer, loader, mode=mode, asynchronous=settings)
+        return Contender(model=found[0], optimizer=found[1], loader=found[2])
+
+    return made
+
+
+MAKERS = {"gloo": on_gloo, "balanced": prepared("balanced"), "ps-hra": prepared("ps-hra")}
+
+
+def one_epoch(each: Contender, stall: Callable[[nn.Module, Any, Any], None]) -> None:
+    """One pass."""
+    for images, labels in each.loader:
+        each.optimizer.zero_grad()
+        stall(each.model, images, labels)
+        nn.functional.cross_entropy(each.model(images), labels).backward()
+        each.optimizer.step()
+
+
+def stalling(options: argparse.Namespace, epoch: int) -> Callable[[nn.Module, Any, Any], None]:
+    """Now and then the work of a step three times more, on a copy of the model, before the step itself."""
+    chance = ROWS[options.row].stall
+    draw = random.Random(hash((options.seed, epoch, dist.get_rank())))
+
+    def stall(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> None:
+        if not chance or draw.random() >= chance:
+            return
+        twin = copy.deepcopy(getattr(model, "module", model))
+        for _ in range(3):
+            nn.functional.cross_entropy(twin(images), labels).backward()
+
+    return stall
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, options: argparse.Namespace) -> float:
+    """On rank 0; the others wait at the next barrier."""
+    if dist.get_rank() != 0:
+        return 0.0
+    images, labels = make(options)[3].tensors
+    return nn.functional.cross_entropy(getattr(model, "module", model)(images), labels).item()
+
+
+def signal(path: Path, control: Any) -> None:
+    """Tell the process outside that the quotas shall change, and wait until they have."""
+    dist.barrier(group=control)
+    if dist.get_rank() == 0:
+        path.touch()
+        while not Path(f"{path}.done").exists():
+            time.sleep(0.05)
+    dist.barrier(group=control)
+
+
+if __name__ == "__main__":
+    assert "RANK" in os.environ, "started by table.py"
+    main()

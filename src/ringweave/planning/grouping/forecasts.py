@@ -1,0 +1,155 @@
+"""How long each way of training together takes for the samples of a train step: why `auto` chooses what it chooses.
+
+The time to a given loss is the number of samples that this takes, times seconds a sample. Exact modes need the samples
+of synchronous training. The parameter server needs a little more (`WORTH`), and wins only where the wait for others is
+more than that. Times are predicted: computing by measured speeds, plus transfers at the rates of the NICs.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ringweave.planning import balancing, modes
+from ringweave.planning.balancing import Speed
+
+WORTH = 0.98
+"""What a sample is worth that several rings train on, beside one of synchronous training: rehearsals in virtual time
+found losses 0 to 2 % behind after the same samples (docs/decisions/0021)."""
+MIN_GAIN = 0.05
+"""A mode must be predicted to be this much faster than a simpler one to be taken in its place."""
+_DIFFERENT = 1.25
+"""Rates that differ by less are of one kind."""
+
+Ring = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Worker:
+    """What is known of a rank."""
+
+    sample_s: Sequence[float]
+    """Seconds that a sample has taken it, in several trials: where they differ at random, so will steps."""
+    rate_bytes_per_s: float = math.inf
+    """Of its NICs."""
+
+    @property
+    def mean_s(self) -> float:
+        """Seconds of a sample in the long run."""
+        return math.fsum(self.sample_s) / len(self.sample_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What a train step is."""
+
+    batch_samples: int
+    """Over all workers."""
+    num_bytes: float
+    """Of the gradients, and of the parameters."""
+    server_bytes_per_s: float = math.inf
+    """Rate of the node that the parameter server is on, each direction."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forecast:
+    """One way of training."""
+
+    mode: str
+    step_s: float
+    """Predicted: seconds for what a step of synchronous training gains."""
+    computing_s: float
+    """Predicted: of these, computing of the slowest ring's round, and waiting in it for the slowest member."""
+    rings: tuple[Ring, ...] = ()
+    """Of the modes with a server."""
+
+    def __str__(self) -> str:
+        """One line."""
+        rings = f", rings {[list(ring) for ring in self.rings]}" if self.rings else ""
+        return f"{self.mode} {self.step_s:.3g} s, {self.computing_s:.3g} s of it computing{rings}"
+
+
+def forecast(workers: Sequence[Worker], work: Work, rings: Sequence[Sequence[Ring]] = ()) -> tuple[Forecast, ...]:
+    """What each mode is predicted to take, simpler modes first.
+
+    Args:
+        workers: Every rank.
+        work: The train step.
+        rings: Ways to form rings that are looked at; none means that there is no parameter server.
+    """
+    everyone = tuple(range(len(workers)))
+    equal = balancing.apportion(work.batch_samples, [Speed(s_per_sample=1.0)] * len(workers))
+    shares = balancing.apportion(work.batch_samples, [Speed(s_per_sample=each.mean_s) for each in workers])
+    reducing_s = allreduce_s([each.rate_bytes_per_s for each in workers], work.num_bytes)
+    found = [
+        Forecast(mode=mode, step_s=computing_s + reducing_s, computing_s=computing_s)
+        for mode, computing_s in (
+            (modes.SYNC, _computing_s(everyone, equal, workers)),
+            (modes.BALANCED, _computing_s(everyone, shares, workers)),
+        )
+    ]
+    return (*found, *(_of_rings(tuple(each), shares, workers, work) for each in rings))
+
+
+def choose(forecasts: Sequence[Forecast]) -> Forecast:
+    """The fastest; one that is simpler, and so comes earlier, unless that is slower by more than `MIN_GAIN`."""
+    best_s = min(each.step_s for each in forecasts)
+    return next(each for each in forecasts if each.step_s <= best_s * (1 + MIN_GAIN))
+
+
+def expected_slowest_s(values: Sequence[Sequence[float]]) -> float:
+    """The mean of the largest of several times, each of which is one of its values, all equally likely."""
+    steps = sorted((value, index) for index, own in enumerate(values) for value in own)
+    counts, total, before = [0] * len(values), 0.0, 0.0
+    for value, index in steps:
+        counts[index] += 1
+        chance = math.prod(count / len(own) for count, own in zip(counts, values, strict=True))
+        total += value * (chance - before)
+        before = chance
+    return total
+
+
+def allreduce_s(rates_bytes_per_s: Sequence[float], num_bytes: float) -> float:
+    """Predicted seconds of an allreduce among nodes with these NICs on one switch: its lower bound."""
+    count = len(rates_bytes_per_s)
+    if count < 2:
+        return 0.0
+    return num_bytes * max(1 / min(rates_bytes_per_s), 2 * (count - 1) / math.fsum(rates_bytes_per_s))
+
+
+def by_rate(rates_bytes_per_s: Sequence[float]) -> tuple[Ring, ...]:
+    """Rings of workers whose links are about equally fast, the fastest ring first; one ring if all are."""
+    line = sorted(range(len(rates_bytes_per_s)), key=lambda rank: (-rates_bytes_per_s[rank], rank))
+    rings = [[line[0]]]
+    for before, rank in itertools.pairwise(line):
+        if rates_bytes_per_s[before] >= rates_bytes_per_s[rank] * _DIFFERENT:
+            rings.append([])
+        rings[-1].append(rank)
+    return tuple(map(tuple, rings))
+
+
+def _computing_s(ranks: Sequence[int], shares: Sequence[int], workers: Sequence[Worker]) -> float:
+    return expected_slowest_s([[shares[rank] * each_s for each_s in workers[rank].sample_s] for rank in ranks])
+
+
+def _of_rings(rings: tuple[Ring, ...], shares: Sequence[int], workers: Sequence[Worker], work: Work) -> Forecast:
+    """Rings go on beside each other; the server's link is shared by all."""
+    samples_per_s, rounds_per_s, slowest_s = 0.0, 0.0, 0.0
+    for ring in rings:
+        rates = [workers[rank].rate_bytes_per_s for rank in ring]
+        computing_s = _computing_s(ring, shares, workers)
+        broadcasting_s = work.num_bytes / min(rates) if len(ring) > 1 else 0.0
+        exchanging_s = 2 * work.num_bytes / min(rates[0], work.server_bytes_per_s)
+        round_s = computing_s + allreduce_s(rates, work.num_bytes) + exchanging_s + broadcasting_s
+        samples_per_s += sum(shares[rank] for rank in ring) / round_s
+        rounds_per_s += 1 / round_s
+        slowest_s = max(slowest_s, computing_s)
+    crowding = max(1.0, rounds_per_s * work.num_bytes / work.server_bytes_per_s)
+    worth = WORTH if len(rings) > 1 else 1.0
+    mode = modes.PS if all(len(ring) == 1 for ring in rings) else modes.PS_HRA
+    return Forecast(
+        mode=mode,
+        step_s=work.batch_samples * crowding / samples_per_s / worth,
+        computing_s=slowest_s,
+        rings=rings,
+    )

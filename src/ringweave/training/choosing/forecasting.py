@@ -1,0 +1,112 @@
+"""What `auto` is: from what ranks said of their speeds and links, the mode that is predicted to be the fastest."""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ringweave.comm import joining
+from ringweave.environment import WorkerEnvironment
+from ringweave.params.serving import optimizers
+from ringweave.planning import modes
+from ringweave.planning.grouping import forecasts
+from ringweave.planning.grouping.forecasts import Forecast, Ring, Work, Worker
+from ringweave.training.choosing import trials
+from ringweave.training.loading.orders import Reading
+from ringweave.training.rings.forming import rings_of, speeds_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outlook:
+    """What was predicted for each mode, and what follows."""
+
+    forecasts: tuple[Forecast, ...]
+    chosen: Forecast
+
+    @property
+    def reason(self) -> str:
+        """In words, with the numbers."""
+        others = "; ".join(map(str, self.forecasts))
+        least = forecasts.MIN_GAIN
+        return f"predicted for the samples of a train step: {others}; rings are taken for a gain of {least:.0%} or more"
+
+
+def own_prospects(
+    model: nn.Module, loader: DataLoader, reading: Reading, environment: WorkerEnvironment, *, is_needed: bool
+) -> dict[str, Any]:
+    """What this rank says of itself, for `decide`; the model is tried out only where that can change anything."""
+    known = joining.assumed(environment, os.environ)
+    is_served = environment.server is not None and environment.credentials is not None
+    num_samples = max(1, reading.batch_samples // dist.get_world_size())
+    return {
+        **dataclasses.asdict(known),
+        "trial_s": trials.measure(model, loader, num_samples) if is_served and is_needed else None,
+        "num_bytes": sum(each.nbytes for each in model.parameters() if each.requires_grad),
+        "is_served": is_served and reading.num_samples is not None,
+    }
+
+
+def decide(
+    decided: tuple[str, str], said: Sequence[Mapping[str, Any]], num_rings: int | None, *, is_open: bool
+) -> tuple[str, str, tuple[Ring, ...] | None]:
+    """The mode, why, and its rings; None for rings leaves them to the speeds.
+
+    Args:
+        decided: Mode and reason without a forecast.
+        said: What all ranks said.
+        num_rings: How many rings the script wants.
+        is_open: The mode may be chosen; else only its rings.
+    """
+    mode, reason = decided
+    goes_with_server = all(each["is_served"] and each["optimizer"] in optimizers.NAMES for each in said)
+    if not goes_with_server or num_rings is not None or not (is_open or mode == modes.PS_HRA):
+        return mode, reason, None
+    rates = [each["rate"] for each in said]
+    ways = rings_to_look_at(rings_of(speeds_of(said), modes.PS_HRA, None), rates, modes.AUTO if is_open else mode)
+    outlook = look_ahead(said, ways)
+    if is_open:
+        return outlook.chosen.mode, outlook.reason, outlook.chosen.rings or None
+    found = [each for each in outlook.forecasts if each.rings]
+    return mode, reason, forecasts.choose(found).rings if found else None
+
+
+def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]]) -> Outlook:
+    """The same on all ranks, since all have heard the same.
+
+    Args:
+        said: Of each rank: `trial_s`, seconds of a sample in trials or None; `speed`, relative, by the cluster file;
+            `rate`, bytes per second or None; `batch_samples`; `num_bytes`; `server_rate`.
+        rings: Ways to form rings; none where no server is there, or the script does not go with one.
+    """
+    are_tried = all(each["trial_s"] for each in said)
+    workers = [
+        Worker(
+            sample_s=tuple(trials.settle(each["trial_s"])) if are_tried else (1 / each["speed"],),
+            rate_bytes_per_s=each["rate"] or float("inf"),
+        )
+        for each in said
+    ]
+    # Where computing is known in relation only, transfers cannot be told beside it: computing alone decides.
+    work = Work(
+        batch_samples=said[0]["batch_samples"],
+        num_bytes=said[0]["num_bytes"] if are_tried else 0,
+        server_bytes_per_s=said[0]["server_rate"] or float("inf"),
+    )
+    found = forecasts.forecast(workers, work, rings)
+    # Balanced is sync while all are equally fast, and follows when they are not.
+    return Outlook(forecasts=found, chosen=forecasts.choose([each for each in found if each.mode != modes.SYNC]))
+
+
+def rings_to_look_at(
+    by_speed: Sequence[Ring], rates: Sequence[float | None], mode: str = modes.AUTO
+) -> list[tuple[Ring, ...]]:
+    """Ways to form rings: by speed, by the rates of links, and each rank alone."""
+    alone = tuple((rank,) for rank in range(len(rates)))
+    by_rate = forecasts.by_rate([rate or float("inf") for rate in rates])
+    ways = [tuple(by_speed), by_rate, *([alone] if mode == modes.AUTO else [])]
+    return [way for place, way in enumerate(ways) if len(way) > 1 and way not in ways[:place]]

@@ -1,0 +1,100 @@
+"""A trial of the script's own model on its own data, for a second at most: how fast this rank computes.
+
+`prepare` does not know the script's loss. A trial computes the model's output and the gradients of its mean square,
+which takes as long but for the loss itself.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from ringweave.planning.balancing.estimating import BLOCK_S
+from ringweave.training import speed_test
+
+BUDGET_S = 1.0
+"""How long trials go on; one that is longer is made once, after one to warm up."""
+_MOST_BLOCKS = 8
+_STALL = 1.5
+"""Times that are so many times the median are stalls of the machine; smaller differences are noise of a short test."""
+
+
+def measure(
+    model: nn.Module, loader: DataLoader, num_samples: int, clock: Callable[[], float] = time.perf_counter
+) -> list[float] | None:
+    """Seconds that a sample has taken in each block of trials; None where the model cannot be tried out.
+
+    Args:
+        model: The module, which is left as it was.
+        loader: Where samples come from: the first of the data set, without drawing from the sampler.
+        num_samples: Samples of a trial.
+        clock: Gives seconds.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        return None
+    try:
+        with speed_test.leaving_no_trace(model):
+            batch = _batch(loader, num_samples, model)
+            _try_out(model, batch)
+            return [seconds / num_samples for seconds in _blocks(lambda: _try_out(model, batch), clock)]
+    except Exception:
+        return None
+
+
+def settle(sample_s: list[float]) -> list[float]:
+    """The times without their noise: all are the median but for stalls."""
+    middle = statistics.median(sample_s)
+    return [each if each > _STALL * middle else middle for each in sample_s]
+
+
+def _blocks(once: Callable[[], None], clock: Callable[[], float]) -> list[float]:
+    """Seconds of a trial, means over blocks: single ones say little where the kernel throttles in periods."""
+    found: list[float] = []
+    began_s = clock()
+    while len(found) < _MOST_BLOCKS and (not found or clock() - began_s < BUDGET_S):
+        block_s = clock()
+        for count in itertools.count(1):
+            once()
+            if clock() - block_s >= BLOCK_S:
+                found.append((clock() - block_s) / count)
+                break
+    return found
+
+
+def _batch(loader: DataLoader, num_samples: int, model: nn.Module) -> Any:
+    total = len(loader.dataset)  # pyrefly: ignore - it is no stream
+    collate = loader.collate_fn or torch.utils.data.default_collate
+    batch = collate([loader.dataset[index % total] for index in range(num_samples)])
+    device = next(model.parameters()).device
+    if isinstance(batch, (list, tuple)):
+        return [each.to(device) if isinstance(each, Tensor) else each for each in batch]
+    return [batch.to(device) if isinstance(batch, Tensor) else batch]
+
+
+def _try_out(model: nn.Module, batch: list[Any]) -> None:
+    """Forward and backward, by the first part of a batch, or all of it where the model takes that."""
+    try:
+        output = model(batch[0])
+    except TypeError:
+        output = model(*batch)
+    tensors = [each for each in _tensors(output) if each.requires_grad]
+    loss = sum(each.float().square().mean() for each in tensors)
+    assert isinstance(loss, Tensor), "the output depends on parameters"
+    loss.backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, dict):
+        output = list(output.values())
+    return [each for each in output if isinstance(each, Tensor)]

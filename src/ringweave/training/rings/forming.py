@@ -1,0 +1,54 @@
+"""Which ranks form a ring, by their speeds."""
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ringweave.planning import grouping, modes
+
+_DIFFERENT = 1.25
+"""Workers whose speeds differ by less are of one kind."""
+
+_WRONG = 2.0
+"""Trials this far from what the cluster file says are believed."""
+
+
+def rings_of(speeds: Sequence[float], mode: str, num_rings: int | None) -> tuple[tuple[int, ...], ...]:
+    """Ranks of each ring, the fastest ring first: rings of one in mode `ps`, else of ranks that are equally fast.
+
+    Args:
+        speeds: Relative speed of each rank.
+        mode: `ps-hra` or `ps`.
+        num_rings: How many; None means as many as there are kinds of workers, two at least.
+
+    Raises:
+        TrainingError: There are not that many ranks.
+    """
+    if mode == modes.PS:
+        return tuple((rank,) for rank in range(len(speeds)))
+    line = sorted(speeds, reverse=True)
+    kinds = 1 + sum(fast / slow >= _DIFFERENT for fast, slow in itertools.pairwise(line))
+    wanted = num_rings or min(max(kinds, 2), len(speeds))
+    if wanted > kinds:  # there are no borders to be found for all of them: rings of equal sizes
+        queue = grouping.CompletionQueue(len(speeds), wanted)
+        for rank in sorted(range(len(speeds)), key=lambda rank: (-speeds[rank], rank)):
+            queue.report(rank)
+        return queue.rings
+    # What a round takes beside computing is not known before the first one, so that borders follow speeds alone.
+    model = grouping.Model(exchange_s=lambda _size, _count: 0.0, efficiency=lambda _count: 1.0)
+    return grouping.split([1 / speed for speed in speeds], model, wanted).rings
+
+
+def speeds_of(said: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Relative speeds: those of the cluster file, unless trials on all ranks contradict them.
+
+    A trial is short, and on a busy machine wrong by a third; so a rank must be twice as fast or slow as it should.
+    """
+    assumed = [each["speed"] for each in said]
+    if not all(each["trial_s"] for each in said):
+        return assumed
+    tried = [1 / statistics.median(each["trial_s"]) for each in said]
+    ratios = [own / expected for own, expected in zip(tried, assumed, strict=True)]
+    middle = statistics.median(ratios)
+    return assumed if all(middle / _WRONG < ratio < middle * _WRONG for ratio in ratios) else tried

@@ -1,0 +1,124 @@
+"""Messages that are wrong, and callers that are strangers, at `ringweave server` itself."""
+
+import json
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from ringweave import wire
+from ringweave.errors import RemoteError, WireError
+from ringweave.params.flat import Flat
+from ringweave.params.messages import Group, Push, Setup, TensorSpec
+from ringweave.params.ring.client import RingClient, Round
+from ringweave.params.serving.optimizers import options_of
+from tests.wire.parts import frame, introduce
+from tests.wire.test_bad_bytes import mutated
+
+SPECS = [TensorSpec(name="weight", shape=[50], dtype="float32")]
+OPTIONS = options_of(torch.optim.SGD([torch.zeros(1)], lr=0.5, momentum=0.9).param_groups[0])
+SETUP = Setup(
+    tensors=SPECS,
+    optimizer="SGD",
+    groups=[Group(parameters=[0], options=OPTIONS)],
+    rings=[[0], [1]],
+    overlaps=False,
+    compensation=0.0,
+)
+PUSH = Push(
+    term=0, ring=1, sequence=1, base_version=0, content="gradient", num_samples=4, batch_share=0.5, options=[OPTIONS]
+)
+
+
+@contextmanager
+def server(folder: Path, authority: wire.Authority) -> Iterator[int]:
+    """The port of a real server process."""
+    authority.issue("server", "0").save(folder / "server")
+    argv = [sys.executable, "-m", "ringweave", "server", "--host", "127.0.0.1", "--credentials", str(folder / "server")]
+    argv += ["--run-dir", str(folder), "--node", "here"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield int(process.stdout.readline().rpartition(":")[2])
+            assert process.poll() is None, "it has not ended"
+        finally:
+            process.terminate()
+            said = process.communicate(timeout=60)
+        assert process.returncode == 0, said
+        assert "Traceback" not in said[1]
+
+
+def raw_peer(port: int, trusted: wire.Trust) -> socket.socket:
+    sock = trusted.wrap(socket.create_connection(("127.0.0.1", port), timeout=60), serves=False)
+    introduce(sock, trusted)
+    return sock
+
+
+def send_mutated(port: int, trusted: wire.Trust, num_messages: int) -> None:
+    """Pushes of a ring that belongs to the job, each with something wrong, each on a connection of its own."""
+    rng, sent = random.Random(11), 0
+    good = frame(PUSH, 1, bytes(200))
+    while sent < num_messages:
+        data = mutated(rng, good)
+        if data.startswith(good):
+            continue
+        with raw_peer(port, trusted) as sock:
+            try:
+                sock.sendall(data)
+                socket.socket.shutdown(sock, socket.SHUT_WR)
+                while sock.recv(65536):
+                    pass
+            except OSError:
+                pass  # cut off while sending: all the same
+        sent += 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_mutated_pushes_change_nothing(tmp_path, request):
+    authority = wire.Authority("job1")
+    first = torch.arange(50.0)
+    honest = wire.Tls(authority.issue("worker", "0"))
+    with server(tmp_path, authority) as port:
+        client = RingClient(lambda: wire.Client.connect("127.0.0.1", port, honest, role="server"), 0)
+        client.start(SETUP, Flat(SPECS, [first.clone()]).buffers())
+        send_mutated(port, wire.Tls(authority.issue("worker", "1")), request.config.getoption("--mutations"))
+        room = Flat(SPECS)
+        assert client.pull(0, room.buffers()) == 0  # no version was made
+        assert torch.equal(room.pieces[0], first)
+        round_ = Round(
+            sequence=1, base_version=0, content="gradient", num_samples=4, batch_share=1.0, options=[OPTIONS]
+        )
+        client.exchange(round_, Flat(SPECS, [torch.ones(50)]).buffers(), room.buffers())
+        assert torch.equal(room.pieces[0], first - 0.5)  # an honest push counts as ever
+        status = client.status()
+        assert (status.version, status.samples) == (1, 4)
+        client.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_strangers_are_refused_and_logged(tmp_path):
+    authority, other = wire.Authority("job1"), wire.Authority("job1")
+    plain = wire.Plain(wire.Identity(job="job1", role="worker", name="0"), "guessed")
+    with server(tmp_path, authority) as port:
+        for stranger in (wire.Tls(other.issue("worker", "0")), plain, wire.Tls(authority.issue("spy", "0"))):
+            with pytest.raises(WireError):
+                wire.Client.connect("127.0.0.1", port, stranger, role="server").close()
+        worker = wire.Tls(authority.issue("worker", "1"))
+        client = RingClient(lambda: wire.Client.connect("127.0.0.1", port, worker, role="server"), 1)
+        client.start(SETUP, Flat(SPECS).buffers())
+        other_ring = RingClient(lambda: wire.Client.connect("127.0.0.1", port, worker, role="server"), 0)
+        with pytest.raises(RemoteError, match=r"caller for ring 0: '1', expected one of its ranks 0"):
+            other_ring.pull(0, Flat(SPECS).buffers())
+        client.close()
+        other_ring.close()
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    # One event for each reason and host within ten seconds: both who have no certificate of the job share one.
+    assert {event["reason"] for event in events if event["kind"] == "wire_refused"} == {"certificate", "role"}

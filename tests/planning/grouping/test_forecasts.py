@@ -1,0 +1,79 @@
+"""What each mode is predicted to take, against arithmetic that can be done by hand."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringweave.planning.grouping import forecasts
+from ringweave.planning.grouping.forecasts import Forecast, Work, Worker
+
+FAST, SLOW = Worker(sample_s=[0.001]), Worker(sample_s=[0.004])
+WORK = Work(batch_samples=800, num_bytes=0)
+
+
+def by_mode(found: tuple[Forecast, ...]) -> dict[str, Forecast]:
+    return {each.mode: each for each in found}
+
+
+def test_one_slow_worker_makes_all_wait_unless_it_gets_less():
+    found = by_mode(forecasts.forecast([FAST] * 7 + [SLOW], WORK))
+    assert found["sync"].step_s == pytest.approx(0.4)
+    assert found["balanced"].step_s == pytest.approx(800 / 7250, rel=0.02)  # 3.62 times as fast
+    assert forecasts.choose(tuple(found.values())).mode == "balanced"
+
+
+def test_equal_workers_train_in_the_simplest_way():
+    found = forecasts.forecast([FAST] * 8, WORK, [((0, 1, 2, 3), (4, 5, 6, 7))])
+    assert [each.mode for each in found] == ["sync", "balanced", "ps-hra"]
+    assert forecasts.choose(found).mode == "sync"
+
+
+def test_random_stalls_are_what_rings_are_for():
+    stalling = Worker(sample_s=[0.001] * 7 + [0.004])
+    rings = tuple((rank,) for rank in range(8))
+    found = by_mode(forecasts.forecast([stalling] * 8, WORK, [rings]))
+    none_stalls = (7 / 8) ** 8
+    assert found["sync"].step_s == pytest.approx(0.1 * (none_stalls + 4 * (1 - none_stalls)))
+    assert found["ps"].step_s * forecasts.WORTH == pytest.approx(0.1 * 11 / 8)
+    assert found["sync"].step_s / found["ps"].step_s == pytest.approx(2.16 * forecasts.WORTH, rel=0.01)
+    assert forecasts.choose(tuple(found.values())).mode == "ps"
+
+
+def test_a_slow_link_holds_up_its_own_ring_only():
+    work = Work(batch_samples=800, num_bytes=22e6, server_bytes_per_s=50e6)
+    workers = [Worker(sample_s=[0.001], rate_bytes_per_s=50e6)] * 7 + [Worker(sample_s=[0.001], rate_bytes_per_s=5e6)]
+    rings = forecasts.by_rate([each.rate_bytes_per_s for each in workers])
+    assert rings == ((0, 1, 2, 3, 4, 5, 6), (7,))
+    found = forecasts.forecast(workers, work, [rings])
+    chosen = forecasts.choose(found)
+    assert (chosen.mode, chosen.rings) == ("ps-hra", rings)
+    assert found[0].step_s / chosen.step_s > 1.5
+
+
+def test_rings_that_crowd_the_server_are_as_fast_as_its_link():
+    work = Work(batch_samples=8, num_bytes=50e6, server_bytes_per_s=50e6)
+    workers = [Worker(sample_s=[1e-9], rate_bytes_per_s=1e12)] * 8
+    found = by_mode(forecasts.forecast(workers, work, [tuple((rank,) for rank in range(8))]))
+    assert found["ps"].step_s * forecasts.WORTH == pytest.approx(8, rel=0.01)  # eight pushes, a second each
+
+
+def test_an_allreduce_takes_its_bound():
+    assert forecasts.allreduce_s([1e6] * 4, 1e6) == pytest.approx(1.5)
+    assert forecasts.allreduce_s([4e6, 4e6, 4e6, 1e6], 1e6) == pytest.approx(1.0)
+    assert forecasts.allreduce_s([1e6], 1e6) == 0
+    assert forecasts.allreduce_s([math.inf, math.inf], 1e6) == 0
+
+
+@given(st.lists(st.lists(st.integers(0, 9).map(float), min_size=1, max_size=3), min_size=1, max_size=4))
+def test_the_slowest_is_as_slow_as_all_cases_say(values):
+    cases = [max(case) for case in itertools.product(*values)]
+    assert forecasts.expected_slowest_s(values) == pytest.approx(sum(cases) / len(cases))
+
+
+def test_a_forecast_is_a_line():
+    found = forecasts.forecast([FAST] * 2, WORK, [((0,), (1,))])
+    assert str(found[0]) == "sync 0.4 s, 0.4 s of it computing"
+    assert str(found[2]) == "ps 0.408 s, 0.4 s of it computing, rings [[0], [1]]"

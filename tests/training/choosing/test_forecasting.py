@@ -1,0 +1,56 @@
+"""What `auto` becomes, from what ranks say."""
+
+import pytest
+
+from ringweave.planning import modes
+from ringweave.training.choosing import forecasting
+
+OPEN = (modes.BALANCED, "as ever")
+
+
+def said(trials_s, rates=None, **others):
+    rates = rates or [None] * len(trials_s)
+    common = {"batch_samples": 800, "num_bytes": 22_000_000, "server_rate": 50e6, "is_served": True, "optimizer": "SGD"}
+    return [
+        {"trial_s": trial_s, "speed": 1.0, "rate": rate, **common, **others}
+        for trial_s, rate in zip(trials_s, rates, strict=True)
+    ]
+
+
+def test_fixed_speeds_are_for_exact_balance():
+    mode, reason, rings = forecasting.decide(OPEN, said([[0.001]] * 7 + [[0.004]]), None, is_open=True)
+    assert (mode, rings) == ("balanced", None)
+    assert reason.startswith(
+        "predicted for the samples of a train step: sync 0.4 s, 0.4 s of it computing; balanced 0.1"
+    )
+
+
+def test_a_slow_link_is_for_rings():
+    rates = [50e6] * 7 + [5e6]
+    mode, _, rings = forecasting.decide(OPEN, said([[0.001]] * 8, rates), None, is_open=True)
+    assert mode == "ps-hra"
+    assert rings == ((0, 1, 2, 3, 4, 5, 6), (7,))
+
+
+def test_stalls_are_for_the_server():
+    trials_s = [[0.01] * 7 + [0.04]] * 8
+    mode, _, rings = forecasting.decide(OPEN, said(trials_s, num_bytes=1000), None, is_open=True)
+    assert (mode, len(rings or ())) == ("ps", 8)
+
+
+@pytest.mark.parametrize("others", [{"is_served": False}, {"optimizer": "LBFGS"}])
+def test_without_a_server_nothing_is_open(others):
+    found = forecasting.decide(OPEN, said([[0.001]] * 2, **others), None, is_open=True)
+    assert found == (*OPEN, None)
+
+
+def test_rings_that_are_asked_for_are_of_equal_links_where_links_matter():
+    asked = (modes.PS_HRA, "the script asks for it")
+    rates = [50e6, 50e6, 50e6, 5e6]
+    assert forecasting.decide(asked, said([[0.001]] * 4, rates), None, is_open=False)[2] == ((0, 1, 2), (3,))
+    assert forecasting.decide(asked, said([[0.001]] * 4, rates), 2, is_open=False)[2] is None  # so many are wanted
+
+
+def test_what_was_not_tried_is_known_in_relation_only():
+    mode, _, _ = forecasting.decide(OPEN, said([None, [0.001]], [50e6, 5e6]), None, is_open=True)
+    assert mode == "balanced"
