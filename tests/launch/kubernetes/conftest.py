@@ -12,13 +12,13 @@ from ringweave.launch.kubernetes.resource.definition import definition
 from ringweave.testing.kubernetes.cluster import FakeCluster
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[FakeCluster]:
     with FakeCluster(bookmark_s=0.5) as cluster:
         yield cluster
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def kubeconfig(cluster: FakeCluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = cluster.kubeconfig(tmp_path_factory.mktemp("fake") / "config")
 
