@@ -17,6 +17,8 @@ SERVER = "RINGWEAVE_SERVER"
 CREDENTIALS = "RINGWEAVE_CREDENTIALS"
 DATA = "RINGWEAVE_DATA"
 EVENTS = "RINGWEAVE_EVENTS"
+MEMBER = "RINGWEAVE_MEMBER"
+COORDINATORS = "RINGWEAVE_COORDINATORS"
 
 _NEVER = "never"
 
@@ -52,6 +54,10 @@ class WorkerEnvironment:
     """Where the training data is, as the job file says; None where it says nothing."""
     events: Path | None = None
     """Event log of a worker that has no run directory; None means that it writes no events."""
+    member: str | None = None
+    """Name of this process among the members of an elastic job, `SLOT.INCARNATION`."""
+    coordinators: tuple[tuple[str, int], ...] = ()
+    """(host, port) of the coordinators of an elastic job, the one that decides first; none if it is not elastic."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "WorkerEnvironment":
@@ -71,6 +77,8 @@ class WorkerEnvironment:
             credentials=environ.get(CREDENTIALS) or None,
             data=environ.get(DATA) or None,
             events=Path(events) if events else None,
+            member=environ.get(MEMBER) or None,
+            coordinators=_places(environ.get(COORDINATORS, "")),
         )
 
     def to_environ(self) -> dict[str, str]:
@@ -89,6 +97,8 @@ class WorkerEnvironment:
             CREDENTIALS: self.credentials or "",
             DATA: self.data or "",
             EVENTS: str(self.events or ""),
+            MEMBER: self.member or "",
+            COORDINATORS: ",".join(f"{host}:{port}" for host, port in self.coordinators),
         }
         return {name: value for name, value in pairs.items() if value}
 
@@ -96,3 +106,9 @@ class WorkerEnvironment:
     def events_path(self) -> Path | None:
         """The event log that this worker writes to: its run's, or the one that it was given; None if there is none."""
         return self.run_dir / "events.jsonl" if self.run_dir else self.events
+
+
+def _places(text: str) -> tuple[tuple[str, int], ...]:
+    """(host, port) of each `host:port`."""
+    parts = [part.rpartition(":") for part in text.split(",") if part]
+    return tuple((host, int(port)) for host, _, port in parts)

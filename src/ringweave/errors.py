@@ -10,6 +10,7 @@ RingweaveError                something ringweave refuses or cannot do       exi
 ├── LaunchError               workers could not be started or stopped
 ├── LabError                  a cluster could not be brought up on this machine, or taken down
 ├── TrainingError             training cannot be prepared, or cannot go on, as asked
+├── MembershipError           this worker is no member of its job any more, or the job is over
 ├── CommunicationError        a collective could not be run
 │   ├── PeerError             another rank died, vanished or hangs
 │   └── DisagreementError     ranks do not run the same thing
@@ -66,6 +67,12 @@ class LabError(RingweaveError):
 
 class TrainingError(RingweaveError):
     """Training cannot be prepared, or cannot go on, as it was asked for."""
+
+
+class MembershipError(RingweaveError, RuntimeError):
+    """This worker is no member of its elastic job any more, or the job is over; it must change nothing and end."""
+
+    exit_code = 75  # EX_TEMPFAIL: who starts it again does right
 
 
 class CommunicationError(RingweaveError, RuntimeError):

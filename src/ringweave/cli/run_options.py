@@ -11,11 +11,14 @@ from typing import Any
 
 import click
 
+from ringweave.errors import UsageError, explain
 from ringweave.launch import orders, run_dirs, runs, workers
 from ringweave.launch.local.sites import Site
 from ringweave.launch.orders import Order
 from ringweave.launch.run_dirs import RunDir
 from ringweave.launch.workers import Program
+from ringweave.membership.rules import settings
+from ringweave.membership.rules.settings import Bounds
 from ringweave.topology import Cluster
 
 RUN_SETTINGS = {"allow_interspersed_args": False}
@@ -33,6 +36,7 @@ class RunOptions:
     leader_per_nic: bool
     replace_backend: bool
     order: Order
+    elastic: str | None
 
     def run(
         self, cluster: Cluster, cluster_text: str, cluster_path: str | None, site: Site, *, tells_cluster: bool = True
@@ -52,6 +56,7 @@ class RunOptions:
             order=self.order,
             site=site,
             tells_cluster=tells_cluster,
+            elastic=_bounds(self.elastic, self.mode, cluster),
         )
         return runs.run(request, environ=os.environ, stdout=sys.stdout, stderr=sys.stderr).exit_code
 
@@ -73,6 +78,7 @@ def shared(command: Callable[..., int]) -> Callable[..., int]:
             leader_per_nic=given.pop("leader_per_nic"),
             replace_backend=given.pop("replace_backend"),
             order=orders.parse(given.pop("order")),
+            elastic=given.pop("elastic"),
         )
         workers.check_target(program)
         _check_schedule(options.schedule)
@@ -99,6 +105,12 @@ _OPTIONS = (
         help="How scripts with ringweave.prepare train: auto, sync, balanced, ps-hra or ps.",
     ),
     click.option("--leader-per-nic", is_flag=True, help="Plan with a leader for each NIC of a node, not one for all."),
+    click.option(
+        "--elastic",
+        metavar="MIN:MAX",
+        help="Go on when workers die, as long as MIN are left, and start them again; MAX is the most that there may "
+        "be. For scripts with ringweave.prepare; others start again from their checkpoint.",
+    ),
     click.option("--replace-backend", is_flag=True, help='Let a script\'s "gloo" or "nccl" be ringweave too.'),
     click.option(
         "--order",
@@ -124,6 +136,22 @@ def _check_mode(name: str | None) -> None:
         from ringweave.planning import modes  # brings numpy as well
 
         modes.check_name(name, where="--mode")
+
+
+def _bounds(text: str | None, mode: str | None, cluster: Cluster) -> Bounds | None:
+    if text is None:
+        return None
+    from ringweave.planning import modes
+
+    bounds = settings.parse(text)
+    num_workers = sum(node.num_devices for node in cluster.nodes)
+    if not bounds.least <= num_workers <= bounds.most:
+        do = "Give bounds with the number of workers in them"
+        raise UsageError(explain("--elastic", got=text, expected=f"MIN <= {num_workers} workers <= MAX", do=do))
+    if mode in modes.SERVED:
+        do = "Leave one of the two out"
+        raise UsageError(explain("--elastic with --mode", got=mode, expected="auto, sync or balanced", do=do))
+    return bounds
 
 
 def _run_dir(given: str | None, script: str) -> RunDir:

@@ -9,7 +9,7 @@ from ringweave import telemetry
 from ringweave.launch import records
 from ringweave.launch.launcher import WorkerState
 from ringweave.launch.run_dirs import RunDir
-from ringweave.launch.workers import WorkerGroup
+from ringweave.launch.workers import WorkerGroup, WorkerSpec
 
 
 class Books:
@@ -34,13 +34,13 @@ class Books:
     def workers_started(self, pid: Callable[[int], int]) -> None:
         """All workers have been started; `pid` knows the process of a global rank."""
         for worker in self._nodes.values():
-            self._log.write(
-                "worker_started",
-                rank=worker.global_rank,
-                node=worker.node,
-                local_rank=worker.local_rank,
-                pid=pid(worker.global_rank),
-            )
+            self.worker_started(worker, pid(worker.global_rank))
+
+    def worker_started(self, worker: WorkerSpec, pid: int) -> None:
+        """A worker has been started, for the first time or again."""
+        self._log.write(
+            "worker_started", rank=worker.global_rank, node=worker.node, local_rank=worker.local_rank, pid=pid
+        )
 
     def worker_exited(self, state: WorkerState) -> None:
         """A worker was seen to have ended."""

@@ -4,17 +4,20 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from ringweave import environment
+from ringweave import environment, telemetry
 from ringweave.environment import WorkerEnvironment
-from ringweave.launch import orders, records, reports, run_dirs, supervision
+from ringweave.launch import causes, orders, records, reports, run_dirs, supervision
 from ringweave.launch.books import Books
 from ringweave.launch.causes import Death
+from ringweave.launch.elastic.coordinating import JobCoordinators
+from ringweave.launch.elastic.restarting import Restarts
+from ringweave.launch.elastic.supervising import ElasticSupervisor, name_member
 from ringweave.launch.launcher import WorkerState
 from ringweave.launch.local.launcher import LocalLauncher
 from ringweave.launch.local.merging import Console
@@ -23,7 +26,11 @@ from ringweave.launch.orders import BLOCK, Order
 from ringweave.launch.run_dirs import RunDir
 from ringweave.launch.serving import JobServer
 from ringweave.launch.workers import Program, WorkerGroup, lay_out
+from ringweave.membership.rules.settings import Bounds
 from ringweave.topology import Cluster
+
+_MOST_OWN_FAILURES = 3
+"""Attempts that ended with an exception of the script's own: the next one would too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +60,8 @@ class Request:
     """Where the workers' processes are put: on this machine as it is, or inside of a lab on it."""
     tells_cluster: bool = True
     """Workers are told the cluster file and the name of their node; if not, they have to find both out."""
+    elastic: Bounds | None = None
+    """Workers may die and come back, within these bounds; None ends the run with the first that fails."""
 
 
 def run(request: Request, *, environ: Mapping[str, str], stdout: TextIO, stderr: TextIO) -> reports.Ending:
@@ -67,42 +76,97 @@ def run(request: Request, *, environ: Mapping[str, str], stdout: TextIO, stderr:
     Returns:
         How it ended. Nothing of the run is left then.
     """
+    output = Console({"stdout": stdout.buffer, "stderr": stderr.buffer}, environ)  # type: ignore[attr-defined]
     with run_dirs.taken(request.run_dir), _interrupts() as interrupts:
-        attempt = run_dirs.begin_attempt(request.run_dir, request.cluster_text)
-        server = JobServer.of(request.mode, request.cluster, request.site, request.run_dir)
-        group = _lay_out(request, server)
-        _announce(request, group, attempt, stderr)
-        place = {"server": {"node": server.node, "address": server.address} if server else None}
-        books = Books(request.run_dir, group, _first_record(request, group, attempt) | place)
-        console = Console({"stdout": stdout.buffer, "stderr": stderr.buffer}, environ)  # type: ignore[attr-defined]
-        try:
-            with (
-                server.running(environ) if server else nullcontext(),
-                LocalLauncher(
-                    request.run_dir.log,
-                    console,
-                    environ,
-                    enter=request.site.enter,
-                    secret=server.secret if server else lambda worker: None,
-                ) as launcher,
-            ):
-                launcher.start(group)
-                books.workers_started(launcher.pid)
-                states = supervision.supervise(launcher, interrupts, on_exit=books.worker_exited)
-        except BaseException as error:
-            books.close(outcome="failed", exit_code=1, cause=str(error) or type(error).__name__)
-            raise
-        ending = reports.conclude([_death(launcher, group, state) for state in states if _is_bad(state)], interrupts)
-        wall_s = books.close(outcome=ending.outcome, exit_code=ending.exit_code, cause=ending.cause)
-        if server:
-            stderr.write(server.to_text())
-        stderr.write(
-            reports.to_text(ending, wall_s=wall_s, log_of=_shown(request.run_dir.root) + "/logs/rank-{rank}.log")
-        )
-        return ending
+        num_own_failures = 0
+        while True:
+            ending = _attempt(request, environ, output, stderr, interrupts)
+            first = causes.first_cause(ending.deaths)
+            if request.elastic is None or ending.outcome != "failed" or first is None or _has_begun(request.run_dir):
+                return ending
+            num_own_failures += first.exit.signal_name is None
+            if num_own_failures >= _MOST_OWN_FAILURES:
+                return ending
+            stderr.write(
+                "ringweave: no worker has called ringweave.prepare by then, so none can go on without the others: "
+                "all start again, from their last checkpoint if they keep one.\n"
+            )
 
 
-def _lay_out(request: Request, server: JobServer | None) -> WorkerGroup:
+def _attempt(
+    request: Request,
+    environ: Mapping[str, str],
+    console: Console,
+    stderr: TextIO,
+    interrupts: list[signal.Signals],
+) -> reports.Ending:
+    """All workers once, from the start to the end of the last one."""
+    attempt = run_dirs.begin_attempt(request.run_dir, request.cluster_text)
+    server = JobServer.of(request.mode, request.cluster, request.site, request.run_dir)
+    crew = (
+        JobCoordinators.of(request.elastic, request.cluster, request.site, request.run_dir) if request.elastic else None
+    )
+    helper = server or crew
+    group = _lay_out(request, server, crew)
+    _announce(request, group, attempt, stderr)
+    place = {"server": {"node": server.node, "address": server.address} if server else None}
+    books = Books(request.run_dir, group, _first_record(request, group, attempt) | place)
+    try:
+        with (
+            helper.running(environ) if helper else nullcontext(),
+            LocalLauncher(
+                request.run_dir.log,
+                console,
+                environ,
+                enter=request.site.enter,
+                secret=helper.secret if helper else lambda worker: None,
+            ) as launcher,
+        ):
+            launcher.start(group)
+            books.workers_started(launcher.pid)
+            states = _supervise(request, launcher, group, crew, books, interrupts)
+    except BaseException as error:
+        books.close(outcome="failed", exit_code=1, cause=str(error) or type(error).__name__)
+        raise
+    ending = reports.conclude([_death(launcher, group, state) for state in states if _is_bad(state)], interrupts)
+    wall_s = books.close(outcome=ending.outcome, exit_code=ending.exit_code, cause=ending.cause)
+    if server:
+        stderr.write(server.to_text())
+    stderr.write(reports.to_text(ending, wall_s=wall_s, log_of=_shown(request.run_dir.root) + "/logs/rank-{rank}.log"))
+    return ending
+
+
+def _supervise(
+    request: Request,
+    launcher: LocalLauncher,
+    group: WorkerGroup,
+    crew: JobCoordinators | None,
+    books: Books,
+    interrupts: Sequence[signal.Signals],
+) -> Sequence[WorkerState]:
+    if crew is None:
+        return supervision.supervise(launcher, interrupts, on_exit=books.worker_exited)
+    supervisor = ElasticSupervisor(
+        launcher,
+        group,
+        Restarts(),
+        death_of=lambda state: _death(launcher, group, state) if _is_bad(state) else None,
+        has_begun=lambda: _has_begun(request.run_dir),
+    )
+    return supervisor.run(
+        interrupts,
+        on_exit=books.worker_exited,
+        on_start=lambda worker: books.worker_started(worker, launcher.pid(worker.global_rank)),
+        look=crew.look,
+    )
+
+
+def _has_begun(run_dir: RunDir) -> bool:
+    """Whether workers of this attempt have become members of a job: then those that are left go on."""
+    return any(event["kind"] == "epoch_begun" for event in telemetry.read_last_attempt(run_dir.events))
+
+
+def _lay_out(request: Request, server: JobServer | None, crew: JobCoordinators | None) -> WorkerGroup:
     nodes = request.cluster.nodes
     first_index, _ = orders.deal([node.num_devices for node in nodes], request.order)[0]
     group = lay_out(
@@ -119,6 +183,7 @@ def _lay_out(request: Request, server: JobServer | None) -> WorkerGroup:
             mode=request.mode,
             leader_per_nic=request.leader_per_nic,
             server=server.address if server else None,
+            coordinators=crew.addresses if crew else (),
         ),
         order=request.order,
     )
@@ -126,6 +191,8 @@ def _lay_out(request: Request, server: JobServer | None) -> WorkerGroup:
     workers = [
         replace(each, environ={**each.environ, **request.site.environ(each.node), **untold}) for each in group.workers
     ]
+    if crew is not None:
+        workers = [name_member(each, 0) for each in workers]
     return replace(group, workers=tuple(workers))
 
 
@@ -144,6 +211,7 @@ def _first_record(request: Request, group: WorkerGroup, attempt: int) -> dict[st
         "schedule": request.schedule,
         "tuning": request.tuning,
         "mode": request.mode,
+        "elastic": str(request.elastic) if request.elastic else None,
         "leader_per_nic": request.leader_per_nic,
         "order": str(request.order),
         "lab": request.site.lab_name,

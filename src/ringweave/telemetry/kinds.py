@@ -56,6 +56,33 @@ KINDS: Mapping[str, Kind] = {
             "cause": "first cause of a failure in words, or null",
         },
     ),
+    "epoch_begun": Kind(
+        meaning="An epoch of the membership of an elastic job begins: these are its members, and nobody else.",
+        written_by="coordinator",
+        fields={
+            "term": "1 for the first coordinator, then one more for each that takes over",
+            "number": "number of the epoch, growing within a term; numbers are left out where forming one failed",
+            "members": "names of the members by rank, `SLOT.INCARNATION`",
+            "newcomers": "those of them that have to read the state of a peer first",
+            "committed": "number of the last reduction of gradients that is committed",
+        },
+    ),
+    "samples_lost": Kind(
+        meaning="A reduction of gradients counts without the samples of members who were gone before it did.",
+        written_by="worker",
+        fields={
+            "rank": "0: the first member says so for all",
+            "reduction": "its number",
+            "members": "whose gradients are in it",
+            "samples": "how many samples they are of",
+            "lost": "how many samples of the batch are in none",
+        },
+    ),
+    "member_lost": Kind(
+        meaning="A process is no member any more.",
+        written_by="coordinator",
+        fields={"member": "its name", "reason": "why, in words"},
+    ),
     "group_formed": Kind(
         meaning="A process group was formed; its first rank says so for all.",
         written_by="worker",

@@ -20,6 +20,9 @@ from ringweave.training import control, reducing, timing
 from ringweave.training.balancer import Balancer
 from ringweave.training.choosing import forecasting
 from ringweave.training.control import Control
+from ringweave.training.elastic import preparing as elastic_preparing
+from ringweave.training.elastic.loader import ElasticLoader
+from ringweave.training.elastic.preparing import ElasticAsked
 from ringweave.training.loading import orders
 from ringweave.training.loading.loader import Parts, SharedLoader
 from ringweave.training.recording import Recorder
@@ -43,7 +46,8 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
     max_samples: int | None = None,
     ddp: Mapping[str, Any] | None = None,
     asynchronous: Asynchronous | None = None,
-) -> tuple[DistributedDataParallel, Optimizer, SharedLoader | RingLoader]:
+    carried: Mapping[str, Any] | None = None,
+) -> tuple[DistributedDataParallel, Optimizer, SharedLoader | RingLoader | ElasticLoader]:
     """Returns what takes the place of the three: the loop stays as it is, and every step is that of one process.
 
     The batch of a train step is the loader's, whatever the number of workers. Each worker computes its share of it, and
@@ -65,16 +69,25 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
         max_samples: The most samples of one batch that this rank's memory takes; may differ between ranks.
         ddp: Further arguments of DistributedDataParallel.
         asynchronous: Rings and local steps of the modes with a server; None means `Asynchronous()`.
+        carried: Under `ringweave run --elastic`, further objects with `state_dict` and `load_state_dict`, such as a
+            scheduler of learning rates, that a worker which joins later gets from the others with the model.
 
     Raises:
         UsageError: No such mode, or one whose server nobody has started.
         TrainingError: The batches of the loader cannot be shared in this way.
         DisagreementError: Ranks have prepared different things.
+        MembershipError: An elastic job does not take this worker in.
     """
     _check_reduction(reduction)
     modes.check_name(mode)
-    reading = orders.read(loader)
     environment = WorkerEnvironment.from_environ(os.environ)
+    if environment.coordinators:
+        wanted = ElasticAsked(
+            mode=mode, reduction=reduction, max_samples=max_samples, ddp=dict(ddp or {}), carried=dict(carried or {})
+        )
+        timer = StepTimer(CudaTimeline() if _is_on_cuda(model) else HostTimeline())
+        return elastic_preparing.prepare((model, optimizer, loader), wanted, environment, timer)
+    reading = orders.read(loader)
     joining.join(os.environ)
     messages = Control()
     decided = modes.decide(mode, environment.mode, messages.world_size)

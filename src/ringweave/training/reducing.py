@@ -85,11 +85,16 @@ def attach(
     parallel = model
     if not isinstance(parallel, DistributedDataParallel):
         parallel = DistributedDataParallel(model, process_group=reducer.process_group, **ddp_options)
+    weigh(parallel, weights)
+    parallel.register_comm_hook(reducer, _reduce)
+    return parallel
+
+
+def weigh(parallel: DistributedDataParallel, weights: SampleWeights) -> None:
+    """Let every gradient of the model count for what its samples do."""
     for parameter in parallel.module.parameters():
         if parameter.requires_grad:
             parameter.register_hook(weights.weigh)
-    parallel.register_comm_hook(reducer, _reduce)
-    return parallel
 
 
 def _reduce(reducer: GradientReducer, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

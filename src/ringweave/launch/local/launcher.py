@@ -36,6 +36,8 @@ _OURS = (
     environment.SERVER,
     environment.CREDENTIALS,
     environment.DATA,
+    environment.MEMBER,
+    environment.COORDINATORS,
 )
 
 
@@ -98,6 +100,19 @@ class LocalLauncher(Launcher):
         for worker in group.workers:
             self._start_one(worker, group.argv)
         self._pump.start()
+
+    def restart(self, worker: WorkerSpec, argv: tuple[str, ...]) -> None:
+        """Start a worker in the place of one of the same rank that has ended; nothing is left of that one then.
+
+        Raises:
+            LaunchError: It could not be started.
+        """
+        before = self._processes[worker.global_rank]
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(before.pid, signal.SIGKILL)
+        before.wait()
+        self._exits.pop(worker.global_rank, None)
+        self._start_one(worker, argv)
 
     def pid(self, global_rank: int) -> int:
         """Process id of a worker, which is also its process group and session."""

@@ -3,6 +3,7 @@
 import os
 import selectors
 import threading
+from collections import deque
 from typing import IO
 
 from ringweave.launch.local.merging import MergedStream
@@ -19,12 +20,13 @@ class Pump:
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._closing = threading.Event()
+        self._added: deque[tuple[IO[bytes], MergedStream]] = deque()
+        self._draining, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
 
     def add(self, pipe: IO[bytes], stream: MergedStream) -> None:
-        """Read this pipe too; before `start`."""
-        self._selector.register(pipe, selectors.EVENT_READ, (pipe, stream))
+        """Read this pipe too, from now on."""
+        self._added.append((pipe, stream))
 
     def start(self) -> None:
         """Begin to read."""
@@ -32,7 +34,9 @@ class Pump:
 
     def close(self, timeout_s: float) -> None:
         """Wait until all pipes have ended, then stop reading even if some have not."""
+        self._draining.set()
         if self._thread.ident is None:
+            self._take_added()
             self._run_end()
             return
         self._thread.join(timeout_s)
@@ -40,11 +44,19 @@ class Pump:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        while self._selector.get_map() and not self._closing.is_set():
+        while not self._closing.is_set():
+            self._take_added()
+            if self._draining.is_set() and not self._selector.get_map():
+                break
             ready = {key.fd for key, _ in self._selector.select(IDLE_S)}
             for key in list(self._selector.get_map().values()):
                 self._pass_on(key, key.fd in ready)
         self._run_end()
+
+    def _take_added(self) -> None:
+        while self._added:
+            pipe, stream = self._added.popleft()
+            self._selector.register(pipe, selectors.EVENT_READ, (pipe, stream))
 
     def _run_end(self) -> None:
         for key in list(self._selector.get_map().values()):

@@ -37,14 +37,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def load_credentials(where: str) -> wire.Credentials:
-    """From `fd:N`, a descriptor that was inherited, or from the path of a file that only its owner may read."""
-    kind, _, number = where.partition(":")
-    if kind == "fd" and number.isdecimal():
-        return wire.Credentials.from_descriptor(int(number))
-    return wire.Credentials.load(Path(where))
-
-
 class Process:
     """Serves until it is told to end, or all rings have left."""
 
@@ -54,7 +46,7 @@ class Process:
         self._stop = threading.Event()
         torch.set_num_threads(1)  # the memory is the limit; and threads that wait for each other stall on a busy node
         optimizers.warm_up()
-        credentials = load_credentials(asked.credentials)
+        credentials = wire.Credentials.load_from(asked.credentials)
         self.service = ParameterService(term=asked.term, num_peers=lambda: len(self.server.peers()))
         if asked.resume:
             self.service.resume(snapshots.load(asked.resume))

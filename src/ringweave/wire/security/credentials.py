@@ -111,6 +111,16 @@ class Credentials:
                 )
             return cls.from_text(file.read(_MOST_BYTES), where=str(path))
 
+    @classmethod
+    def load_from(cls, where: str) -> "Credentials":
+        """From `fd:N`, a descriptor that was inherited, or from the path of a file that only its owner may read.
+
+        Raises:
+            UsageError: There is something else.
+        """
+        kind, _, number = where.partition(":")
+        return cls.from_descriptor(int(number)) if kind == "fd" and number.isdecimal() else cls.load(Path(where))
+
     def to_descriptor(self) -> int:
         """A sealed file in memory that holds them, for `subprocess`'s `pass_fds`; the caller closes it."""
         descriptor = _in_memory(self.to_text())

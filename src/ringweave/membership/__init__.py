@@ -1,0 +1,1 @@
+"""Who takes part in a job: epochs of membership, agreed by all, through deaths, pauses, joins and leaves."""

@@ -1,0 +1,214 @@
+"""A member's own thread: beats, listens for orders, and finds another coordinator when its own is lost."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from ringweave import wire
+from ringweave.errors import WireError
+from ringweave.membership.messages import Accuse, Enter, Heartbeat, Leave, Listen, Stand, Told
+from ringweave.membership.rules.electing import Rejoining
+from ringweave.membership.rules.follower import Follower, Form, Freeze, Out
+from ringweave.membership.rules.records import Ballot, Decree, Standing
+from ringweave.membership.rules.signs import Beat
+
+BEAT_S = 0.15
+CALL_S = 3.0
+"""An answer that takes longer is none: the coordinator is lost."""
+SEARCH_S = 30.0
+"""How long a member looks for a coordinator before it gives up."""
+_END_S = 5.0
+_TAKE_OVER_S = 4.0
+"""How long it waits for a standby to take over, before it asks the other one again."""
+_BREATH_S = 0.1
+
+
+class Participant(Protocol):
+    """The part of a process that trains, as the agent sees it. Called in the agent's thread: nothing here waits."""
+
+    def freeze(self, *, is_urgent: bool) -> Standing | None:
+        """Stand still, at once if it is urgent, and say where; None if that will be known later (`Agent.stand`)."""
+        ...
+
+    def standing(self) -> Standing:
+        """Where it stands just now; only its name and what it has committed count."""
+        ...
+
+    def form(self, decree: Decree) -> None:
+        """Go on in this epoch."""
+        ...
+
+    def end(self, out: Out) -> None:
+        """Change nothing any more."""
+        ...
+
+
+class Agent:
+    """Speaks for one member. `start` returns at once; all else happens in its threads."""
+
+    def __init__(
+        self,
+        member: str,
+        addresses: Sequence[tuple[str, int]],
+        trust: wire.Trust,
+        participant: Participant,
+        beat: Callable[[], Beat],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`addresses` are where coordinators are, the one that decides first before the others; `beat` is sent."""
+        self._addresses, self._trust = list(addresses), trust
+        self._participant, self._beat, self._clock = participant, beat, clock
+        self._follower = Follower(member)
+        self._decree: Decree | None = None
+        self._pending: Ballot | None = None
+        self._client: wire.Client | None = None
+        self._at = 0
+        self._lock = threading.RLock()
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=target, name=f"ringweave {name}", daemon=True)
+            for target, name in ((self._listen, "orders"), (self._beat_on, "heartbeat"))
+        ]
+
+    def start(self) -> "Agent":
+        """Ask to become a member."""
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def stand(self, standing: Standing) -> None:
+        """Where this member stands, for the proposal that it had no answer to yet."""
+        with self._lock:
+            ballot, self._pending = self._pending, None
+        if ballot is not None:
+            self._say_stand(ballot, standing)
+
+    def accuse(self, ballot: Ballot, suspects: Sequence[str]) -> None:
+        """The epoch is broken."""
+        self._say(Accuse(ballot=ballot, suspects=list(suspects)))
+
+    def leave(self, *, is_finished: bool) -> None:
+        """This member goes: at the next border, or, finished, now."""
+        self._say(Leave(standing=self._participant.standing(), is_finished=is_finished))
+
+    def close(self) -> None:
+        """End the threads and the connection; within a few seconds."""
+        self._stop.set()
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+        for thread in self._threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(_END_S)
+
+    def _say_stand(self, ballot: Ballot, standing: Standing) -> None:
+        self._say(Stand(ballot=ballot, standing=standing))
+
+    def _say(self, message: wire.Message) -> None:
+        """Send it. If it may not have arrived the connection is given up: whoever is asked next starts afresh."""
+        client = self._client
+        if client is not None:
+            try:
+                client.call(message, timeout_s=CALL_S)
+            except WireError:
+                self._drop(client)
+
+    def _beat_on(self) -> None:
+        while not self._stop.wait(BEAT_S):
+            self._say(Heartbeat(beat=self._beat()))
+
+    def _listen(self) -> None:
+        serial = 0
+        while not self._stop.is_set():
+            client = self._client or self._connect()
+            if client is None:
+                continue
+            try:
+                told = client.call(Listen(serial=serial), timeout_s=2 * CALL_S).message
+            except WireError:
+                self._drop(client)
+                serial = 0
+                continue
+            assert isinstance(told, Told), "the class of the reply"
+            serial = told.serial
+            self._obey(told)
+
+    def _obey(self, told: Told) -> None:
+        for action in self._follower.take(told.order):
+            match action:
+                case Freeze():
+                    self._freeze(action)
+                case Form():
+                    self._decree = action.decree
+                    self._participant.form(action.decree)
+                case Out():
+                    self._stop.set()
+                    self._participant.end(action)
+
+    def _freeze(self, freeze: Freeze) -> None:
+        with self._lock:
+            self._pending = freeze.ballot
+        standing = self._participant.freeze(is_urgent=freeze.is_urgent)
+        if standing is not None:
+            self.stand(standing)
+
+    def _drop(self, client: wire.Client) -> None:
+        with self._lock:
+            if self._client is client:
+                self._client = None
+        client.close()
+
+    def _connect(self) -> wire.Client | None:
+        """Enter at one of the addresses, beginning where it was last; None if the search was ended or has failed."""
+        deadline_s = self._clock() + SEARCH_S
+        reason = "no coordinator answers"
+        while not self._stop.is_set() and self._clock() < deadline_s:
+            host, port = self._addresses[self._at % len(self._addresses)]
+            try:
+                client = self._enter(host, port)
+            except WireError as error:
+                reason = str(error)
+            else:
+                if client is not None:
+                    return client
+            self._at += 1
+            self._stop.wait(_BREATH_S)
+        if not self._stop.is_set():
+            self._stop.set()
+            self._participant.end(Out(reason=f"no coordinator within {SEARCH_S:g} s: {reason}", is_end=False))
+        return None
+
+    def _enter(self, host: str, port: int) -> wire.Client | None:
+        """Become a member there, or go on as one; None if it is a standby that does not decide (yet)."""
+        client = wire.Client.connect(host, port, self._trust, role="coordinator", timeout_s=CALL_S)
+        try:
+            client.call(Enter(rejoining=self._rejoining()), timeout_s=CALL_S)
+            self._client = client
+            deadline_s = self._clock() + _TAKE_OVER_S
+            while self._clock() < deadline_s:
+                told = client.call(Listen(serial=0), timeout_s=2 * CALL_S).message
+                assert isinstance(told, Told), "the class of the reply"
+                if told.is_active:
+                    return client
+                if self._decree is None:  # a standby takes nobody in; it takes over what is there
+                    break
+                self._stop.wait(_BREATH_S)
+        except WireError:
+            self._drop(client)
+            raise
+        self._drop(client)
+        return None
+
+    def _rejoining(self) -> Rejoining | None:
+        """None before the first epoch: then it is a newcomer like any other."""
+        if self._decree is None:
+            return None
+        is_settled = self._follower.promised == self._follower.epoch or self._follower.promised[1] == 0
+        promised = self._follower.promised
+        self._follower.forget_coordinator()
+        standing = replace(self._participant.standing(), note="")
+        return Rejoining(standing=standing, decree=self._decree, promised=promised, is_settled=is_settled)

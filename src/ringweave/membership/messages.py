@@ -1,0 +1,107 @@
+"""What members and coordinator say to each other over the wire."""
+
+from typing import Annotated, ClassVar
+
+import pydantic
+
+from ringweave.membership.rules.electing import Rejoining
+from ringweave.membership.rules.records import Order, Standing
+from ringweave.membership.rules.signs import Beat
+from ringweave.wire import Message
+
+MAX_NOTE = 64 * 1024
+"""Characters of a note; each of the members gets those of all."""
+
+
+def _bounded(standing: Standing) -> Standing:
+    if len(standing.note) > MAX_NOTE:
+        raise ValueError(f"a note of {len(standing.note)} characters, expected at most {MAX_NOTE}")
+    return standing
+
+
+BoundedStanding = Annotated[Standing, pydantic.AfterValidator(_bounded)]
+
+
+class Enter(Message):
+    """A process wants to become a member, or, with `rejoining`, has lost its coordinator and asks another one."""
+
+    kind: ClassVar[str] = "membership.enter"
+
+    rejoining: Rejoining | None = None
+
+
+class Told(Message):
+    """What holds now for who asked."""
+
+    kind: ClassVar[str] = "membership.told"
+
+    serial: int
+    """Grows with every change."""
+    is_active: bool
+    """This coordinator decides; a standby has nothing to say."""
+    order: Order
+
+
+class Listen(Message):
+    """Asks for the order that holds, once it is another than that of `serial`, or after a moment."""
+
+    kind: ClassVar[str] = "membership.listen"
+    reply: ClassVar[type[Message]] = Told
+
+    serial: int = pydantic.Field(default=0, ge=0)
+
+
+class Heartbeat(Message):
+    """A sign of life."""
+
+    kind: ClassVar[str] = "membership.beat"
+
+    beat: Beat
+
+
+class Stand(Message):
+    """Where a member stands still for a proposal."""
+
+    kind: ClassVar[str] = "membership.stand"
+
+    ballot: tuple[int, int]
+    standing: BoundedStanding
+
+
+class Accuse(Message):
+    """The epoch of this ballot is broken."""
+
+    kind: ClassVar[str] = "membership.accuse"
+
+    ballot: tuple[int, int]
+    suspects: list[str] = pydantic.Field(max_length=4096)
+
+
+class Leave(Message):
+    """The member goes: at the next border, or at once because it is done."""
+
+    kind: ClassVar[str] = "membership.leave"
+
+    standing: BoundedStanding
+    is_finished: bool
+
+
+class Count(Message):
+    """What the coordinator knows, for people and tests."""
+
+    kind: ClassVar[str] = "membership.count"
+
+    term: int
+    is_active: bool
+    ballot: tuple[int, int]
+    members: list[str]
+    committed: int
+    present: list[str]
+    ended: str
+
+
+class Ask(Message):
+    """Asks for the count."""
+
+    kind: ClassVar[str] = "membership.ask"
+    reply: ClassVar[type[Message]] = Count

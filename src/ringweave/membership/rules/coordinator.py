@@ -1,0 +1,272 @@
+"""The coordinator, pure: what it hears goes in, and for every member there is an order that holds until the next.
+
+It keeps nothing that its members do not know, so that another one can take its place from what they tell it.
+"""
+
+from ringweave.membership.rules import quorum
+from ringweave.membership.rules.electing import Election, Rejoining
+from ringweave.membership.rules.presence import Presence
+from ringweave.membership.rules.records import Ballot, Decree, Order, Proposal, Standing, slot_of
+from ringweave.membership.rules.settings import Settings
+from ringweave.membership.rules.signs import Beat
+
+_STOPPED_S = 0.5
+"""Between two ticks: more means that this process itself was stopped or starved."""
+_MOST_ACCUSATIONS = 3
+"""Without a reduction in between."""
+
+
+class Coordinator:
+    """Decides who is in which epoch. Every method takes the time of the event, in seconds of any clock.
+
+    An epoch is proposed to all who are present, and begins when all who still are have said where they stand; of those
+    who held the job's state before, a majority must be left.
+    """
+
+    def __init__(self, settings: Settings, *, now_s: float, is_standby: bool = False) -> None:
+        self._settings = settings
+        self._term, self._is_standby = 0 if is_standby else 1, is_standby
+        self._number = 0
+        self._election = Election()
+        self._presence = Presence()
+        self._put_out: dict[str, Order] = {}
+        self._proposal: Proposal | None = None
+        self._standings: dict[str, Standing] = {}
+        self._finished: list[Standing] = []
+        self._accusations: dict[str, int] = {}
+        self._waiting_since_s: float | None = now_s
+        self._looked_s = now_s
+        self.decree: Decree | None = None
+        """The epoch that holds."""
+        self.ended = ""
+        """Why the job is over; empty while it is not."""
+
+    @property
+    def is_active(self) -> bool:
+        """It decides; a standby does not, until enough members have asked it to."""
+        return self._term > 0
+
+    @property
+    def term(self) -> int:
+        """Grows with every coordinator that takes over; 0 of one that has not."""
+        return self._term
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        """Members and newcomers that are connected and beat."""
+        return tuple(self._presence.here)
+
+    def order_for(self, member: str) -> Order:
+        """What holds for a member now."""
+        if self.ended:
+            return Order(ballot=(self._term, self._number + 1), is_end=True, reason=self.ended)
+        if member in self._put_out:
+            return self._put_out[member]
+        decree = self.decree if self.decree and member in self.decree.members else None
+        ballots = [each.ballot for each in (decree, self._proposal) if each is not None]
+        return Order(ballot=max(ballots), decree=decree, proposal=self._proposal) if ballots else Order()
+
+    def join(self, member: str, now_s: float) -> None:
+        """A process wants to become a member. One of the same slot that was there before is gone then."""
+        if self.is_active and not self._presence.knows(member):
+            others = self._presence.of_slot(slot_of(member)[0])
+            if any(slot_of(other) > slot_of(member) for other in others):
+                self._refuse(member, "its slot was given to another process")
+                return
+            for other in others:
+                self._lose(other, "its slot was given to another process")
+            self._presence.enter(member, now_s)
+            self._consider(now_s)
+
+    def rejoin(self, rejoining: Rejoining, now_s: float) -> None:
+        """A member has lost its coordinator, and asks this one to take over."""
+        member = rejoining.standing.member
+        is_known = self.decree is not None and member in self.decree.members and not self._presence.is_gone(member)
+        if self.is_active and self._term <= rejoining.promised[0]:
+            # Whoever asks follows no order of the term that it has given up.
+            self._term = self._term_after(rejoining.promised)
+            if self._proposal is not None:
+                self._propose(now_s, is_urgent=self._proposal.is_urgent)
+        if self.is_active and rejoining.decree is not None and not is_known:
+            self._refuse(member, "it lost its connection to the coordinator, and the others went on")
+            return
+        self._presence.enter(member, now_s)
+        self._election.vote(rejoining)
+        if not self.is_active and self._election.is_won:
+            self._take_over(now_s)
+        self._consider(now_s)
+
+    def beat(self, member: str, beat: Beat, now_s: float) -> None:
+        """A heartbeat."""
+        self._presence.beat(member, beat, now_s)
+
+    def lose(self, member: str, now_s: float) -> None:
+        """Its connection broke, or its process ended: it is gone, for a process that lives holds its connection."""
+        if not self.is_active:  # it looks for a coordinator that decides
+            self._presence.forget(member)
+            self._election.withdraw(member)
+        elif member in self._presence.here:
+            self._lose(member, "its connection to the coordinator broke")
+            self._consider(now_s)
+
+    def leave(self, standing: Standing, now_s: float, *, is_finished: bool) -> None:
+        """It wants to go at the next border; or, finished, has done all there is to do and takes part in no more."""
+        if standing.member in self._presence.here:
+            self._presence.leave(standing.member, now_s, is_finished=is_finished)
+            if is_finished:
+                self._finished.append(standing)
+            self._consider(now_s)
+
+    def accuse(self, member: str, ballot: Ballot, suspects: list[str], now_s: float) -> None:
+        """A member's epoch is broken: it could not reach these; none if it does not know whom."""
+        is_news = self.decree is not None and ballot == self.decree.ballot and member in self._presence.here
+        if not is_news or (self._proposal is not None and self._proposal.is_urgent):
+            return
+        for suspect in [each for each in suspects if each in self._presence.here]:
+            self._accusations[suspect] = self._accusations.get(suspect, 0) + 1
+        worst = max(self._accusations, key=lambda each: (self._accusations[each], slot_of(each)), default=None)
+        if worst in self._presence.here and self._accusations[worst] >= _MOST_ACCUSATIONS:
+            self._lose(worst, "the others cannot reach it", is_silent=True)
+        self._propose(now_s, is_urgent=True)
+        self._consider(now_s)
+
+    def stand(self, ballot: Ballot, standing: Standing, now_s: float) -> None:
+        """A member stands still for a proposal, and says where."""
+        is_asked = self._proposal is not None and self._proposal.ballot == ballot
+        if is_asked and standing.member in self._presence.here:
+            self._standings[standing.member] = standing
+            if standing.is_leaving:
+                self._presence.leave(standing.member, now_s, is_finished=False)
+            self._consider(now_s)
+
+    def tick(self, now_s: float) -> None:
+        """Time has passed; called every tenth of a second or so."""
+        if now_s - self._looked_s > _STOPPED_S:  # that the others were silent meanwhile proves nothing
+            self._presence.excuse(now_s)
+        self._looked_s = now_s
+        for member, reason in self._presence.late(now_s):
+            self._lose(member, reason, is_silent=True)
+        self._consider(now_s)
+
+    def _lose(self, member: str, reason: str, *, is_silent: bool = False) -> None:
+        self._presence.lose(member, is_silent=is_silent)
+        self._refuse(member, reason)
+
+    def _refuse(self, member: str, reason: str) -> None:
+        self._number += 1
+        self._put_out[member] = Order(ballot=(self._term, self._number), is_out=True, reason=reason)
+
+    def _consider(self, now_s: float) -> None:
+        """See whether something is to be decided."""
+        if self.ended or not self.is_active:
+            return
+        if self._election.is_waiting(now_s, self._settings.recovery_s, self._presence.here):
+            return
+        for member in self._election.take_absent(self._presence.here):
+            self._presence.lose(member, is_silent=True)
+        if self._election.take_unsettled():  # the coordinator before was lost in the midst of a change
+            self._propose(now_s, is_urgent=True)
+        is_broken = self.decree is not None and self._is_broken(self.decree, now_s)
+        if self._proposal is None or (is_broken and not self._proposal.is_urgent):
+            self._consider_change(now_s, is_broken=is_broken)
+        if self._proposal is not None:
+            self._consider_begin(self._proposal, now_s)
+
+    def _consider_change(self, now_s: float, *, is_broken: bool) -> None:
+        num_here, least = len(self._presence.here), self._settings.bounds.least
+        if is_broken:
+            self._propose(now_s, is_urgent=True)
+        elif self.decree is None:
+            is_late = self._is_out_of_patience(now_s)
+            if num_here >= self._settings.expected or (is_late and num_here >= least):
+                self._propose(now_s, is_urgent=True)
+            elif is_late:
+                self._end(f"{num_here} workers came, expected at least {least}")
+        elif not num_here and self._presence.has_finished:
+            self._end("all workers are done")
+        elif self._presence.leaving or self._newcomers():
+            self._propose(now_s, is_urgent=False)
+
+    def _is_broken(self, decree: Decree, now_s: float) -> bool:
+        """A member is gone, or has finished before the others."""
+        presence = self._presence
+        is_left = any(member in presence.here for member in decree.members)
+        return any(
+            presence.is_gone(each) or (is_left and presence.is_long_finished(each, now_s)) for each in decree.members
+        )
+
+    def _newcomers(self) -> list[str]:
+        """Who waits to be let in, as far as there is room."""
+        known = self.decree.members if self.decree else ()
+        room = self._settings.bounds.most - sum(1 for member in known if member in self._presence.here)
+        waiting = sorted((each for each in self._presence.here if each not in known), key=slot_of)
+        return waiting[: max(0, room)]
+
+    def _propose(self, now_s: float, *, is_urgent: bool) -> None:
+        if is_urgent and self._waiting_since_s is None:
+            self._waiting_since_s = now_s
+        self._number += 1
+        self._standings.clear()
+        self._proposal = Proposal(ballot=(self._term, self._number), is_urgent=is_urgent)
+
+    def _consider_begin(self, proposal: Proposal, now_s: float) -> None:
+        """Begin the epoch that is proposed, once all who are waited for have said where they stand."""
+        newcomers, known = self._newcomers(), self.decree.members if self.decree else ()
+        if proposal.is_urgent and self.decree is not None:  # who was not there before is not waited for
+            newcomers = [each for each in newcomers if each in self._standings]
+        wanted = sorted([*(each for each in known if each in self._presence.here), *newcomers], key=slot_of)
+        if not all(member in self._standings for member in wanted):
+            return
+        standings = [self._standings[member] for member in wanted]
+        holders = [each for each in standings if each.has_state]
+        was_running = self.decree is not None and bool(self.decree.holders)
+        if was_running and not holders:
+            self._end("no worker is left that has the parameters: go on from the last checkpoint")
+        elif self.decree and not quorum.is_majority(self.decree, holders or standings, self._presence.silent):
+            self._wait_or_end(now_s, "most of the workers do not answer")
+        elif len(standings) < self._settings.bounds.least:
+            least = self._settings.bounds.least
+            self._wait_or_end(now_s, f"{len(standings)} workers are left, expected at least {least}")
+        else:
+            self._begin(proposal, standings, holders, now_s)
+
+    def _begin(self, proposal: Proposal, standings: list[Standing], holders: list[Standing], now_s: float) -> None:
+        """Newcomers are let in, and leavers out, where all others are between two steps; else at the next border."""
+        if not all(each.at_border for each in holders):
+            standings = holders
+        staying = [each for each in standings if not (each.is_leaving and each.at_border)]
+        if not staying:
+            self._end("all workers have left")
+            return
+        if self.decree is None or max(each.committed for each in staying) > self.decree.committed:
+            self._accusations.clear()
+        self.decree = Decree(ballot=proposal.ballot, standings=tuple(staying), finished=tuple(self._finished))
+        self._proposal, self._waiting_since_s = None, None
+        for each in standings:
+            if each not in staying:
+                self._lose(each.member, "it has left")
+        self._presence.silent.clear()
+        self._consider_change(now_s, is_broken=False)
+
+    def _is_out_of_patience(self, now_s: float) -> bool:
+        return self._waiting_since_s is not None and now_s - self._waiting_since_s > self._settings.patience_s
+
+    def _wait_or_end(self, now_s: float, reason: str) -> None:
+        if self._is_out_of_patience(now_s):
+            self._end(f"{reason}, and no other came within {self._settings.patience_s:g} s")
+
+    def _end(self, reason: str) -> None:
+        self.ended = reason
+        self._proposal = None
+
+    def _term_after(self, ballot: Ballot) -> int:
+        """A greater term; even ones are the standby's and odd ones the other's, so that no two decide in the same."""
+        term = ballot[0] + 1
+        return term if (term % 2 == 0) == self._is_standby else term + 1
+
+    def _take_over(self, now_s: float) -> None:
+        newest = self._election.decree
+        assert newest is not None, "the election was won by its members"
+        self._term, self._number = self._term_after(self._election.highest_ballot), 0
+        self.decree, self._waiting_since_s = newest, None
+        self._election.await_rest(set(newest.members) - set(self._presence.here), now_s)

@@ -1,0 +1,81 @@
+"""How a standby comes to decide: the members of the newest epoch ask it to, and most of them have to."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from ringweave.membership.rules.records import BEFORE_ALL, Ballot, Decree, Standing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rejoining:
+    """A member that has lost its coordinator. Once it has asked, it follows no order of an earlier term."""
+
+    standing: Standing
+    decree: Decree | None
+    """The epoch that it is in; None if it waits for its first."""
+    promised: Ballot = BEFORE_ALL
+    """The greatest ballot that it knows of."""
+    is_settled: bool = True
+    """It was not about to change epochs."""
+
+
+class Election:
+    """Votes of members, and what they know."""
+
+    def __init__(self) -> None:
+        self._voters: dict[str, Rejoining] = {}
+        self._unread: list[Rejoining] = []
+        self._missing: set[str] = set()
+        self._since_s: float | None = None
+
+    @property
+    def decree(self) -> Decree | None:
+        """The newest epoch that any voter is in."""
+        decrees = [each.decree for each in self._voters.values() if each.decree is not None]
+        return max(decrees, key=lambda decree: decree.ballot, default=None)
+
+    @property
+    def highest_ballot(self) -> Ballot:
+        """The greatest that any voter knows of."""
+        return max((each.promised for each in self._voters.values()), default=BEFORE_ALL)
+
+    @property
+    def is_won(self) -> bool:
+        """Most members of the newest epoch have voted; of two halves, the one with the first member."""
+        decree = self.decree
+        if decree is None:
+            return False
+        votes = [member for member in decree.members if member in self._voters]
+        if 2 * len(votes) == len(decree.members):
+            return decree.members[0] in votes
+        return 2 * len(votes) > len(decree.members)
+
+    def vote(self, rejoining: Rejoining) -> None:
+        """A member asks."""
+        self._voters[rejoining.standing.member] = rejoining
+        self._unread.append(rejoining)
+
+    def withdraw(self, member: str) -> None:
+        """It has gone to ask another one."""
+        self._voters.pop(member, None)
+
+    def await_rest(self, missing: set[str], now_s: float) -> None:
+        """The election is won; those who have not voted get a moment to do so."""
+        self._missing, self._since_s = missing, now_s
+
+    def is_waiting(self, now_s: float, limit_s: float, present: Collection[str]) -> bool:
+        """Whether members of the epoch may still come."""
+        if self._since_s is None or not self._missing - set(present):
+            return False
+        return now_s - self._since_s <= limit_s
+
+    def take_absent(self, present: Collection[str]) -> set[str]:
+        """Who has not come though there was time; once."""
+        absent, self._missing = self._missing - set(present), set()
+        return absent
+
+    def take_unsettled(self) -> bool:
+        """Whether a voter is not in the newest epoch, or was about to leave it; once for each vote."""
+        newest, unread = self.decree, self._unread
+        self._unread = []
+        return any(not each.is_settled or each.decree != newest for each in unread)

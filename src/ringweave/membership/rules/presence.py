@@ -1,0 +1,89 @@
+"""Who is here, who is gone and how that is known."""
+
+from collections.abc import Iterator
+
+from ringweave.membership.rules.records import slot_of
+from ringweave.membership.rules.signs import Beat, Signs
+
+_ENDING_S = 3.0
+"""Within it all members finish that end their training with the same step."""
+
+
+class Presence:
+    """Every process that has come so far."""
+
+    def __init__(self) -> None:
+        self.here: dict[str, Signs] = {}
+        """Those that are connected and beat."""
+        self.silent: set[str] = set()
+        """Those that were given up because nothing was heard of them: they may live."""
+        self.leaving: set[str] = set()
+        """Those that want to go."""
+        self._gone: set[str] = set()
+        self._finished: dict[str, float] = {}
+
+    @property
+    def has_finished(self) -> bool:
+        """Somebody has done all there was to do."""
+        return bool(self._finished)
+
+    def knows(self, member: str) -> bool:
+        """It is here, or was."""
+        return member in self.here or member in self._gone or member in self._finished
+
+    def is_gone(self, member: str) -> bool:
+        """It was here, and has not finished."""
+        return member in self._gone
+
+    def is_long_finished(self, member: str, now_s: float) -> bool:
+        """It has finished so long ago that others which are still there may be waiting for it."""
+        return member in self._finished and now_s - self._finished[member] > _ENDING_S
+
+    def of_slot(self, slot: int) -> list[str]:
+        """Who is here of a slot."""
+        return [each for each in self.here if slot_of(each)[0] == slot]
+
+    def enter(self, member: str, now_s: float) -> None:
+        """It has come; at most once."""
+        if not self.knows(member):
+            self.here[member] = Signs(now_s)
+
+    def forget(self, member: str) -> None:
+        """As if it had never come."""
+        self.here.pop(member, None)
+
+    def beat(self, member: str, beat: Beat, now_s: float) -> None:
+        """A heartbeat."""
+        if member in self.here:
+            self.here[member].observe(beat, now_s)
+
+    def excuse(self, now_s: float) -> None:
+        """Nobody is to blame for what was not heard so far."""
+        for signs in self.here.values():
+            signs.excuse(now_s)
+
+    def late(self, now_s: float) -> Iterator[tuple[str, str]]:
+        """(member, why) of those that ought to have been heard of."""
+        somebody_waits = any(signs.is_waiting for signs in self.here.values())
+        for member, signs in list(self.here.items()):
+            if signs.is_silent(now_s):
+                yield member, "it was not heard of in time"
+            elif somebody_waits and signs.is_stuck(now_s):
+                yield member, "it stood still while others waited for it"
+
+    def lose(self, member: str, *, is_silent: bool) -> None:
+        """It is gone."""
+        self.here.pop(member, None)
+        self.leaving.discard(member)
+        self._gone.add(member)
+        if is_silent:
+            self.silent.add(member)
+
+    def leave(self, member: str, now_s: float, *, is_finished: bool) -> None:
+        """It wants to go, or has finished and is of no more concern."""
+        if is_finished:
+            del self.here[member]
+            self.leaving.discard(member)
+            self._finished[member] = now_s
+        else:
+            self.leaving.add(member)

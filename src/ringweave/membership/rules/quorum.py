@@ -1,0 +1,20 @@
+"""Who may go on when others do not answer. At most one part of what was an epoch can."""
+
+from collections.abc import Collection, Sequence
+
+from ringweave.membership.rules.records import Decree, Standing, slot_of
+
+
+def is_majority(before: Decree, holders: Sequence[Standing], silent: Collection[str]) -> bool:
+    """Whether those who go on outnumber those who may be going on elsewhere; of two halves, who has the first member.
+
+    Args:
+        before: The epoch that held.
+        holders: Those of them who go on.
+        silent: Who was not heard of in time, and may live. Whoever is known to be gone does not count.
+    """
+    here = {each.member for each in holders} & set(before.members)
+    away = set(before.members) & set(silent) - here
+    if len(here) != len(away):
+        return len(here) > len(away)
+    return not here or min(here | away, key=slot_of) in here

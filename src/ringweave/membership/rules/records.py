@@ -1,0 +1,88 @@
+"""What members say of themselves, what the coordinator says to them: frozen, ordered by term and number."""
+
+from dataclasses import dataclass
+
+Ballot = tuple[int, int]
+"""(term, number) of a proposal or an epoch: later ones compare as greater. No number is used twice in a term."""
+
+BEFORE_ALL: Ballot = (0, 0)
+"""What a member has that has never been in an epoch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """Where a member stands while it waits for an epoch to begin; it stays so until it is told how to go on."""
+
+    member: str
+    """Its name: `SLOT.INCARNATION`, such as `3.0`; a process that is started again is another member."""
+    has_state: bool = False
+    """Its parameters are those of the job; not so before a newcomer has read them."""
+    committed: int = 0
+    """Number of the last reduction of gradients whose result it has taken over."""
+    is_prepared: bool = False
+    """It has every result of the next reduction too, and has said so to the others, but not heard it of all."""
+    at_border: bool = True
+    """It is between two train steps; else it keeps gradients that are not reduced yet."""
+    is_leaving: bool = False
+    """It wants to go."""
+    note: str = ""
+    """What the other members have to know of it and the coordinator does not: passed on as it is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decree:
+    """An epoch: who is in it, and where each of them stood when it began."""
+
+    ballot: Ballot
+    standings: tuple[Standing, ...]
+    """Of each member; their order is that of the ranks."""
+    finished: tuple[Standing, ...] = ()
+    """Where those stood that had done all there was to do: what they have taken over counts."""
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Names of the members, by rank."""
+        return tuple(standing.member for standing in self.standings)
+
+    @property
+    def holders(self) -> tuple[str, ...]:
+        """Those that have the job's state; at the begin of a job nobody has, and the first member's becomes it."""
+        return tuple(standing.member for standing in self.standings if standing.has_state)
+
+    @property
+    def committed(self) -> int:
+        """The last reduction that any of them has taken over: all of them have its results, so all take it over."""
+        return max(standing.committed for standing in (*self.standings, *self.finished))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proposal:
+    """An epoch that is being formed."""
+
+    ballot: Ballot
+    is_urgent: bool
+    """Break off what is under way and say where you stand; else all stop together at the next border."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """What holds for a member now. Not a message but a state: it may be told any number of times, or only the last."""
+
+    ballot: Ballot = BEFORE_ALL
+    """The greatest one in it."""
+    decree: Decree | None = None
+    """The newest epoch with this member in it."""
+    proposal: Proposal | None = None
+    """What it has to stand still for."""
+    is_out: bool = False
+    """It is no member any more: it changes nothing and ends."""
+    is_end: bool = False
+    """The job is over."""
+    reason: str = ""
+    """Why it is out, or the job over, in words."""
+
+
+def slot_of(member: str) -> tuple[int, int]:
+    """(slot, incarnation) of a member's name, by which members are put in order."""
+    slot, _, incarnation = member.partition(".")
+    return int(slot), int(incarnation)

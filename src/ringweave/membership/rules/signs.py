@@ -1,0 +1,58 @@
+"""Signs of life of one member: its heartbeats, and whether the thread that trains gets on."""
+
+from dataclasses import dataclass
+
+from ringweave.membership.rules.rhythm import SILENCE, STANDSTILL, Rhythm
+
+_IDLE_FRACTION = 0.1
+"""Of a processor: below it a process does nothing but beat."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beat:
+    """What a heartbeat says."""
+
+    progress: int = 0
+    """Counts whatever the training thread gets done: batches, buckets, steps."""
+    is_waiting: bool = False
+    """It waits for the other members, so that it stands still is not its fault."""
+    cpu_s: float = 0.0
+    """Processor time that the process has used. Who evaluates or saves makes no progress, but is at work."""
+
+
+class Signs:
+    """What is known of one member's life."""
+
+    def __init__(self, now_s: float) -> None:
+        self._beats = Rhythm(SILENCE, now_s)
+        self._steps = Rhythm(STANDSTILL, now_s)
+        self._last = Beat()
+        self._looked_s = now_s
+
+    @property
+    def is_waiting(self) -> bool:
+        """It said so."""
+        return self._last.is_waiting
+
+    def observe(self, beat: Beat, now_s: float) -> None:
+        """A heartbeat has come."""
+        self._beats.observe(now_s)
+        used_s, passed_s = beat.cpu_s - self._last.cpu_s, now_s - self._looked_s
+        if beat.progress != self._last.progress:
+            self._steps.observe(now_s)
+        elif beat.is_waiting or used_s > _IDLE_FRACTION * passed_s:
+            self._steps.excuse(now_s)
+        self._last, self._looked_s = beat, now_s
+
+    def excuse(self, now_s: float) -> None:
+        """The one who listens was away itself: nothing that passed meanwhile counts."""
+        self._beats.excuse(now_s)
+        self._steps.excuse(now_s)
+
+    def is_silent(self, now_s: float) -> bool:
+        """No heartbeat when one was due: the process is stopped, cut off or starved."""
+        return self._beats.is_late(now_s)
+
+    def is_stuck(self, now_s: float) -> bool:
+        """It beats, but neither computes nor waits nor gets on."""
+        return not self._last.is_waiting and self._steps.is_late(now_s)

@@ -1,0 +1,1 @@
+"""The coordinator's process, and what it is asked over the wire."""

@@ -1,0 +1,114 @@
+"""The process of a coordinator, or of its standby: `python -m ringweave.membership.serving.main`."""
+
+import argparse
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ringweave import wire
+from ringweave.errors import RingweaveError
+from ringweave.membership.rules import settings
+from ringweave.membership.rules.coordinator import Coordinator
+from ringweave.membership.rules.records import Decree
+from ringweave.membership.rules.settings import Settings
+from ringweave.membership.serving.service import CoordinatorService
+from ringweave.telemetry import EventLog
+
+TICK_S = 0.05
+ROLE = "coordinator"
+_LINGER_S = 2.0
+"""After the end of a job, for its members to hear of it."""
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments of the process."""
+    parser = argparse.ArgumentParser(prog="ringweave coordinator")
+    parser.add_argument("--credentials", required=True)
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--elastic", required=True)
+    parser.add_argument("--expected", type=int, required=True)
+    parser.add_argument("--patience-s", type=float, default=60.0)
+    parser.add_argument("--standby", action="store_true")
+    parser.add_argument("--run-dir", type=Path)
+    return parser.parse_args(argv)
+
+
+class Process:
+    """Serves until it is told to end, or the job is over."""
+
+    def __init__(self, asked: argparse.Namespace) -> None:
+        self._asked = asked
+        self._log = EventLog(asked.run_dir / "events.jsonl") if asked.run_dir else None
+        self._stop = threading.Event()
+        wanted = Settings(bounds=settings.parse(asked.elastic), expected=asked.expected, patience_s=asked.patience_s)
+        coordinator = Coordinator(wanted, now_s=time.monotonic(), is_standby=asked.standby)
+        self.service = CoordinatorService(coordinator, note_epoch=self._note_epoch, note_lost=self._note_lost)
+        self.server = wire.Server(
+            wire.Tls(wire.Credentials.load_from(asked.credentials)),
+            self.service.handlers(),
+            roles=("worker", "launcher"),
+            record=self._log.write if self._log else None,
+            complain=_complain,
+        )
+
+    def stop(self, *_: object) -> None:
+        """End soon; also what signals call."""
+        self._stop.set()
+
+    def run(self) -> None:
+        """Until the end."""
+        with self.server.start(self._asked.host, self._asked.port):
+            print(f"coordinator listens on {self._asked.host}:{self.server.port}", flush=True)
+            ended_s: float | None = None
+            while not self._stop.wait(TICK_S):
+                self.service.tick({peer.identity.name for peer in self.server.peers()})
+                if self.service.ended and ended_s is None:
+                    ended_s = time.monotonic()
+                    print(f"coordinator: the job is over: {self.service.ended}", flush=True)
+                if ended_s is not None and time.monotonic() - ended_s > _LINGER_S:
+                    return
+
+    def _note_epoch(self, decree: Decree) -> None:
+        term, number = decree.ballot
+        members = list(decree.members)
+        print(f"coordinator: epoch {number} of term {term}: {', '.join(members)}", flush=True)
+        if self._log:
+            newcomers = [each.member for each in decree.standings if not each.has_state]
+            self._log.write(
+                "epoch_begun",
+                term=term,
+                number=number,
+                members=members,
+                newcomers=newcomers,
+                committed=decree.committed,
+            )
+
+    def _note_lost(self, member: str, reason: str) -> None:
+        print(f"coordinator: {member} is no member any more: {reason or 'it has finished'}", flush=True)
+        if self._log:
+            self._log.write("member_lost", member=member, reason=reason or "it has finished")
+
+
+def _complain(peer: wire.Identity, kind: str, error: Exception) -> None:
+    print(f"coordinator: {kind} of {peer.name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit code of the process."""
+    try:
+        process = Process(parse(argv))
+        for how in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(how, process.stop)
+        process.run()
+    except RingweaveError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,145 @@
+"""The coordinator over the wire: calls of members become events, orders become answers."""
+
+import threading
+import time
+from collections.abc import Callable, Collection
+
+from ringweave.errors import RefusedError, explain
+from ringweave.membership.messages import Accuse, Ask, Count, Enter, Heartbeat, Leave, Listen, Stand, Told
+from ringweave.membership.rules.coordinator import Coordinator
+from ringweave.membership.rules.records import BEFORE_ALL, Decree, Order, Standing
+from ringweave.wire import Call, Done, Handler
+
+_LOOK_S = 0.5
+"""How long somebody listens before the same is told again."""
+
+
+class CoordinatorService:
+    """One coordinator, called by many threads."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        note_epoch: Callable[[Decree], object] = lambda _decree: None,
+        note_lost: Callable[[str, str], object] = lambda _member, _reason: None,
+    ) -> None:
+        """`note_epoch` is told of every epoch that begins, `note_lost` of who is put out and why."""
+        self._coordinator, self._clock = coordinator, clock
+        self._note_epoch, self._note_lost = note_epoch, note_lost
+        self._changed = threading.Condition()
+        self._orders: dict[str, tuple[int, Order]] = {}
+        self._noted: Decree | None = None
+        self._known: set[str] = set()
+
+    def handlers(self) -> list[Handler]:
+        """What the server has to know."""
+        return [
+            Handler(message=Enter, handle=self._enter),
+            Handler(message=Listen, handle=self._listen),
+            Handler(message=Heartbeat, handle=self._beat),
+            Handler(message=Stand, handle=self._stand),
+            Handler(message=Accuse, handle=self._accuse),
+            Handler(message=Leave, handle=self._leave),
+            Handler(message=Ask, handle=self._ask),
+        ]
+
+    @property
+    def ended(self) -> str:
+        """Why the job is over; empty while it is not."""
+        return self._coordinator.ended
+
+    def tick(self, connected: Collection[str]) -> None:
+        """Time has passed; `connected` are the names of those that hold a connection."""
+        with self._changed:
+            now_s = self._clock()
+            for member in self._coordinator.present:
+                if member not in connected:
+                    self._coordinator.lose(member, now_s)
+            self._coordinator.tick(now_s)
+            self._tell()
+
+    def _event(self, action: Callable[[float], object]) -> Done:
+        with self._changed:
+            action(self._clock())
+            self._tell()
+        return Done()
+
+    def _tell(self) -> None:
+        """Wake those whose order has changed, and note what has happened; with the lock held."""
+        coordinator, here = self._coordinator, set(self._coordinator.present)
+        for member in sorted(self._known - here):
+            self._note_lost(member, coordinator.order_for(member).reason)
+        self._known = here
+        if coordinator.decree is not None and coordinator.decree is not self._noted:
+            self._noted = coordinator.decree
+            self._note_epoch(coordinator.decree)
+        changed = [each for each, (_, order) in self._orders.items() if coordinator.order_for(each) != order]
+        for member in changed:
+            self._orders[member] = (self._orders[member][0] + 1, coordinator.order_for(member))
+        if changed:
+            self._changed.notify_all()
+
+    def _enter(self, call: Call) -> Done:
+        member, rejoining = call.peer.name, call.message.rejoining
+        if rejoining is None:
+            return self._event(lambda now_s: self._coordinator.join(member, now_s))
+        _check_self(member, rejoining.standing)
+        return self._event(lambda now_s: self._coordinator.rejoin(rejoining, now_s))
+
+    def _listen(self, call: Call) -> Told:
+        member, known = call.peer.name, call.message.serial
+        with self._changed:
+            self._orders.setdefault(member, (1, self._coordinator.order_for(member)))
+            self._changed.wait_for(lambda: self._orders[member][0] != known or call.cancelled.is_set(), _LOOK_S)
+            serial, order = self._orders[member]
+            return Told(serial=serial, is_active=self._coordinator.is_active, order=order)
+
+    def _beat(self, call: Call) -> Done:
+        return self._event_quiet(lambda now_s: self._coordinator.beat(call.peer.name, call.message.beat, now_s))
+
+    def _event_quiet(self, action: Callable[[float], object]) -> Done:
+        """One that changes no order."""
+        with self._changed:
+            action(self._clock())
+        return Done()
+
+    def _stand(self, call: Call) -> Done:
+        _check_self(call.peer.name, call.message.standing)
+        return self._event(lambda now_s: self._coordinator.stand(call.message.ballot, call.message.standing, now_s))
+
+    def _accuse(self, call: Call) -> Done:
+        message: Accuse = call.message
+        return self._event(
+            lambda now_s: self._coordinator.accuse(call.peer.name, message.ballot, message.suspects, now_s)
+        )
+
+    def _leave(self, call: Call) -> Done:
+        message: Leave = call.message
+        _check_self(call.peer.name, message.standing)
+        return self._event(
+            lambda now_s: self._coordinator.leave(message.standing, now_s, is_finished=message.is_finished)
+        )
+
+    def _ask(self, call: Call) -> Count:
+        del call
+        with self._changed:
+            coordinator, decree = self._coordinator, self._coordinator.decree
+            return Count(
+                term=coordinator.term,
+                is_active=coordinator.is_active,
+                ballot=decree.ballot if decree else BEFORE_ALL,
+                members=list(decree.members) if decree else [],
+                committed=decree.committed if decree else 0,
+                present=list(coordinator.present),
+                ended=coordinator.ended,
+            )
+
+
+def _check_self(member: str, standing: Standing) -> None:
+    """Nobody speaks for another."""
+    if standing.member != member:
+        raise RefusedError(
+            explain("member", got=standing.member, expected=f"{member}, as the certificate says", do="Look who called")
+        )

@@ -1,0 +1,208 @@
+"""An elastic job of real processes without a launcher: a coordinator in this process, workers to be killed."""
+
+import atexit
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Self
+
+from ringweave import wire
+from ringweave.membership.rules.coordinator import Coordinator
+from ringweave.membership.rules.records import Decree
+from ringweave.membership.rules.settings import Bounds, Settings
+from ringweave.membership.serving.service import CoordinatorService
+from ringweave.testing.ranks import Outcome
+
+_PRELOADED = ["torch", "torch.distributed", "ringweave.comm.backend", "ringweave.training.elastic.preparing"]
+_TICK_S = 0.05
+
+
+class Headquarters:
+    """One coordinator, in this process, over real connections."""
+
+    def __init__(self, authority: wire.Authority, settings: Settings, *, is_standby: bool = False) -> None:
+        coordinator = Coordinator(settings, now_s=time.monotonic(), is_standby=is_standby)
+        self.decrees: list[Decree] = []
+        self.lost: list[tuple[str, str]] = []
+        self.service = CoordinatorService(
+            coordinator, note_epoch=self.decrees.append, note_lost=lambda member, why: self.lost.append((member, why))
+        )
+        trust = wire.Tls(authority.issue("coordinator", "1" if is_standby else "0"))
+        self._server = wire.Server(trust, self.service.handlers(), roles=("worker",)).start("127.0.0.1")
+        self.port = self._server.port
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._tick, name="coordinator", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """As if it was killed: it answers nobody any more."""
+        self._stop.set()
+        self._server.close(timeout_s=0.1)
+        self._thread.join()
+
+    def _tick(self) -> None:
+        while not self._stop.wait(_TICK_S):
+            self.service.tick({peer.identity.name for peer in self._server.peers()})
+
+
+class ElasticJob:
+    """Workers 0 .. n-1, each running `function(*args)` as a member of one job."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        num_workers: int,
+        *args: Any,
+        least: int = 1,
+        environ: Mapping[str, str] | None = None,
+        with_standby: bool = False,
+        patience_s: float = 60.0,
+    ) -> None:
+        """`environ` goes into the environment of every worker."""
+        self._function, self._args, self._environ = function, args, dict(environ or {})
+        self._authority = wire.Authority("test")
+        wanted = Settings(bounds=Bounds(least=least, most=64), expected=num_workers, patience_s=patience_s)
+        self.headquarters = [Headquarters(self._authority, wanted)]
+        if with_standby:
+            self.headquarters.append(Headquarters(self._authority, wanted, is_standby=True))
+        self._folder = tempfile.TemporaryDirectory()
+        self._processes: dict[str, BaseProcess] = {}
+        self._connections: dict[str, Connection] = {}
+        self._outcomes: dict[str, Outcome] = {}
+        self._said: dict[str, list[tuple[Any, float]]] = {}
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_PRELOADED)
+        for slot in range(num_workers):
+            self.start(slot, 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes.values():
+            if process.is_alive():
+                process.kill()
+            process.join()
+        for each in self.headquarters:
+            each.close()
+        self._folder.cleanup()
+
+    def start(self, slot: int, incarnation: int) -> str:
+        """One more worker; its name."""
+        member = f"{slot}.{incarnation}"
+        path = Path(self._folder.name) / member
+        self._authority.issue("worker", member).save(path)
+        places = ",".join(f"127.0.0.1:{each.port}" for each in self.headquarters)
+        variables = {
+            "RINGWEAVE_MEMBER": member,
+            "RINGWEAVE_COORDINATORS": places,
+            "RINGWEAVE_CREDENTIALS": str(path),
+            "RINGWEAVE_NODE": "a0",
+            "MASTER_ADDR": "127.0.0.1",
+            **self._environ,
+        }
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_main, args=(theirs, variables, self._function, self._args), daemon=True)
+        process.start()
+        theirs.close()
+        self._processes[member], self._connections[member] = process, ours
+        return member
+
+    def signal(self, member: str, number: signal.Signals) -> None:
+        """Send a real signal."""
+        pid = self._processes[member].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def wait_said(self, member: str, is_it: Callable[[Any], bool], timeout_s: float = 100.0) -> float:
+        """When the worker said (`say`) what `is_it` is true of, on the clock that all processes share."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            for said, at_s in self._said.get(member, []):
+                if is_it(said):
+                    return at_s
+            if isinstance(self._receive(member, deadline_s), Outcome):
+                raise AssertionError(f"{member} ended without saying it")  # noqa: TRY004 - not a matter of types
+
+    def outcome(self, member: str, timeout_s: float = 100.0) -> Outcome:
+        """How a worker ended."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            found = self._receive(member, deadline_s)
+            if isinstance(found, Outcome):
+                return found
+
+    @property
+    def members(self) -> list[str]:
+        """Every process that was started."""
+        return list(self._processes)
+
+    def read(self, member: str) -> None:
+        """Read what a worker has said that has ended."""
+        while self._connections[member].poll(0) and self._receive(member, time.monotonic()) is None:
+            pass
+
+    def said(self, member: str) -> list[tuple[Any, float]]:
+        """All that it has said and that was read, with the times."""
+        return list(self._said.get(member, []))
+
+    def _receive(self, member: str, deadline_s: float) -> Outcome | None:
+        if member in self._outcomes:
+            return self._outcomes[member]
+        found = self._next_word(member, deadline_s)
+        if isinstance(found, Outcome):
+            self._outcomes[member] = found
+            return found
+        self._said.setdefault(member, []).append(found)
+        return None
+
+    def _next_word(self, member: str, deadline_s: float) -> Any:
+        connection = self._connections[member]
+        if not connection.poll(max(0.0, deadline_s - time.monotonic())):
+            epochs = [[decree.members for decree in each.decrees] for each in self.headquarters]
+            raise TimeoutError(f"{member} said nothing in time; epochs {epochs}")
+        try:
+            return connection.recv()
+        except (EOFError, ConnectionResetError):
+            self._processes[member].join()
+            return Outcome(exit_code=self._processes[member].exitcode)
+
+
+_own: list[Connection] = []
+
+
+def say(word: Any) -> None:
+    """Called in a worker: tell the test, with the time."""
+    _own[0].send((word, time.monotonic()))
+
+
+def own_member() -> str:
+    """Called in a worker: its name."""
+    return os.environ["RINGWEAVE_MEMBER"]
+
+
+def _main(connection: Connection, variables: dict[str, str], function: Callable[..., Any], args: tuple) -> None:
+    import torch
+
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    _own.append(connection)
+    try:
+        outcome = Outcome(value=function(*args))
+    except BaseException as error:
+        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None
+        outcome = Outcome(error="" if code in (0, 143) else traceback.format_exc(), exit_code=code)
+        if code not in (0, 143):
+            sys.last_value = error  # as the interpreter does at the end of a script
+    atexit._run_exitfuncs()  # which a process of this kind does not do by itself
+    connection.send(outcome)
+    connection.close()

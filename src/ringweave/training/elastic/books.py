@@ -1,0 +1,115 @@
+"""The account of an epoch whose members come and go: every sample is trained on once, or known to be lost."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ringweave.errors import TrainingError
+from ringweave.planning import balancing
+from ringweave.planning.balancing import Account
+from ringweave.planning.balancing.epochs import Indices
+from ringweave.training.elastic.rosters import Roster
+from ringweave.training.elastic.rows import Commit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ElasticAccount:
+    """What became of the samples of one epoch."""
+
+    epoch: int
+    expected: Account
+    """The samples that the epoch consists of."""
+    total: Account
+    """Those that gradients which count are of."""
+    lost: Account
+    """Those that were a member's who was gone before its gradients counted."""
+
+    @property
+    def is_accounted(self) -> bool:
+        """Every sample is in one of the two, once."""
+        return self.total + self.lost == self.expected
+
+    @property
+    def is_exact(self) -> bool:
+        """Every sample was trained on exactly once."""
+        return self.total == self.expected
+
+
+class Books:
+    """Kept alike by all members, from what every reduction that counts is of."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self._expected, self._total, self._lost = Account(), Account(), Account()
+        self._open: list[tuple[Indices, Roster]] = []
+
+    def open_epoch(self, epoch: int) -> None:
+        """A new epoch."""
+        self.epoch = epoch
+        self._expected, self._total, self._lost = Account(), Account(), Account()
+
+    def draw(self, batch: Indices, roster: Roster) -> None:
+        """A batch that members compute now; it counts with the next reduction."""
+        self._open.append((batch, roster))
+
+    @property
+    def num_planned(self) -> int:
+        """Samples of the batches that the next reduction is of."""
+        return sum(len(batch) for batch, _ in self._open)
+
+    def own(self, member: str) -> Account:
+        """A member's part of them."""
+        parts = [part_of(batch, roster, member) for batch, roster in self._open]
+        return sum((Account.of(part) for part in parts), Account())
+
+    def commit(self, commit: Commit) -> int:
+        """Those batches are done.
+
+        Returns:
+            How many samples of them are lost.
+
+        Raises:
+            TrainingError: What members say they computed is not what they were to compute.
+        """
+        total, lost, expected = Account(), Account(), Account()
+        for batch, roster in self._open:
+            expected += Account.of(batch)
+            for member in roster.members:
+                part = Account.of(part_of(batch, roster, member))
+                if member in commit.members:
+                    total += part
+                else:
+                    lost += part
+        if total != commit.account:
+            raise TrainingError(
+                f"account of reduction {commit.number}: {commit.account}, expected {total}. "
+                "Samples were lost or doubled; this is a bug of ringweave, please report it."
+            )
+        self._open.clear()
+        self._expected, self._total, self._lost = self._expected + expected, self._total + total, self._lost + lost
+        return lost.num_samples
+
+    def account(self) -> ElasticAccount:
+        """The present epoch so far."""
+        return ElasticAccount(epoch=self.epoch, expected=self._expected, total=self._total, lost=self._lost)
+
+    def to_words(self) -> list[list[int]]:
+        """For a newcomer."""
+        return [[each.num_samples, each.fingerprint] for each in (self._expected, self._total, self._lost)]
+
+    def load(self, epoch: int, words: Sequence[Sequence[int]]) -> None:
+        """What `to_words` gave."""
+        self.epoch = epoch
+        self._open.clear()
+        self._expected, self._total, self._lost = (
+            Account(num_samples=number, fingerprint=fingerprint) for number, fingerprint in words
+        )
+
+
+def part_of(batch: Indices, roster: Roster, member: str) -> Indices:
+    """A member's part of a batch, which may be smaller than the shares say; empty if it is not on the roster."""
+    if member not in roster.members:
+        return batch[:0]
+    shares = roster.shares if len(batch) >= sum(roster.shares) else balancing.scale(roster.shares, len(batch))
+    return np.asarray(batch[balancing.cut(shares, roster.members.index(member))])

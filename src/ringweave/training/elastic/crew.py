@@ -1,0 +1,158 @@
+"""What a member knows and does beside its gradients: books, rosters, speeds, and its state for newcomers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ringweave import wire
+from ringweave.membership.rules.records import Decree
+from ringweave.planning.balancing import Change, Speed, SpeedEstimator
+from ringweave.training import control
+from ringweave.training.elastic.books import Books
+from ringweave.training.elastic.loader import Place
+from ringweave.training.elastic.rosters import Rosters
+from ringweave.training.elastic.rows import Commit, Row
+from ringweave.training.elastic.state import NAME, JobState
+from ringweave.training.timing import StepTimer
+from ringweave.wire.states import Shelf
+
+PULL_S = 600.0
+"""How long a newcomer may take to read the state."""
+_REBALANCE_EVERY = 2
+"""Reductions from one look at the speeds to the next."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What this member says of itself once."""
+
+    member: str
+    state_place: str
+    """`address port` where its state can be read."""
+    cap: int | None
+    """The most samples of one batch that it takes."""
+    assumed_speed: float
+    """Relative speed by the cluster file."""
+    alike: dict[str, Any]
+    """What has to be the same on all members."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Means:
+    """By what state passes from member to member."""
+
+    shelf: Shelf
+    trust: wire.Trust
+
+
+class Teller(Protocol):
+    """Writes down what has happened."""
+
+    def shares_changed(self, batch_number: int, change: Change) -> None:
+        """Other shares from a batch on."""
+        ...
+
+    def samples_lost(self, commit: Commit, num_lost: int) -> None:
+        """A reduction counts, without the samples of members who were gone."""
+        ...
+
+
+class JobCrew:
+    """See `session.Crew`."""
+
+    def __init__(
+        self,
+        facts: Facts,
+        rosters: Rosters,
+        timer: StepTimer,
+        state: JobState,
+        means: Means,
+        tell: Teller,
+    ) -> None:
+        """`tell` writes down what has happened, on one of the members."""
+        self.books, self.place, self.rosters = Books(), Place(), rosters
+        self._facts, self._timer, self._state, self._means = facts, timer, state, means
+        self._tell = tell
+        self._estimator = SpeedEstimator()
+
+    def end_step(self) -> None:
+        """Measure the step that has ended."""
+        self._timer.end()
+        for num_samples, seconds in self._timer.take():
+            self._estimator.observe(num_samples, seconds)
+
+    def row(self) -> Row:
+        """What this member's gradients are of."""
+        return Row(
+            account=self.books.own(self._facts.member),
+            num_planned=self.books.num_planned,
+            speed=self._estimator.speed,
+        )
+
+    def note(self) -> dict[str, Any]:
+        """What the others have to know when an epoch begins."""
+        place, speed = self.place, self._estimator.speed
+        return {
+            "state": self._facts.state_place,
+            "cap": self._facts.cap,
+            "assumed_speed": self._facts.assumed_speed,
+            "alike": self._facts.alike,
+            "speed": None if speed is None else [speed.s_per_sample, speed.overhead_samples, speed.noise],
+            "place": [place.epoch, place.position, place.num_drawn],
+            "books": self.books.to_words(),
+        }
+
+    def commit(self, commit: Commit) -> None:
+        """A reduction counts."""
+        num_lost = self.books.commit(commit)
+        if num_lost:
+            self._tell.samples_lost(commit, num_lost)
+        self.place.num_since_commit = 0
+        self.rosters.forget(self.place.num_drawn)
+        if commit.number % _REBALANCE_EVERY == 0 and commit.members == self.rosters.latest.members:
+            first = self.place.num_drawn + self._facts.alike["num_prefetched"]
+            change = self.rosters.rebalance(first, [row.speed for row in commit.rows])
+            if change is not None:
+                self._tell.shares_changed(first, change)
+
+    def check(self, notes: Sequence[dict[str, Any]]) -> None:
+        """Refuse to join those who have prepared something else.
+
+        Raises:
+            DisagreementError: For the first thing that differs.
+        """
+        control.check_alike([note["alike"] for note in notes], list(self._facts.alike))
+
+    def begin(self, decree: Decree, notes: Sequence[dict[str, Any]], *, is_newcomer: bool) -> None:
+        """An epoch begins."""
+        holders = [index for index, each in enumerate(decree.standings) if each.has_state]
+        if is_newcomer and holders:
+            epoch, position, num_drawn = notes[holders[0]]["place"]
+            self.place.epoch, self.place.position, self.place.num_drawn = epoch, position, num_drawn
+            self.books.load(epoch, notes[holders[0]]["books"])
+        speeds = [None if note["speed"] is None else _speed(note["speed"]) for note in notes]
+        self.rosters.begin(
+            max(note["place"][2] for note in notes),
+            decree.members,
+            [note["cap"] for note in notes],
+            speeds,
+            [note["assumed_speed"] for note in notes],
+        )
+
+    def offer(self) -> None:
+        """Let newcomers read the state."""
+        self._means.shelf.offer(NAME, self._state.to_buffers())
+
+    def withdraw(self) -> None:
+        """The state is about to change."""
+        self._means.shelf.withdraw(NAME)
+
+    def pull(self, notes: Sequence[dict[str, Any]], donor: int) -> None:
+        """Read the state of that member."""
+        host, port = notes[donor]["state"].split()
+        self._state.pull(host, int(port), self._means.trust, timeout_s=PULL_S)
+
+
+def _speed(words: Sequence[float]) -> Speed:
+    each_s, overhead, noise = words
+    return Speed(s_per_sample=each_s, overhead_samples=overhead, noise=noise)

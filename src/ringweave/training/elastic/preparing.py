@@ -1,0 +1,214 @@
+"""What `prepare` does in an elastic job: `ringweave run --elastic`."""
+
+import atexit
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import ProcessGroupGloo
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from ringweave import wire
+from ringweave.comm import joining, regrouping
+from ringweave.comm.regrouping import EpochGroups
+from ringweave.environment import WorkerEnvironment
+from ringweave.errors import TrainingError, explain
+from ringweave.membership.agent import Agent
+from ringweave.planning import modes
+from ringweave.training import reducing, timing
+from ringweave.training.elastic.crew import Facts, JobCrew, Means
+from ringweave.training.elastic.loader import ElasticLoader, ElasticParts
+from ringweave.training.elastic.recording import ElasticRecorder
+from ringweave.training.elastic.rosters import Rosters
+from ringweave.training.elastic.session import Session
+from ringweave.training.elastic.state import JobState
+from ringweave.training.loading import orders
+from ringweave.training.reducing import SampleWeights
+from ringweave.training.timing import StepTimer
+from ringweave.wire.states import Shelf
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ElasticAsked:
+    """What the script said."""
+
+    mode: str
+    reduction: str
+    max_samples: int | None
+    ddp: dict[str, Any]
+    carried: Mapping[str, Any]
+
+
+def prepare(
+    given: tuple[nn.Module, Optimizer, DataLoader],
+    asked: ElasticAsked,
+    environment: WorkerEnvironment,
+    timer: StepTimer,
+) -> tuple[DistributedDataParallel, Optimizer, ElasticLoader]:
+    """Become a member of the job, with its state; returns when the first epoch with this member has begun.
+
+    Raises:
+        TrainingError: The script has a process group of its own, or data that cannot be shared in this way.
+        DisagreementError: The others have prepared something else.
+        MembershipError: The job is over, or does not want this worker.
+    """
+    model, optimizer, loader = given
+    _check_group()
+    mode, reason = modes.decide(asked.mode, environment.mode, 2)
+    reading, seed = orders.read(loader), orders.seed_of(loader)
+    alike = {**asdict(reading), "mode": mode, "reduction": asked.reduction, "seed": seed}
+    member = _enlist((model, optimizer), asked, environment, timer, alike)
+    shares = member.crew.rosters.latest.shares
+    member.recorder.prepared(mode=mode, asked=asked.mode, reason=reason, shares=shares)
+    weights = SampleWeights(num_ranks=1, is_mean=asked.reduction == "mean")
+    parallel = _parallel(model, asked.ddp)
+    reducing.weigh(parallel, weights)
+    parallel.register_comm_hook(_Hook(session=member.session, timer=timer), _reduce)
+    timing.watch(timer, parallel, optimizer)
+    parts = ElasticParts(
+        member=member.name,
+        session=member.session,
+        rosters=member.crew.rosters,
+        books=member.crew.books,
+        place=member.crew.place,
+        weights=weights,
+        timer=timer,
+        end_step=member.crew.end_step,
+        note=member.recorder.accounted,
+    )
+    return parallel, optimizer, ElasticLoader(loader, reading, seed, parts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Enlisted:
+    """This process as a member of its job."""
+
+    name: str
+    session: Session
+    crew: JobCrew
+    recorder: ElasticRecorder
+
+
+def _enlist(
+    trained: tuple[nn.Module, Optimizer],
+    asked: ElasticAsked,
+    environment: WorkerEnvironment,
+    timer: StepTimer,
+    alike: dict[str, Any],
+) -> _Enlisted:
+    """Become a member; returns once an epoch with this member has begun, and it has the job's state."""
+    name, credentials = environment.member, environment.credentials
+    assert name is not None, "the launcher sets it"
+    assert credentials is not None, "the launcher sets them"
+    model, optimizer = trained
+    trust, address, shelf = wire.Tls(wire.Credentials.load_from(credentials)), regrouping.own_address(), Shelf()
+    groups = EpochGroups(address)
+    server = wire.Server(trust, shelf.handlers(), roles=("worker",)).start(address)
+    facts = Facts(
+        member=name,
+        state_place=f"{address} {server.port}",
+        cap=asked.max_samples,
+        assumed_speed=joining.assumed_speed(environment, os.environ),
+        alike=alike,
+    )
+    recorder = ElasticRecorder(environment, lambda: session.decree.members[0] == name)
+    rosters = Rosters(alike["batch_samples"], is_balanced=alike["mode"] == modes.BALANCED)
+    means = Means(shelf=shelf, trust=trust)
+    crew = JobCrew(facts, rosters, timer, JobState(model, optimizer, asked.carried), means, recorder)
+    session = Session(name, groups, crew, buffers=lambda: _buffers_of(model), is_mean=asked.reduction == "mean")
+    agent = Agent(name, environment.coordinators, trust, session, lambda: session.beat(time.process_time()))
+    _leave_on_terminate(session)
+    atexit.register(_end, agent, session, server, groups)
+    session.start(agent)
+    return _Enlisted(name=name, session=session, crew=crew, recorder=recorder)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Hook:
+    """State of DDP's communication hook."""
+
+    session: Session
+    timer: StepTimer
+
+
+def _reduce(state: _Hook, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """What DDP calls for every bucket."""
+    if bucket.is_last():
+        state.timer.gradients_ready()
+    return state.session.reduce(bucket.buffer(), is_last=bucket.is_last())
+
+
+def _parallel(model: nn.Module, options: Mapping[str, Any]) -> DistributedDataParallel:
+    """The model under DDP, with the same buckets on a member that joins as on the others.
+
+    DDP orders its buckets anew after a process's first backward pass, unless it looks for unused parameters.
+    """
+    if options.get("static_graph"):
+        do = "Leave static_graph out: a worker that joins could not have the same buckets as the others"
+        raise TrainingError(explain("option static_graph of an elastic job", got=True, expected="False", do=do))
+    warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+    wanted: dict[str, Any] = {**options, "find_unused_parameters": True}
+    return DistributedDataParallel(model, process_group=_alone(), **wanted)
+
+
+def _check_group() -> None:
+    if dist.is_initialized():
+        raise TrainingError(
+            explain(
+                "process group of an elastic job",
+                got="one that the script has made",
+                expected="none before prepare",
+                do="Leave out init_process_group: prepare makes a new one whenever workers come or go",
+            )
+        )
+
+
+def _buffers_of(model: nn.Module) -> list[Tensor]:
+    return list(model.buffers())
+
+
+def _alone() -> dist.ProcessGroup:
+    """A group of this process only, for DDP: what passes between members passes through the session."""
+    store, kinds = dist.HashStore(), dist.ProcessGroup.BackendType
+    group = dist.ProcessGroup(store, 0, 1)
+    group._set_default_backend(kinds.GLOO)
+    gloo = ProcessGroupGloo(store, 0, 1, timedelta(seconds=60))
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        group._register_backend(torch.device(device), kinds.GLOO, gloo)
+    return group
+
+
+def _leave_on_terminate(session: Session) -> None:
+    """SIGTERM lets this member finish its step and go, unless the script has a handler; a second one ends it."""
+    is_ours = threading.current_thread() is threading.main_thread() and (
+        signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    )
+
+    def leave(number: int, _frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        threading.Thread(target=session.ask_to_leave, name="ringweave leaving", daemon=True).start()
+
+    if is_ours:
+        signal.signal(signal.SIGTERM, leave)
+
+
+def _end(agent: Agent, session: Session, server: wire.Server, groups: EpochGroups) -> None:
+    """At the end of the process: say that this member is done, unless an exception ends it."""
+    if getattr(sys, "last_value", None) is None:
+        agent.leave(is_finished=True)
+    agent.close()
+    session.close()
+    server.close(timeout_s=0.5)
+    groups.leave()

@@ -1,0 +1,69 @@
+"""What an elastic job leaves in the event log and the script's own log; the first member writes for all."""
+
+import logging
+from collections.abc import Callable
+
+from ringweave.environment import WorkerEnvironment
+from ringweave.planning.balancing import Change
+from ringweave.telemetry import EventLog
+from ringweave.training.elastic.books import ElasticAccount
+from ringweave.training.elastic.rows import Commit
+from ringweave.training.recording import Recorder
+
+_LOGGER = logging.getLogger("ringweave")
+
+
+class ElasticRecorder:
+    """Writes events as long as this member is the first."""
+
+    def __init__(self, environment: WorkerEnvironment, is_first: Callable[[], bool]) -> None:
+        path = environment.events_path
+        self._log = EventLog(path) if path else None
+        self._recorder, self._is_first = Recorder(environment, 0), is_first
+
+    def prepared(self, *, mode: str, asked: str, reason: str, shares: tuple[int, ...]) -> None:
+        """This member begins to train."""
+        if self._is_first():
+            self._recorder.prepared(mode=mode, asked=asked, reason=reason, shares=shares)
+
+    def shares_changed(self, batch_number: int, change: Change) -> None:
+        """Other shares from a batch on."""
+        if self._is_first():
+            self._recorder.shares_changed(batch_number, change)
+
+    def samples_lost(self, commit: Commit, num_lost: int) -> None:
+        """A reduction counts, without the samples of members who were gone."""
+        if not self._is_first():
+            return
+        num_samples = commit.account.num_samples
+        _LOGGER.info("reduction %d: mean over %d samples, %d lost", commit.number, num_samples, num_lost)
+        if self._log:
+            self._log.write(
+                "samples_lost",
+                rank=0,
+                reduction=commit.number,
+                members=list(commit.members),
+                samples=num_samples,
+                lost=num_lost,
+            )
+
+    def accounted(self, account: ElasticAccount) -> None:
+        """An epoch is complete."""
+        if not self._is_first():
+            return
+        total, expected, lost = account.total, account.expected, account.lost
+        verdict = "each exactly once" if account.is_exact else f"{lost.num_samples} lost with workers that were gone"
+        text = "epoch %d: %d of %d samples, %s"
+        _LOGGER.info(text, account.epoch, total.num_samples, expected.num_samples, verdict)
+        if self._log:
+            self._log.write(
+                "samples_accounted",
+                rank=0,
+                epoch=account.epoch,
+                samples=total.num_samples,
+                expected=expected.num_samples,
+                fingerprint=f"{total.fingerprint:016x}",
+                expected_fingerprint=f"{expected.fingerprint:016x}",
+                by_rank=[],
+                exact=account.is_exact,
+            )

@@ -1,0 +1,98 @@
+"""Who computes which part of a batch, as members come and go. Pure, and the same on all members."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ringweave.planning import balancing
+from ringweave.planning.balancing import Change, Speed
+from ringweave.planning.balancing.shares import Shares
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Roster:
+    """Who shares the batches from one number on."""
+
+    first_batch: int
+    members: tuple[str, ...]
+    shares: Shares
+    """Samples of each member in a whole batch."""
+
+
+class Rosters:
+    """All rosters that still matter, and the next ones."""
+
+    def __init__(self, batch_samples: int, *, is_balanced: bool) -> None:
+        self._batch_samples, self._is_balanced = batch_samples, is_balanced
+        self._rosters: list[Roster] = []
+        self._caps: tuple[int, ...] = ()
+        self.version = 0
+        """Grows with every change of members: batches that were read ahead of time are other members' then."""
+
+    def of(self, batch_number: int) -> Roster:
+        """The roster of a batch; batches are counted through all epochs."""
+        return next(each for each in reversed(self._rosters) if each.first_batch <= batch_number)
+
+    @property
+    def latest(self) -> Roster:
+        """That decided last."""
+        return self._rosters[-1]
+
+    def begin(
+        self,
+        first_batch: int,
+        members: Sequence[str],
+        caps: Sequence[int | None],
+        measured: Sequence[Speed | None],
+        assumed: Sequence[float],
+    ) -> Roster:
+        """Other members from a batch on.
+
+        Args:
+            first_batch: Number of the first batch that no member has been given yet.
+            members: Their names.
+            caps: The most samples that each takes; None means any number.
+            measured: Speed of each, where it is known.
+            assumed: Relative speed of each by the cluster file.
+        """
+        self._caps = tuple(self._batch_samples if cap is None else cap for cap in caps)
+        speeds = _speeds(measured, assumed) if self._is_balanced else [Speed(s_per_sample=1.0)] * len(members)
+        # With fewer samples than members some have none: they compute one and it does not count.
+        least = 1 if self._batch_samples >= len(members) else 0
+        shares = balancing.apportion(self._batch_samples, speeds, self._caps, least)
+        self.version += 1
+        return self._add(Roster(first_batch=first_batch, members=tuple(members), shares=shares))
+
+    def rebalance(self, first_batch: int, speeds: Sequence[Speed | None]) -> Change | None:
+        """Other shares of the same members from a batch on, if that pays."""
+        known = [speed for speed in speeds if speed is not None]
+        if not self._is_balanced or len(known) < len(speeds):
+            return None
+        change = balancing.rebalance(self.latest.shares, known, self._caps)
+        if change is not None:
+            self._add(Roster(first_batch=first_batch, members=self.latest.members, shares=change.shares))
+        return change
+
+    def forget(self, before_batch: int) -> None:
+        """Nobody asks for batches before that one any more."""
+        while len(self._rosters) > 1 and self._rosters[1].first_batch <= before_batch:
+            del self._rosters[0]
+
+    def to_words(self) -> list[list[object]]:
+        """For a newcomer."""
+        return [[each.first_batch, list(each.members), list(each.shares)] for each in self._rosters]
+
+    def _add(self, roster: Roster) -> Roster:
+        self._rosters = [each for each in self._rosters if each.first_batch < roster.first_batch] + [roster]
+        return roster
+
+
+def _speeds(measured: Sequence[Speed | None], assumed: Sequence[float]) -> list[Speed]:
+    """Measured ones; for those who have not measured yet, what the others' let expect of the assumed ones."""
+    if all(speed is None for speed in measured):
+        return [Speed(s_per_sample=1 / speed) for speed in assumed]
+    known = [speed.s_per_sample * relative for speed, relative in zip(measured, assumed, strict=True) if speed]
+    typical_s = statistics.median(known)
+    return [
+        speed or Speed(s_per_sample=typical_s / relative) for speed, relative in zip(measured, assumed, strict=True)
+    ]

@@ -1,0 +1,97 @@
+"""What every member says of a reduction when it has all of its results: one row of whole numbers."""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ringweave.planning.balancing import Account, Speed
+
+WIDTH = 7
+_HALF = 2**63
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One member's."""
+
+    account: Account = field(default_factory=Account)
+    """Samples that its gradients are of."""
+    num_planned: int = 0
+    """Samples that all members of the batches together were to have; the same in all rows."""
+    wants_stop: bool = False
+    """It knows that the membership is about to change, and is ready to stop after this step."""
+    speed: Speed | None = None
+
+    def to_list(self) -> list[int]:
+        """Seven whole numbers of 64 bits."""
+        speed = self.speed
+        floats = (0.0, 0.0, 0.0) if speed is None else (speed.s_per_sample, speed.overhead_samples, speed.noise)
+        words = struct.unpack("<3q", struct.pack("<3d", *floats))
+        return [
+            self.account.num_samples,
+            self.account.fingerprint - _HALF,
+            self.num_planned,
+            int(self.wants_stop),
+            *words,
+        ]
+
+    @classmethod
+    def of(cls, words: Sequence[int]) -> "Row":
+        """What `to_list` gave."""
+        each_s, overhead, noise = struct.unpack("<3d", struct.pack("<3q", *words[4:WIDTH]))
+        return cls(
+            account=Account(num_samples=words[0], fingerprint=words[1] + _HALF),
+            num_planned=words[2],
+            wants_stop=bool(words[3]),
+            speed=Speed(s_per_sample=each_s, overhead_samples=overhead, noise=noise) if each_s > 0 else None,
+        )
+
+
+def to_tensor(row: Row) -> Tensor:
+    """(WIDTH,) int64."""
+    return torch.tensor(row.to_list(), dtype=torch.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Commit:
+    """A reduction that counts."""
+
+    number: int
+    members: tuple[str, ...]
+    """Whose gradients are in it."""
+    rows: tuple[Row, ...]
+    """In the order of the members."""
+
+    @property
+    def account(self) -> Account:
+        """The samples that it is of."""
+        return sum((row.account for row in self.rows), Account())
+
+    @property
+    def num_planned(self) -> int:
+        """Samples that it would be of had nobody gone."""
+        return max((row.num_planned for row in self.rows), default=0)
+
+    @property
+    def scale(self) -> float:
+        """What makes the sum of the weighed gradients a mean over exactly the samples that are in it."""
+        num_samples = self.account.num_samples
+        if not self.num_planned:  # gradients that are of no batch of the loader's: all members count the same
+            return 1 / len(self.rows)
+        return self.num_planned / num_samples if num_samples else 0.0
+
+    def to_words(self) -> dict[str, object]:
+        """For a note."""
+        return {"number": self.number, "members": list(self.members), "rows": [row.to_list() for row in self.rows]}
+
+    @classmethod
+    def of_words(cls, words: dict) -> "Commit":
+        """What `to_words` gave."""
+        return cls(
+            number=words["number"],
+            members=tuple(words["members"]),
+            rows=tuple(Row.of(row) for row in words["rows"]),
+        )

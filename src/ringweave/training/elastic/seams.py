@@ -1,0 +1,64 @@
+"""What a session works for, and how what goes wrong in it is told."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ringweave.comm.transport.seam import TransferFailedError
+from ringweave.errors import MembershipError
+from ringweave.membership.rules.follower import Out
+from ringweave.membership.rules.records import Decree
+from ringweave.training.elastic.rows import Commit, Row
+
+
+class Crew(Protocol):
+    """What a session works for: the loader with its books, and the model with its state. Called with the lock held."""
+
+    def row(self) -> Row:
+        """What this member's gradients are of."""
+        ...
+
+    def note(self) -> dict[str, Any]:
+        """What the others have to know when an epoch begins."""
+        ...
+
+    def commit(self, commit: Commit) -> None:
+        """A reduction counts."""
+        ...
+
+    def check(self, notes: Sequence[dict[str, Any]]) -> None:
+        """Refuse to join those who have prepared something else."""
+        ...
+
+    def begin(self, decree: Decree, notes: Sequence[dict[str, Any]], *, is_newcomer: bool) -> None:
+        """An epoch begins."""
+        ...
+
+    def offer(self) -> None:
+        """Let newcomers read the state; called without the lock."""
+        ...
+
+    def withdraw(self) -> None:
+        """The state is about to change."""
+        ...
+
+    def pull(self, notes: Sequence[dict[str, Any]], donor: int) -> None:
+        """Read the state of that member; called without the lock."""
+        ...
+
+
+def suspects(error: BaseException, decree: Decree) -> list[str]:
+    """Whom a failed transfer was with."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, TransferFailedError) and cause.peer is not None:
+            return [decree.members[cause.peer]]
+        cause = cause.__cause__
+    return []
+
+
+def error_of(out: Out) -> MembershipError:
+    """What the script hears of it."""
+    what = "job" if out.is_end else "this worker"
+    state = "is over" if out.is_end else "is no member any more"
+    do = "See the coordinator's log" if out.is_end else "Start it again: it joins with the state of the others"
+    return MembershipError(f"{what} {state}: {out.reason}. {do}.")

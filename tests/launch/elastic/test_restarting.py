@@ -1,0 +1,54 @@
+from ringweave.launch.causes import Death
+from ringweave.launch.elastic.restarting import LEFT_CODE, Ended, Restarts
+from ringweave.launch.launcher import Exit
+
+FENCED = "ringweave.errors.MembershipError: this worker is no member any more: it was not heard of in time."
+OVER = "ringweave.errors.MembershipError: job is over: all workers are done."
+
+
+def ended(signal_name: str | None = None, code: int | None = None, line: str = "", lived_s: float = 1000.0) -> Ended:
+    last = ("Traceback (most recent call last):", line) if line else ()
+    found = Exit(exit_code=code, signal_name=signal_name, time_s=0.0, stopped=False)
+    return Ended(death=Death(global_rank=0, node="a0", exit=found, last_lines=last), lived_s=lived_s)
+
+
+def test_who_is_killed_comes_back_for_ever() -> None:
+    restarts = Restarts()
+    for number in range(20):
+        assert restarts.decide(2, ended("SIGKILL"), 100.0 * number) == "again"
+        assert restarts.take_due(100.0 * number + 0.9) == []
+        assert restarts.take_due(100.0 * number + 1.1) == [2]
+        assert not restarts.pending
+
+
+def test_who_dies_again_at_once_waits_longer_but_not_for_ever() -> None:
+    restarts, delays_s = Restarts(), []
+    for _ in range(9):
+        restarts.decide(0, ended("SIGKILL", lived_s=1.0), 0.0)
+        delays_s.append(restarts.pending[0])
+        restarts.take_due(1e9)
+    assert delays_s == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0]
+
+
+def test_who_fails_by_itself_three_times_in_a_row_is_given_up() -> None:
+    restarts = Restarts()
+    own = ended(code=1, line="ValueError: no such column")
+    assert [restarts.decide(0, own, 0.0) for _ in range(3)] == ["again", "again", "fail"]
+    restarts = Restarts()
+    verdicts = [restarts.decide(0, each, 0.0) for each in (own, own, ended("SIGKILL"), own, own)]
+    assert verdicts == ["again"] * 5, "another kind of death in between"
+
+
+def test_who_was_put_out_comes_back() -> None:
+    restarts = Restarts()
+    assert [restarts.decide(0, ended(code=1, line=FENCED), 0.0) for _ in range(5)] == ["again"] * 5
+
+
+def test_who_has_left_or_finished_rests_and_so_does_who_comes_too_late() -> None:
+    restarts = Restarts()
+    assert restarts.decide(0, ended(code=LEFT_CODE), 0.0) == "rest"
+    assert restarts.decide(1, ended("SIGKILL"), 0.0) == "again"
+    assert restarts.decide(2, Ended(death=None, lived_s=50.0), 0.0) == "rest"
+    assert restarts.take_due(1e9) == [], "the training is over"
+    assert restarts.decide(3, ended("SIGKILL"), 0.0) == "rest"
+    assert Restarts().decide(4, ended(code=1, line=OVER), 0.0) == "rest"

@@ -1,0 +1,136 @@
+from dataclasses import replace
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from ringweave.membership.rules.records import slot_of
+from tests.membership.world import Member, World
+
+
+class RandomWorld(RuleBasedStateMachine):
+    """Letters are lost, late, out of order and doubled; members and coordinators die, pause and come back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(3)
+
+    @initialize(num_members=st.integers(1, 5), has_begun=st.booleans())
+    def begin(self, num_members: int, has_begun: bool) -> None:
+        self.world = World(num_members)
+        if has_begun:
+            self._go_on(30)
+
+    def _member(self, data: st.DataObject) -> Member:
+        return data.draw(st.sampled_from(sorted(self.world.members.values(), key=lambda each: slot_of(each.name))))
+
+    @rule()
+    def tick(self) -> None:
+        self.world.tick()
+
+    @rule(num=st.integers(1, 30), data=st.data())
+    def deliver(self, num: int, data: st.DataObject) -> None:
+        for _ in range(min(num, len(self.world.letters))):
+            index = data.draw(st.integers(0, len(self.world.letters) - 1))
+            fate = data.draw(st.sampled_from(["deliver", "deliver", "deliver", "double", "lose"]))
+            letter = self.world.letters[index]
+            if fate != "double":
+                del self.world.letters[index]
+            if fate != "lose":
+                letter()
+            self.world.check()
+
+    @rule(data=st.data(), num=st.integers(1, 6))
+    def work(self, data: st.DataObject, num: int) -> None:
+        for _ in range(num):
+            self.world.work(self._member(data))
+            self.world.check()
+
+    @rule(data=st.data())
+    def kill(self, data: st.DataObject) -> None:
+        self.world.kill(self._member(data))
+
+    @rule(data=st.data())
+    def pause(self, data: st.DataObject) -> None:
+        self._member(data).is_paused = True
+
+    @rule(data=st.data())
+    def wake(self, data: st.DataObject) -> None:
+        self._member(data).is_paused = False
+
+    @rule(data=st.data(), index=st.integers(0, 1))
+    def cut(self, data: st.DataObject, index: int) -> None:
+        self.world.cut.add((self._member(data).name, index))
+
+    @rule()
+    def mend(self) -> None:
+        self.world.cut.clear()
+
+    @rule(data=st.data())
+    def join(self, data: st.DataObject) -> None:
+        slot, _ = slot_of(self._member(data).name)
+        incarnation = sum(1 for name in self.world.members if slot_of(name)[0] == slot)
+        if incarnation < 3:  # a launcher starts another process of a slot only when the one before has ended
+            self.world.members[f"{slot}.{incarnation - 1}"].is_dead = True
+            self.world.enter(f"{slot}.{incarnation}")
+
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        member = self._member(data)
+        if member.can_act and member.standing.has_state:
+            member.standing = replace(member.standing, is_leaving=True) if not member.is_frozen else member.standing
+
+    @rule(data=st.data())
+    def rejoin(self, data: st.DataObject) -> None:
+        member = self._member(data)
+        if member.can_act:
+            self.world.rejoin(member)
+
+    @rule(index=st.integers(0, 1), is_down=st.booleans())
+    def stop_coordinator(self, index: int, is_down: bool) -> None:
+        self.world.is_down[index] = is_down
+
+    @invariant()
+    def holds(self) -> None:
+        self.world.check()
+
+    def teardown(self) -> None:
+        """Once nothing fails any more, training goes on, or the job has ended for a reason, or nobody is left."""
+        world = self.world
+        world.cut.clear()
+        world.is_down = [False, False]
+        for member in world.members.values():
+            member.is_paused = False
+        self._go_on(400)
+        left = [each for each in world.members.values() if each.can_act]
+        before = {each.name: each.standing.committed for each in left}
+        self._go_on(40)
+        if left and not any(each.ended for each in world.coordinators):
+            assert len(world.live_epochs) == 1, f"one epoch takes steps:\n{world.describe()}"
+            assert {each.name for each in left} == set(world.decrees[world.live_epochs[0]].members), "all are in it"
+            assert all(each.standing.committed > before[each.name] for each in left), "all get on"
+
+    def _go_on(self, num_rounds: int) -> None:
+        """Nothing fails any more, and everything is delivered in order."""
+        for number in range(num_rounds):
+            self.world.tick()
+            for member in self.world.members.values():
+                if number % 20 == 0 and member.can_act and not self.world.coordinators[member.at].is_active:
+                    self.world.rejoin(member)
+            letters, self.world.letters = self.world.letters, []
+            for letter in letters:
+                letter()
+            for member in self.world.members.values():
+                self.world.work(member)
+            self.world.check()
+
+
+TestRandomWorld = RandomWorld.TestCase
+TestRandomWorld.settings = settings(
+    max_examples=60,
+    derandomize=True,
+    stateful_step_count=40,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)

@@ -1,0 +1,62 @@
+from ringweave.membership.rules.rhythm import SILENCE, STANDSTILL, Rhythm
+from ringweave.membership.rules.signs import Beat, Signs
+
+
+def beats(gap_s: float, number: int) -> Rhythm:
+    rhythm = Rhythm(SILENCE, 0.0)
+    for index in range(1, number + 1):
+        rhythm.observe(index * gap_s)
+    return rhythm
+
+
+def test_a_deadline_is_generous_before_anything_is_known() -> None:
+    assert beats(0.15, 3).deadline_s == SILENCE.most_s
+
+
+def test_a_deadline_follows_from_the_longest_gap_of_late() -> None:
+    assert beats(0.15, 20).deadline_s == SILENCE.least_s
+    assert abs(beats(0.5, 20).deadline_s - 1.5) < 1e-9
+    assert beats(60.0, 20).deadline_s == SILENCE.most_s
+
+
+def test_who_is_late_is_late_only_after_the_deadline() -> None:
+    rhythm = beats(0.15, 20)
+    assert not rhythm.is_late(20 * 0.15 + 0.79)
+    assert rhythm.is_late(20 * 0.15 + 0.81)
+    rhythm.excuse(20 * 0.15 + 0.79)
+    assert not rhythm.is_late(20 * 0.15 + 0.81)
+
+
+def at_work(seconds: float) -> tuple[Signs, float]:
+    """A member that makes a step every second, of which it computes half."""
+    signs, now_s = Signs(0.0), 0.0
+    while now_s < seconds:
+        now_s += 0.1
+        signs.observe(Beat(progress=int(now_s), cpu_s=now_s / 2), now_s)
+    return signs, now_s
+
+
+def test_who_computes_for_long_is_not_stuck() -> None:
+    signs, now_s = at_work(20.0)
+    for index in range(600):
+        signs.observe(Beat(progress=20, cpu_s=now_s / 2 + index * 0.09), now_s + index * 0.1)
+        assert not signs.is_stuck(now_s + index * 0.1)
+
+
+def test_who_neither_computes_nor_waits_nor_gets_on_is_stuck() -> None:
+    signs, now_s = at_work(20.0)
+    stuck_s = []
+    for index in range(200):
+        signs.observe(Beat(progress=20, cpu_s=now_s / 2), now_s + index * 0.1)
+        if signs.is_stuck(now_s + index * 0.1):
+            stuck_s.append(index * 0.1)
+    assert not signs.is_silent(now_s + 19.9), "it beats"
+    assert stuck_s
+    assert STANDSTILL.least_s <= stuck_s[0] <= 10.0
+
+
+def test_who_waits_for_others_is_never_stuck() -> None:
+    signs, now_s = at_work(20.0)
+    for index in range(1000):
+        signs.observe(Beat(progress=20, is_waiting=True, cpu_s=now_s / 2), now_s + index * 0.1)
+        assert not signs.is_stuck(now_s + index * 0.1)

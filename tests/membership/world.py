@@ -1,0 +1,237 @@
+"""Members, two coordinators and a bad network, on a virtual clock: what the random tests of the protocol play with."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from ringweave.membership.rules.coordinator import Coordinator
+from ringweave.membership.rules.electing import Rejoining
+from ringweave.membership.rules.follower import Follower, Form, Freeze, Out, resolve
+from ringweave.membership.rules.records import BEFORE_ALL, Ballot, Decree, Order, Standing
+from ringweave.membership.rules.settings import Bounds, Settings
+from ringweave.membership.rules.signs import Beat
+
+TICK_S = 0.1
+Letter = Callable[[], None]
+
+
+@dataclass
+class Member:
+    """A process: its follower, and the reductions that it has taken over."""
+
+    name: str
+    follower: Follower = field(init=False)
+    standing: Standing = field(init=False)
+    decree: Decree | None = None
+    history: dict[int, Ballot] = field(default_factory=dict)
+    """Number of a reduction -> the epoch whose members' gradients are in it."""
+    is_frozen: bool = True
+    wants_stop: bool = False
+    is_dead: bool = False
+    is_paused: bool = False
+    reason: str = ""
+    at: int = 0
+    """The coordinator that it asks."""
+    unstood: Ballot | None = None
+    rejoining: Rejoining | None = None
+
+    def __post_init__(self) -> None:
+        self.follower = Follower(self.name)
+        self.standing = Standing(member=self.name)
+
+    @property
+    def can_act(self) -> bool:
+        return not (self.is_dead or self.is_paused or self.follower.is_out)
+
+
+class World:
+    """Everything that there is."""
+
+    def __init__(self, num_members: int, *, least: int = 1) -> None:
+        self.now_s = 0.0
+        wanted = Settings(bounds=Bounds(least=least, most=16), expected=num_members, patience_s=20.0)
+        self.coordinators = [
+            Coordinator(wanted, now_s=0.0),
+            Coordinator(wanted, now_s=0.0, is_standby=True),
+        ]
+        self.is_down = [False, False]
+        self.members: dict[str, Member] = {}
+        self.cut: set[tuple[str, int]] = set()
+        self.letters: list[Letter] = []
+        self.decrees: dict[Ballot, Decree] = {}
+        self.entered: dict[tuple[Ballot, int], set[str]] = {}
+        for slot in range(num_members):
+            self.enter(f"{slot}.0")
+
+    def enter(self, name: str) -> None:
+        self.members[name] = Member(name)
+        self._send(self.members[name], lambda each, now_s: each.join(name, now_s))
+
+    def _send(self, member: Member, event: Callable[[Coordinator, float], None]) -> None:
+        """Put a letter of a member to its coordinator on its way."""
+        at = member.at
+
+        def arrive() -> None:
+            if not self.is_down[at] and (member.name, at) not in self.cut:
+                event(self.coordinators[at], self.now_s)
+                self._note_decrees()
+
+        self.letters.append(arrive)
+
+    def _note_decrees(self) -> None:
+        for each in self.coordinators:
+            if each.decree is not None:
+                known = self.decrees.setdefault(each.decree.ballot, each.decree)
+                assert known == each.decree, "no two epochs have the same term and number"
+
+    # What may happen.
+
+    def tick(self) -> None:
+        """A tenth of a second: who lives beats and asks for orders; what is asked is on its way."""
+        self.now_s += TICK_S
+        for index, each in enumerate(self.coordinators):
+            if not self.is_down[index]:
+                each.tick(self.now_s)
+        self._note_decrees()
+        for member in self.members.values():
+            if member.can_act:
+                self._live(member)
+
+    def _live(self, member: Member) -> None:
+        if member.decree is None:
+            self._send(member, lambda each, now_s: each.join(member.name, now_s))
+        if member.rejoining is not None and member.follower.promised[1] == 0:  # until it hears of it
+            rejoining = member.rejoining
+            self._send(member, lambda each, now_s: each.rejoin(rejoining, now_s))
+        self._send(member, lambda each, now_s: each.beat(member.name, Beat(), now_s))
+        if member.unstood is not None and (not member.wants_stop or member.standing.at_border):
+            ballot, standing = member.unstood, member.standing
+            self._send(member, lambda each, now_s: each.stand(ballot, standing, now_s))
+        at = member.at
+        if not self.is_down[at] and (member.name, at) not in self.cut:
+            order = self.coordinators[at].order_for(member.name)
+            self.letters.append(lambda: self.obey(member, order))
+
+    def obey(self, member: Member, order: Order) -> None:
+        """An order arrives, perhaps late, perhaps again."""
+        if not member.can_act:
+            return
+        epoch = member.follower.epoch
+        for action in member.follower.take(order):
+            match action:
+                case Freeze():
+                    member.unstood = action.ballot
+                    if action.is_urgent or member.is_frozen:
+                        member.is_frozen, member.wants_stop = True, False
+                    else:
+                        member.wants_stop = True
+                case Form():
+                    self._form(member, action.decree)
+                case Out():
+                    member.is_frozen, member.reason = True, action.reason
+        assert member.follower.epoch >= epoch, "no member goes back to an earlier epoch"
+
+    def _form(self, member: Member, decree: Decree) -> None:
+        own = next(each for each in decree.standings if each.member == member.name)
+        assert own == member.standing, "it stood still since it said where it stands"
+        if resolve(own, decree) == "take":
+            giver = next(each for each in (*decree.standings, *decree.finished) if each.committed == decree.committed)
+            number = decree.committed
+            member.history[number] = self.members[giver.member].history[number]
+            member.standing = replace(member.standing, committed=number, at_border=True)
+        if not own.has_state:
+            if decree.holders:
+                member.history = dict(self.members[decree.holders[0]].history)
+            member.standing = replace(member.standing, has_state=True, committed=decree.committed)
+        member.standing = replace(member.standing, is_prepared=False)
+        member.decree, member.is_frozen, member.wants_stop, member.unstood = decree, False, False, None
+
+    def work(self, member: Member) -> None:
+        """The next thing that training does: leave the border, say that all sums are there, or take them over."""
+        if not member.can_act or member.is_frozen or member.decree is None:
+            return
+        standing, ballot = member.standing, member.follower.epoch
+        number = standing.committed + 1
+        together = self.entered.setdefault((ballot, number), set())
+        if standing.at_border:
+            member.standing = replace(standing, at_border=False)
+        elif not standing.is_prepared:
+            if all(self.members[each].follower.epoch >= ballot for each in member.decree.members):
+                member.standing = replace(standing, is_prepared=True)
+                together.add(member.name)
+        elif together == set(member.decree.members):
+            member.history[number] = ballot
+            member.standing = replace(standing, committed=number, is_prepared=False, at_border=True)
+            if member.wants_stop and self._all_want(member.decree, number):
+                member.is_frozen = True
+
+    def _all_want(self, decree: Decree, number: int) -> bool:
+        """What the rows said: fixed by the first who takes the reduction over."""
+        self.stops = getattr(self, "stops", {})
+        key = (decree.ballot, number)
+        if key not in self.stops:
+            self.stops[key] = all(self.members[each].wants_stop for each in decree.members)
+        return self.stops[key]
+
+    def kill(self, member: Member) -> None:
+        """SIGKILL: its connection breaks, which its coordinator hears of, sooner or later."""
+        member.is_dead = True
+        for index, each in enumerate(self.coordinators):
+            self.letters.append(
+                lambda each=each, index=index: None if self.is_down[index] else each.lose(member.name, self.now_s)
+            )
+
+    def rejoin(self, member: Member) -> None:
+        """It has lost its coordinator, or believes so, and asks the other one."""
+        member.at = 1 - member.at
+        name = member.name
+        if member.decree is None:
+            self._send(member, lambda each, now_s: each.join(name, now_s))
+            return
+        is_settled = member.follower.promised in (member.follower.epoch, (member.follower.promised[0], 0))
+        promised = member.follower.promised
+        member.follower.forget_coordinator()
+        member.rejoining = Rejoining(
+            standing=member.standing, decree=member.decree, promised=promised, is_settled=is_settled
+        )
+
+    # What must never be.
+
+    @property
+    def live_epochs(self) -> list[Ballot]:
+        """Epochs that all of their members are in, and none has stood for another: only those can take a step."""
+        found = []
+        for ballot, decree in self.decrees.items():
+            members = [self.members[name] for name in decree.members]
+            if all(each.follower.epoch == ballot and not each.is_frozen and not each.is_dead for each in members):
+                found.append(ballot)
+        return found
+
+    def check(self) -> None:
+        """The invariants, in words."""
+        assert len(self.live_epochs) <= 1, "at most one epoch can take a step"
+        newest = max((each.follower.epoch for each in self.members.values()), default=BEFORE_ALL)
+        if newest == BEFORE_ALL:
+            return
+        there = [each for each in self.members.values() if each.follower.epoch == newest]
+        numbers = {number for each in there for number in each.history}
+        for number in numbers:
+            sets = {each.history[number] for each in there if number in each.history}
+            assert len(sets) <= 1, "members of one epoch took over the same gradients in every reduction"
+        committed = {each.standing.committed for each in there}
+        assert max(committed) - min(committed) <= 1, "members of one epoch are at most one reduction apart"
+        assert all(set(each.history) == set(range(1, each.standing.committed + 1)) for each in there), "none is skipped"
+
+    def describe(self) -> str:
+        """For the text of a failure."""
+        coordinators = [
+            f"term {each.term} decree {each.decree and (each.decree.ballot, each.decree.members)} "
+            f"present {each.present} proposal {each._proposal} ended {each.ended!r}"
+            for each in self.coordinators
+        ]
+        members = [
+            f"{each.name} at {each.at} epoch {each.follower.epoch} promised {each.follower.promised} "
+            f"out {each.follower.is_out} dead {each.is_dead} frozen {each.is_frozen} stop {each.wants_stop} "
+            f"unstood {each.unstood} {each.standing} {each.reason}"
+            for each in self.members.values()
+        ]
+        return "\n".join([*coordinators, *members])

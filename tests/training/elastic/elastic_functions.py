@@ -1,0 +1,84 @@
+"""What workers of elastic jobs in tests run."""
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ringweave
+from ringweave.testing.elastic import own_member, say
+
+NUM_SAMPLES, BATCH, WIDTH = 96, 12, 6
+
+
+def make_data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(NUM_SAMPLES, WIDTH, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, torch.sin(inputs.sum(1, keepdim=True)), torch.arange(NUM_SAMPLES))
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+
+
+def kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(
+    num_epochs: int = 2,
+    faults: Mapping[str, tuple[int, str]] | None = None,
+    pause_s: float = 0.0,
+) -> dict[str, Any]:
+    """Train, telling what is drawn and done.
+
+    `faults` are member -> (step, moment) of its death.
+    """
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    data = DataLoader(make_data(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
+    model, optimizer, loader = ringweave.prepare(model, optimizer, data, mode="sync", ddp={"bucket_cap_mb": 0.001})
+    say(("prepared",))
+    at, moment = (faults or {}).get(own_member(), (-1, ""))
+    accounts = []
+    for epoch in loader.epochs(num_epochs):
+        for number, (inputs, targets, indices) in enumerate(loader, start=loader.state_dict()["position"] // BATCH):
+            step = epoch * (NUM_SAMPLES // BATCH) + number
+            say(("drawn", step, indices.tolist() if loader.fraction else []))
+            if step == at:
+                arm(moment, model, optimizer)
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            say(("done", step, loader.members))
+            time.sleep(pause_s)
+        accounts.append(loader.account)
+    return {"parameters": [each.detach().numpy().copy() for each in model.module.parameters()], "accounts": accounts}
+
+
+def arm(fault: str, model: Any, optimizer: Any) -> None:
+    """Die when that moment of the present step comes."""
+    parameters = list(model.module.parameters())
+    if fault == "forward":
+        model.module[2].register_forward_hook(lambda *_: kill_self())
+    elif fault == "backward":
+        model.module[2].register_full_backward_hook(lambda *_: kill_self())
+    elif fault.startswith("bucket"):
+        parameters[-1 - int(fault.removeprefix("bucket"))].register_post_accumulate_grad_hook(lambda _: kill_self())
+    elif fault == "commit":
+        dist.all_gather = lambda *_, **__: kill_self()
+    elif fault == "committed":
+        real = dist.all_gather
+        dist.all_gather = lambda *args, **more: (real(*args, **more), kill_self())
+    elif fault == "optimizer":
+        optimizer.register_step_pre_hook(lambda *_: kill_self())
+    else:
+        raise AssertionError(fault)

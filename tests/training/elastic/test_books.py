@@ -1,0 +1,85 @@
+import numpy as np
+import pytest
+
+from ringweave.errors import TrainingError
+from ringweave.planning.balancing import Account, Speed
+from ringweave.training.elastic.books import Books, part_of
+from ringweave.training.elastic.rosters import Roster, Rosters
+from ringweave.training.elastic.rows import WIDTH, Commit, Row, to_tensor
+
+ROSTER = Roster(first_batch=0, members=("0.0", "1.0", "2.0"), shares=(5, 4, 3))
+
+
+def rows(books: Books, members: tuple[str, ...]) -> tuple[Row, ...]:
+    return tuple(Row(account=books.own(member), num_planned=books.num_planned) for member in members)
+
+
+def test_parts_are_disjoint_and_make_the_whole_batch_also_a_short_one() -> None:
+    for length in (12, 5, 1):
+        batch = np.arange(100, 100 + length)
+        parts = [part_of(batch, ROSTER, member) for member in ROSTER.members]
+        assert sorted(np.concatenate(parts).tolist()) == batch.tolist()
+    assert len(part_of(np.arange(12), ROSTER, "9.0")) == 0
+
+
+def test_what_nobody_is_left_to_compute_is_lost_and_known() -> None:
+    books = Books()
+    books.draw(np.arange(12), ROSTER)
+    assert books.commit(Commit(number=1, members=ROSTER.members, rows=rows(books, ROSTER.members))) == 0
+    books.draw(np.arange(12, 24), ROSTER)
+    commit = Commit(number=2, members=("0.0", "2.0"), rows=rows(books, ("0.0", "2.0")))
+    assert books.commit(commit) == 4
+    account = books.account()
+    assert account.is_accounted
+    assert not account.is_exact
+    assert account.lost == Account.of([17, 18, 19, 20])
+    assert commit.scale == 12 / 8
+    again = Books()
+    again.load(0, books.to_words())
+    assert again.account() == account
+
+
+def test_members_that_say_something_else_are_found_out() -> None:
+    books = Books()
+    books.draw(np.arange(12), ROSTER)
+    wrong = (Row(account=Account.of([1]), num_planned=12),) * 3
+    with pytest.raises(TrainingError, match=r"account of reduction 7: .*, expected .*this is a bug of ringweave"):
+        books.commit(Commit(number=7, members=ROSTER.members, rows=wrong))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row(),
+        Row(account=Account(num_samples=3, fingerprint=2**64 - 1), num_planned=9, wants_stop=True),
+        Row(speed=Speed(s_per_sample=0.001, overhead_samples=2.5, noise=0.1)),
+    ],
+)
+def test_rows_survive_the_way(row: Row) -> None:
+    words = to_tensor(row)
+    assert words.shape == (WIDTH,)
+    assert Row.of(words.tolist()) == row
+    commit = Commit(number=3, members=("0.0",), rows=(row,))
+    assert Commit.of_words(commit.to_words()) == commit
+
+
+def test_gradients_of_no_batch_count_the_same_for_all() -> None:
+    assert Commit(number=1, members=("0.0", "1.0"), rows=(Row(), Row())).scale == 0.5
+
+
+def test_a_batch_keeps_the_roster_that_it_was_drawn_with() -> None:
+    rosters = Rosters(12, is_balanced=False)
+    rosters.begin(0, ("0.0", "1.0"), [None, None], [None, None], [1.0, 1.0])
+    rosters.begin(7, ("0.0",), [None], [None], [1.0])
+    assert rosters.of(6).members == ("0.0", "1.0")
+    assert rosters.of(6).shares == (6, 6)
+    assert rosters.of(7) == rosters.latest
+    rosters.forget(7)
+    assert rosters.of(7).shares == (12,)
+
+
+def test_a_newcomer_is_expected_to_be_as_fast_as_the_file_says_it_is_beside_the_others() -> None:
+    rosters = Rosters(30, is_balanced=True)
+    speed = Speed(s_per_sample=0.01)
+    roster = rosters.begin(0, ("0.0", "1.0", "2.1"), [None] * 3, [speed, speed, None], [1.0, 1.0, 0.5])
+    assert roster.shares == (12, 12, 6)

@@ -1,0 +1,138 @@
+"""Real kills of real members at every moment of a step: no step is lost, and what is left is exact."""
+
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ringweave.testing.elastic import ElasticJob
+from tests.training.elastic import elastic_functions as functions
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(300)]
+
+NUM_STEPS = functions.NUM_SAMPLES // functions.BATCH
+COUNTS_AFTER = ("committed", "optimizer")
+"""Moments at which all members have said already that they have all sums of the step."""
+
+
+def replay(batches: Mapping[int, Sequence[int]]) -> list[np.ndarray]:
+    """Parameters after steps whose gradients are means over these samples, computed in one process."""
+    model, data = functions.make_model(), functions.make_data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in sorted(batches):
+        inputs, targets, _ = data[torch.tensor(sorted(batches[step]))]
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+    return [each.detach().numpy() for each in model.parameters()]
+
+
+def samples_that_count(job: ElasticJob, faults: Mapping[str, tuple[int, str]]) -> dict[int, list[int]]:
+    """Step -> samples of those that were there to the end of it, by what they said themselves."""
+    found: dict[int, list[int]] = {}
+    for member in job.members:
+        job.read(member)
+        died_at, moment = faults.get(member, (10**9, ""))
+        for (word, step, what), _ in [each for each in job.said(member) if each[0][0] == "drawn"]:
+            assert word == "drawn"
+            if step < died_at or (step == died_at and moment in COUNTS_AFTER):
+                found.setdefault(step, []).extend(what)
+    return found
+
+
+def check_alike(values: Sequence[dict[str, Any]]) -> None:
+    for value in values:
+        for own, first in zip(value["parameters"], values[0]["parameters"], strict=True):
+            assert (own == first).all(), "bitwise"
+
+
+def check_exact(value: dict[str, Any], batches: Mapping[int, Sequence[int]]) -> None:
+    for own, wanted in zip(value["parameters"], replay(batches), strict=True):
+        np.testing.assert_allclose(own, wanted, rtol=0, atol=1e-12)
+
+
+def done_steps(job: ElasticJob, member: str) -> list[int]:
+    return [said[1] for said, _ in job.said(member) if said[0] == "done"]
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        {"1.0": (2, "forward"), "2.0": (5, "backward"), "0.0": (9, "bucket1")},
+        {"3.0": (2, "bucket3"), "0.0": (4, "commit"), "2.0": (7, "committed")},
+        {"0.0": (3, "optimizer"), "1.0": (3, "backward")},
+    ],
+    ids=lambda faults: "-".join(moment for _, moment in faults.values()),
+)
+def test_no_step_is_lost_and_the_mean_is_over_those_who_are_left(faults: dict[str, tuple[int, str]]) -> None:
+    with ElasticJob(functions.train, 4, 2, faults) as job:
+        left = [member for member in job.members if member not in faults]
+        values = []
+        for member in left:
+            outcome = job.outcome(member)
+            assert not outcome.error, outcome.error
+            values.append(outcome.value)
+        for member in faults:
+            assert job.outcome(member).exit_code == -signal.SIGKILL
+        check_alike(values)
+        batches = samples_that_count(job, faults)
+        assert sorted(batches) == list(range(2 * NUM_STEPS))
+        check_exact(values[0], batches)
+        for member in left:
+            assert done_steps(job, member) == list(range(2 * NUM_STEPS)), "every step once"
+        num_lost = 2 * functions.NUM_SAMPLES - sum(map(len, batches.values()))
+        for value in values:
+            assert sum(account.lost.num_samples for account in value["accounts"]) == num_lost
+            assert all(account.is_accounted for account in value["accounts"])
+
+
+def test_a_replacement_goes_on_with_the_state_of_the_others_and_one_that_is_asked_to_leaves() -> None:
+    faults = {"1.0": (2, "backward")}
+    with ElasticJob(functions.train, 3, 16, faults, 0.1) as job:
+        assert job.outcome("1.0").exit_code == -signal.SIGKILL
+        newcomer = job.start(1, 1)
+        job.wait_said(newcomer, lambda said: said[0] == "done")
+        job.signal("2.0", signal.SIGTERM)
+        left = job.outcome("2.0")
+        assert (left.exit_code, left.error) == (143, "")
+        values = [job.outcome("0.0").value, job.outcome(newcomer).value]
+        check_alike(values)
+        batches = samples_that_count(job, faults)
+        assert sorted(batches) == list(range(16 * NUM_STEPS))
+        check_exact(values[0], batches)
+        assert done_steps(job, "0.0") == list(range(16 * NUM_STEPS))
+        first = min(done_steps(job, newcomer))
+        assert done_steps(job, newcomer) == list(range(first, 16 * NUM_STEPS)), "it takes part from its first step on"
+        assert values[0]["accounts"][-1] == values[1]["accounts"][-1]
+        assert values[0]["accounts"][-1].is_exact
+
+
+def test_a_stopped_member_is_left_behind_and_changes_nothing_when_it_wakes() -> None:
+    with ElasticJob(functions.train, 3, 4, {}, 0.1) as job:
+        job.wait_said("1.0", lambda said: said[:2] == ("done", 2))
+        job.signal("1.0", signal.SIGSTOP)
+        job.wait_said("0.0", lambda said: said[0] == "done" and len(said[2]) == 2)
+        job.signal("1.0", signal.SIGCONT)
+        zombie = job.outcome("1.0")
+        assert "MembershipError: this worker is no member any more" in zombie.error
+        values = [job.outcome(member).value for member in ("0.0", "2.0")]
+        check_alike(values)
+        assert done_steps(job, "0.0") == list(range(4 * NUM_STEPS))
+        assert all(account.is_accounted for account in values[0]["accounts"])
+
+
+def test_training_goes_on_without_its_coordinator_and_the_standby_takes_over() -> None:
+    with ElasticJob(functions.train, 3, 8, {"1.0": (40, "backward")}, 0.1, with_standby=True) as job:
+        job.wait_said("1.0", lambda said: said[:2] == ("done", 2))
+        job.headquarters[0].close()
+        job.wait_said("0.0", lambda said: said[:2] == ("done", 30))
+        assert job.headquarters[0].decrees[0].members == ("0.0", "1.0", "2.0")
+        values = [job.outcome(member).value for member in ("0.0", "2.0")]
+        check_alike(values)
+        assert job.headquarters[1].decrees[-1].members == ("0.0", "2.0")
+        assert job.headquarters[1].decrees[-1].ballot[0] == 2, "the standby's term"
+        assert done_steps(job, "0.0") == list(range(8 * NUM_STEPS))

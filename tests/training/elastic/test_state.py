@@ -1,0 +1,76 @@
+import pytest
+import torch
+from torch import nn
+
+from ringweave.errors import TrainingError, WireError
+from ringweave.training.elastic.state import JobState
+from ringweave.wire.states import Description, Piece
+
+
+def trained(
+    optimizer_of, num_steps: int = 3
+) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    torch.manual_seed(num_steps)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = optimizer_of(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        model(torch.randn(5, 3)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+    return model, optimizer, scheduler
+
+
+OPTIMIZERS = {
+    "adam": lambda parameters: torch.optim.AdamW(parameters, 0.1, betas=(0.8, 0.9)),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
+    "plain": lambda parameters: torch.optim.SGD(parameters, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_newcomer_goes_on_bit_for_bit(name: str) -> None:
+    model, optimizer, scheduler = trained(OPTIMIZERS[name])
+    other, other_optimizer, other_scheduler = trained(OPTIMIZERS[name], 0)
+    buffers = JobState(model, optimizer, {"rate": scheduler}).to_buffers()
+    JobState(other, other_optimizer, {"rate": other_scheduler}).load({k: memoryview(v) for k, v in buffers.items()})
+    inputs = torch.randn(5, 3)
+    for each, its_optimizer, its_scheduler in (
+        (model, optimizer, scheduler),
+        (other, other_optimizer, other_scheduler),
+    ):
+        for _ in range(3):
+            its_optimizer.zero_grad()
+            each(inputs).sum().backward()
+            its_optimizer.step()
+            its_scheduler.step()
+    assert all(
+        (own == its).all() for own, its in zip(model.state_dict().values(), other.state_dict().values(), strict=True)
+    )
+    assert scheduler.get_last_lr() == other_scheduler.get_last_lr()
+
+
+def test_what_does_not_go_along_is_said() -> None:
+    model, optimizer, scheduler = trained(OPTIMIZERS["plain"])
+    buffers = JobState(model, optimizer, {}).to_buffers()
+    with pytest.raises(TrainingError, match=r"what goes along with the state: .*, expected rate as well"):
+        JobState(model, optimizer, {"rate": scheduler}).load({k: memoryview(v) for k, v in buffers.items()})
+
+
+def test_state_that_is_no_plain_value_is_refused() -> None:
+    class Odd:
+        def state_dict(self) -> dict:
+            return {"it": object()}
+
+    model, optimizer, _ = trained(OPTIMIZERS["plain"])
+    with pytest.raises(TrainingError, match="state that goes along: 'object', expected numbers, texts, lists"):
+        JobState(model, optimizer, {"odd": Odd()}).to_buffers()
+
+
+@pytest.mark.parametrize("pieces", [[("rest", 2)], [("model/0.weight", 4), ("rest", 2)], [("rest", 2**40)]])
+def test_another_model_is_refused_before_there_is_memory_for_it(pieces: list[tuple[str, int]]) -> None:
+    model, optimizer, _ = trained(OPTIMIZERS["plain"])
+    said = Description(offer=1, pieces=[Piece(name=name, num_bytes=size, check=0) for name, size in pieces])
+    with pytest.raises(WireError, match=r"state of a peer: .*, expected tensors of the same names and sizes as here"):
+        JobState(model, optimizer, {})._check(said)
