@@ -120,7 +120,7 @@ def _enlist(
         member=name,
         state_place=f"{address} {server.port}",
         cap=asked.max_samples,
-        assumed_speed=joining.assumed_speed(environment, os.environ),
+        assumed_speed=joining.assumed(environment, os.environ).speed,
         alike=alike,
     )
     recorder = ElasticRecorder(environment, lambda: session.decree.members[0] == name)
