@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import ringweave
 from support import bigram, evaluation, files, gpt, pictures, processes, report, text
+from support.checkpoints import Checkpoints
 
 SIZES = [(field.name, field.default) for field in dataclasses.fields(gpt.GPTConfig)]
 
@@ -68,8 +68,8 @@ def train(options: argparse.Namespace) -> None:
     # the same order, and a resumed run repeats the uninterrupted one bit for bit.
     parallel(*batches.at(0)).backward()
 
-    checkpoints = ringweave.Checkpoints(options.out / "checkpoints", model=model, optimizer=optimizer)
-    done_steps = checkpoints.load() if options.resume else checkpoints.clear()
+    checkpoints = Checkpoints(options.out / "checkpoints")
+    done_steps = checkpoints.load(model, optimizer) if options.resume else checkpoints.clear()
     log = report.Report(options.out, done_steps=done_steps, steps=options.steps, batch=options.batch)
     for train_step in range(done_steps + 1, options.steps + 1):
         for group in optimizer.param_groups:
@@ -84,7 +84,7 @@ def train(options: argparse.Namespace) -> None:
         if train_step % options.evaluate_every == 0 or train_step == options.steps:
             log.held_out(train_step, evaluation.nats_per_byte(model, *held_out))
         if train_step % options.checkpoint_every == 0 or train_step == options.steps:
-            checkpoints.save(train_step)
+            checkpoints.save(model, optimizer, train_step)
     log.close()
     if dist.get_rank() == 0:
         write_up(options, model, corpus, log)

@@ -1,5 +1,6 @@
 """The examples as a reader runs them: real processes under torch's own launcher."""
 
+import ast
 import json
 import os
 import re
@@ -44,11 +45,6 @@ def num_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def newest_checkpoint(out: Path) -> int:
-    """Its train step; which one it is depends on how fast the disk was."""
-    return max((int(path.name[5:13]) for path in (out / "checkpoints").glob("step-*")), default=0)
-
-
 def kill_one_worker(process: subprocess.Popen[str], *, when_lines: int, in_file: Path) -> None:
     """Sends SIGKILL to one worker once `in_file` has enough lines."""
     while num_lines(in_file) < when_lines:
@@ -70,7 +66,6 @@ def test_a_run_that_is_killed_and_resumed_repeats_the_uninterrupted_one(tmp_path
     assert killed.returncode != 0
     assert KILL_AFTER <= num_lines(resumed / "losses.jsonl") < STEPS
 
-    newest = newest_checkpoint(resumed)
     run("01_train_text.py", 2, f"{TINY} {OFTEN} --out {resumed} --resume")
     output = run("01_train_text.py", 2, f"{TINY} {OFTEN} --out {whole}")
     for curve in ("losses.jsonl", "held_out.jsonl"):
@@ -79,7 +74,7 @@ def test_a_run_that_is_killed_and_resumed_repeats_the_uninterrupted_one(tmp_path
 
     numbers = json.loads((resumed / "run.json").read_text())
     assert numbers["written_by"] == "another program"
-    assert numbers["resumed_after_step"] == newest
+    assert numbers["resumed_after_step"] in (40, 60, 80, 100)
     assert numbers["held_out_nats_per_byte"] == json.loads((whole / "run.json").read_text())["held_out_nats_per_byte"]
     assert (whole / "loss.png").read_bytes().startswith(PNG_SIGNATURE)
     assert (whole / "sample.txt").read_bytes().startswith(b"def ")
@@ -130,6 +125,16 @@ def test_bert_learns_in_four_stages():
 
 @pytest.mark.parametrize("script", ORDINARY, ids=lambda path: path.name)
 def test_examples_are_ordinary_scripts(script):
-    sources = [script, *(EXAMPLES / "support").glob("*.py")]
-    assert not [path.name for path in sources if "ringweave" in path.read_text().lower()]
+    assert "ringweave" not in script.read_text().lower()
     assert "dist.init_process_group()" in script.read_text()
+
+
+@pytest.mark.parametrize("source", sorted((EXAMPLES / "support").glob("*.py")), ids=lambda path: path.name)
+def test_what_examples_share_does_without_ringweave(source):
+    """It may tell ringweave how far it is, where ringweave is there."""
+    tree = ast.parse(source.read_text())
+    guarded = {id(node) for attempt in ast.walk(tree) if isinstance(attempt, ast.Try) for node in ast.walk(attempt)}
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {id(node): [getattr(node, "module", None), *(alias.name for alias in node.names)] for node in imports}
+    of_ringweave = [node for node in imports if any(str(name).startswith("ringweave") for name in names[id(node)])]
+    assert not [node.lineno for node in of_ringweave if id(node) not in guarded]
