@@ -6,6 +6,7 @@ to be the first has said where it is before the epoch begins; no store outlives 
 
 import contextlib
 import os
+import socket
 import threading
 from datetime import timedelta
 
@@ -16,6 +17,8 @@ from ringweave.errors import PeerError
 
 FORM_S = 10.0
 """How long the members of an epoch may take to meet; all of them have just said that they are there."""
+_CALL_S = 2.0
+"""How long the first member may take to answer a call."""
 WAIT = timedelta(days=1)
 """Of a collective: what ends it when a member is gone is the membership and not a time-out."""
 
@@ -37,7 +40,12 @@ class EpochGroups:
         """`address port` of the store that the members of the next epoch meet in if this one is its first."""
         return f"{self._address} {self._ready.port}"
 
-    def form(self, store_place: str, name: str, rank: int, world_size: int) -> None:
+    @property
+    def num_aborts(self) -> int:
+        """How often `abort` was called: what `form` is told of the moment when its epoch was ordered."""
+        return self._num_aborts
+
+    def form(self, store_place: str, name: str, rank: int, world_size: int, num_aborts: int) -> None:
         """Make the default group; the one before is gone then.
 
         Args:
@@ -45,22 +53,26 @@ class EpochGroups:
             name: Of the epoch; no two have the same.
             rank: Of this member.
             world_size: Number of members.
+            num_aborts: As it was when the epoch was ordered.
 
         Raises:
-            PeerError: The members did not meet, or `abort` was called meanwhile.
+            PeerError: The members did not meet, or `abort` was called since the epoch was ordered.
         """
         self.leave()
         with self._lock:
-            num_aborts = self._num_aborts
+            if num_aborts != self._num_aborts:
+                raise _aborted(name)
             if rank == 0:  # the others hold on to it as long as this process does, and no longer
                 self._held, self._ready = self._ready, self._open()
         host, port = store_place.split()
         limit = timedelta(seconds=FORM_S)
         try:
+            # It listens before the epoch is ordered: who finds nobody there need not search for it, as torch would.
+            socket.create_connection((host, int(port)), timeout=_CALL_S).close()
             store = TCPStore(host, int(port), is_master=False, timeout=limit)
             own = PrefixStore(f"epoch/{name}/", store)
             dist.init_process_group("ringweave", store=own, rank=rank, world_size=world_size, timeout=limit)
-        except RuntimeError as cause:
+        except (RuntimeError, OSError) as cause:
             raise PeerError(
                 f"group of epoch {name}: {str(cause).partition(chr(10))[0]}, expected all of {world_size} members. "
                 "Look into the logs of the others."
@@ -73,7 +85,7 @@ class EpochGroups:
             is_late = self._num_aborts != num_aborts
         if is_late:
             group.abort()
-            raise PeerError(f"group of epoch {name}: aborted while it was formed. Form the next one.")
+            raise _aborted(name)
 
     def abort(self) -> None:
         """End every wait in the group at once, or in its being formed; from any thread."""
@@ -95,6 +107,10 @@ class EpochGroups:
 
     def _open(self) -> TCPStore:
         return TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+
+
+def _aborted(name: str) -> PeerError:
+    return PeerError(f"group of epoch {name}: aborted while it was formed. Form the next one.")
 
 
 def own_address() -> str:

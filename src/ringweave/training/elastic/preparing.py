@@ -1,6 +1,7 @@
 """What `prepare` does in an elastic job: `ringweave run --elastic`."""
 
 import atexit
+import contextlib
 import os
 import signal
 import sys
@@ -147,6 +148,9 @@ def _reduce(state: _Hook, bucket: dist.GradBucket) -> torch.futures.Future[Tenso
     """What DDP calls for every bucket."""
     if bucket.is_last():
         state.timer.gradients_ready()
+        # At the end of backward, before DDP's own: torch cannot hand a Python error on from a future to DDP.
+        with contextlib.suppress(RuntimeError):  # outside of backward: all parameters of the bucket are unused
+            torch.autograd.Variable._execution_engine.queue_callback(state.session.wait_counted)
     return state.session.reduce(bucket.buffer(), is_last=bucket.is_last())
 
 

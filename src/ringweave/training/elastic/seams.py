@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ringweave.comm.transport.seam import TransferFailedError
-from ringweave.errors import MembershipError
+from ringweave.errors import MembershipError, RingweaveError, TrainingError, explain
 from ringweave.membership.rules.follower import Out
 from ringweave.membership.rules.records import Decree
 from ringweave.training.elastic.rows import Commit, Row
@@ -62,3 +62,14 @@ def error_of(out: Out) -> MembershipError:
     state = "is over" if out.is_end else "is no member any more"
     do = "See the coordinator's log" if out.is_end else "Start it again: it joins with the state of the others"
     return MembershipError(f"{what} {state}: {out.reason}. {do}.")
+
+
+def refusal_of(error: Exception) -> RingweaveError:
+    """What the script hears of an error in the session's own thread."""
+    if isinstance(error, RingweaveError):
+        return error
+    refusal = TrainingError(
+        explain("elastic training", got=repr(error), expected="no failure", do="Report this as a bug of ringweave")
+    )
+    refusal.__cause__ = error
+    return refusal

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringweave.comm.regrouping import EpochGroups
-from ringweave.errors import RingweaveError
+from ringweave.errors import RingweaveError, TrainingError
 from ringweave.membership.agent import Agent
 from ringweave.membership.rules.follower import Out, resolve
 from ringweave.membership.rules.records import Decree, Standing
@@ -94,6 +94,17 @@ class Session:
         self._tell_broken(error)
         return future
 
+    def wait_counted(self) -> None:
+        """Until what was reduced counts; called at the end of a backward pass, before DDP reads the sums.
+
+        Raises:
+            MembershipError: It never will: this member was put out, or the job is over.
+        """
+        with self._lock:
+            self._lock.wait_for(lambda: self._reduction is None or self._out is not None or self._refusal is not None)
+            if self._reduction is not None:
+                self._raise_reason()
+
     def border(self, draw: Callable[[], None]) -> None:
         """Between two train steps: where members come and go. `draw` notes that the next batch is taken.
 
@@ -149,9 +160,9 @@ class Session:
                 self._wants_stop = True
                 return None
             self._freeze()
-            standing = self._standing()
         self._groups.abort()
-        return standing
+        with self._lock:
+            return self._standing()  # after the abort: a store that a group was being formed in is not told again
 
     def standing(self) -> Standing:
         """Where this member stands just now."""
@@ -177,18 +188,33 @@ class Session:
     # The session's own thread.
 
     def _serve(self) -> None:
-        while True:
-            with self._lock:
-                self._lock.wait_for(lambda: self._out or self._next or self._is_ready())
-                if self._out is not None:
-                    return
-                decree, self._next = self._next, None
-                reduction, generation = self._reduction, self._generation
-            with torch.inference_mode(mode=False), torch.no_grad():
-                if decree is not None:
-                    self._form(decree, generation)
-                elif reduction is not None:
-                    self._finish(reduction, generation)
+        try:
+            while self._serve_once():
+                pass
+        except Exception as error:  # whatever it is, nobody but the script can hear of it
+            self._refuse(error)
+
+    def _serve_once(self) -> bool:
+        """Wait for an order or a whole reduction, and do it; False at the end."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._out or self._next or self._is_ready())
+            if self._out is not None:
+                return False
+            decree, self._next = self._next, None
+            reduction, generation, num_aborts = self._reduction, self._generation, self._groups.num_aborts
+        with torch.inference_mode(mode=False), torch.no_grad():
+            if decree is not None:
+                self._form(decree, generation, num_aborts)
+            elif reduction is not None:
+                self._finish(reduction, generation)
+        return True
+
+    def _refuse(self, error: Exception) -> None:
+        """This member cannot go on: its script raises, and the others hear that it is gone when its process ends."""
+        with self._lock:
+            self._refusal = seams.refusal_of(error)
+            self._lock.notify_all()
+        self._groups.abort()
 
     def _is_ready(self) -> bool:
         return self._is_up and self._reduction is not None and self._reduction.is_whole
@@ -225,6 +251,7 @@ class Session:
         self._where = replace(self._where, committed=commit.number, is_prepared=False)
         self._num_signs += 1
         self._is_waiting = False
+        self._lock.notify_all()
 
     def _settle(self, reduction: Reduction, commit: Commit, buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
         for own, first in buffers:
@@ -241,14 +268,14 @@ class Session:
         self._synced = found
         return found
 
-    def _form(self, decree: Decree, generation: int) -> None:
+    def _form(self, decree: Decree, generation: int, num_aborts: int) -> None:
         """End what the epoch before left unfinished, and meet the members of the next."""
         notes = [json.loads(each.note) for each in decree.standings]
         rank = decree.members.index(self._member)
         holders = [decree.members.index(each) for each in decree.holders] or [0]
-        if not self._may_join(notes):
+        self._crew.check(notes)
+        if not self._end_reduction(decree, notes, generation):
             return
-        self._end_reduction(decree, notes)
         is_newcomer = not self._where.has_state and rank not in holders
         newcomers = [
             index for index, each in enumerate(decree.standings) if not each.has_state and index not in holders
@@ -257,9 +284,11 @@ class Session:
             if any(holders[place % len(holders)] == rank for place in range(len(newcomers))):
                 self._crew.offer()
             term, number = decree.ballot
-            self._groups.form(notes[0]["store"], f"{term}.{number}", rank, len(decree.members))
+            self._groups.form(notes[0]["store"], f"{term}.{number}", rank, len(decree.members), num_aborts)
             if is_newcomer:
                 self._crew.pull(notes, holders[newcomers.index(rank) % len(holders)])
+        except TrainingError:
+            raise  # this member's own: another epoch would not mend it
         except (RuntimeError, RingweaveError, OSError) as error:
             self._tell_broken(error, generation, decree)
             return
@@ -274,38 +303,38 @@ class Session:
             self._lock.notify_all()
         self._tell_broken(error, generation)
 
-    def _may_join(self, notes: Sequence[dict[str, Any]]) -> bool:
-        """Whether the others have prepared what this member has; if not, its script hears of it."""
-        try:
-            self._crew.check(notes)
-        except RingweaveError as error:
-            with self._lock:
-                self._refusal = error
-                self._lock.notify_all()
-            return False
-        return True
+    def _end_reduction(self, decree: Decree, notes: Sequence[dict[str, Any]], generation: int) -> bool:
+        """Take over the results that are there if one of the members has, else be ready to reduce again.
 
-    def _end_reduction(self, decree: Decree, notes: Sequence[dict[str, Any]]) -> None:
-        """Take over the results that are there if one of the members has, else be ready to reduce again."""
+        Returns:
+            Whether the order still holds: this member may have promised to follow another one meanwhile.
+        """
         with self._lock:
             reduction, resolution = self._reduction, resolve(self._standing(), decree)
         if reduction is not None:
             reduction.let_go()
         if resolution != "take":
-            self._where = replace(self._where, is_prepared=False)
-            return
+            with self._lock:
+                if generation != self._generation:
+                    return False
+                self._where = replace(self._where, is_prepared=False)
+                return True
         assert reduction is not None, "it was prepared"
         notes = [*notes, *(json.loads(each.note) for each in decree.finished)]
         said = next(note["commit"] for note in notes if note["commit"] and note["commit"]["number"] == decree.committed)
         commit = Commit.of_words(said)
         with self._lock:
+            if generation != self._generation:
+                return False
             self._take(commit)
         self._settle(reduction, commit, self._synced)
+        return True
 
     # With the lock held, but for the last.
 
     def _freeze(self) -> None:
         self._is_frozen, self._is_up = True, False
+        self._next = None  # ordered before: it is over
         self._generation += 1
 
     def _standing(self) -> Standing:
@@ -315,6 +344,10 @@ class Session:
 
     def _wait_thawed(self) -> None:
         self._lock.wait_for(lambda: not self._is_frozen or self._out is not None or self._refusal is not None)
+        self._raise_reason()
+
+    def _raise_reason(self) -> None:
+        """Why this member cannot go on, if it cannot."""
         if self._refusal is not None:
             raise self._refusal
         if self._out is not None:
