@@ -4,6 +4,8 @@ Three threads meet here. The one that trains hands in buckets and stops at borde
 session's own sums, forms groups and decides nothing. The lock is held for moments only, never while something waits.
 """
 
+# Longer than a file should be: in two, the rules of which thread may touch what under the lock would stand in neither.
+
 import json
 import threading
 from collections.abc import Callable, Sequence
