@@ -3,13 +3,11 @@
 Every function runs inside an initialised process group; what it returns travels back to the test.
 """
 
-import contextlib
 import gc
 import hashlib
 import os
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +16,6 @@ from torch.distributed import ReduceOp
 
 from ringweave import schedules
 from ringweave.comm.running.device import finished_work, run_rounds
-from ringweave.comm.transport.sockets import SocketTransport
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64)
@@ -184,34 +181,6 @@ def check_collectives_in_callbacks() -> None:
         second.wait()
 
 
-@contextlib.contextmanager
-def sends() -> Iterator[list[int]]:
-    """The peers of all messages that really go out peer to peer meanwhile."""
-    peers: list[int] = []
-    send = SocketTransport.send
-
-    def noting(self: SocketTransport, piece: Any, peer: int, tag: int, stage: int) -> Any:
-        peers.append(peer)
-        return send(self, piece, peer, tag, stage)
-
-    SocketTransport.send = noting
-    try:
-        yield peers
-    finally:
-        SocketTransport.send = send
-
-
-def count_messages(num_elements: int, schedule: str) -> tuple[int, dict[str, dict[str, int]]]:
-    """(messages that really went out peer to peer, what the group's own counters say) for one allreduce."""
-    dist.all_reduce(torch.ones(num_elements))  # agreement and connections
-    before = dist.group.WORLD.collectives_by_schedule().get(schedule, {"messages": 0})["messages"]
-    with sends() as peers:
-        dist.all_reduce(torch.ones(num_elements))
-    counters = dist.group.WORLD.collectives_by_schedule()
-    counters["sent_in_this_one"] = {"messages": counters.get(schedule, {"messages": 0})["messages"] - before}
-    return len(peers), counters
-
-
 def check_groups() -> None:
     """Overlapping groups, each with its own ranks, at the same time."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -347,13 +316,3 @@ def check_rounds_by_the_host_library(names: list[str], num_elements: int) -> Non
         total = sum(range(dist.get_world_size() + 1))
         assert torch.equal(message, torch.arange(num_elements, dtype=torch.float32) * total), name
         assert finished_work(message).wait()
-
-
-def count_between_nodes(num_elements: int, node_of: list[str]) -> int:
-    """How many messages this rank sends to other nodes in one allreduce, whose sums are checked."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    dist.all_reduce(torch.ones(num_elements))
-    with sends() as peers:
-        dist.all_reduce(reduced := torch.full((num_elements,), float(rank)))
-    assert (reduced == size * (size - 1) / 2).all()
-    return sum(node_of[peer] != node_of[rank] for peer in peers)

@@ -9,7 +9,7 @@ from ringweave import planning, schedules, topology
 from ringweave.comm import choosing
 from ringweave.comm.choosing import MIN_SCHEDULED_BYTES
 from ringweave.testing.ranks import run_ranks
-from tests.comm import rank_functions
+from tests.comm import counting_functions, rank_functions
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -50,7 +50,9 @@ def test_a_ring_really_sends_its_messages_peer_to_peer(num_ranks: int) -> None:
     plan = planning.plan_group(topology.one_machine([num_ranks]), nodes, assumptions=choosing.assumptions(nodes))
     segments = plan.choose(4 * num_elements, "ring").num_segments
     environ = {"RINGWEAVE_SCHEDULE": "ring"}
-    for sent, counters in run_ranks(rank_functions.count_messages, num_ranks, num_elements, "ring", environ=environ):
+    for sent, counters in run_ranks(
+        counting_functions.count_messages, num_ranks, num_elements, "ring", environ=environ
+    ):
         assert sent == 2 * (num_ranks - 1) * segments
         assert counters["sent_in_this_one"]["messages"] == sent
         assert counters["ring"] == {"collectives": 2, "bytes": 2 * 4 * num_elements, "messages": 2 * sent}
@@ -62,7 +64,7 @@ def test_each_nic_has_a_leader_on_demand(tmp_path: Path) -> None:
     nics = "nics: [{name: n0, rate: 1Gbit/s}, {name: n1, rate: 1Gbit/s}]"
     path.write_text("name: c\nnodes:\n" + "".join(f"  - {{name: {n}, devices: 2, {nics}}}\n" for n in "ab"))
     environ = {"RINGWEAVE_CLUSTER": str(path), "RINGWEAVE_SCHEDULE": "leader-matrix"}
-    run = functools.partial(run_ranks, rank_functions.count_between_nodes, 4, 100_000, nodes, nodes=nodes)
+    run = functools.partial(run_ranks, counting_functions.count_between_nodes, 4, 100_000, nodes, nodes=nodes)
     one = run(environ=environ)
     assert [count > 0 for count in one] == [True, False, True, False]
     each = run(environ=environ | {"RINGWEAVE_LEADER_PER_NIC": "1"})
@@ -71,7 +73,7 @@ def test_each_nic_has_a_leader_on_demand(tmp_path: Path) -> None:
 
 def test_small_messages_go_to_the_host_library() -> None:
     num_elements = MIN_SCHEDULED_BYTES // 4 - 1
-    for sent, counters in run_ranks(rank_functions.count_messages, 2, num_elements, "ring"):
+    for sent, counters in run_ranks(counting_functions.count_messages, 2, num_elements, "ring"):
         assert sent == 0
         assert counters["host"]["collectives"] == 2
         assert "ring" not in counters
@@ -79,7 +81,7 @@ def test_small_messages_go_to_the_host_library() -> None:
 
 def test_forced_host_sends_nothing_itself() -> None:
     environ = {"RINGWEAVE_SCHEDULE": "host"}
-    for sent, counters in run_ranks(rank_functions.count_messages, 2, 1_000_000, "ring", environ=environ):
+    for sent, counters in run_ranks(counting_functions.count_messages, 2, 1_000_000, "ring", environ=environ):
         assert sent == 0
         assert counters["host"]["collectives"] == 2
 
