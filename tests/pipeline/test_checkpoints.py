@@ -7,7 +7,7 @@ import pytest
 
 from ringweave.pipeline import checkpoints
 from ringweave.testing.ranks import run_ranks
-from tests.pipeline import pipeline_functions
+from tests.pipeline import pipeline_functions, saving_functions
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -29,6 +29,30 @@ def test_training_goes_on_with_the_same_bits_on_other_stages_and_on_one_device(t
             found |= bits
             assert before == 3
         assert found == whole
+
+
+@pytest.mark.parametrize("moment", saving_functions.MOMENTS)
+def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, moment: str) -> None:
+    """Of three saves the second one breaks off; what is loaded behind it is the first or the second, never neither."""
+    found = run_ranks(saving_functions.crash_while_saving, 1, tmp_path / "checkpoint", moment)[0]
+    is_new = moment in ("the new one has its name", "the old one half deleted")
+    assert found["has crashed"]
+    assert found["steps after the crash"] == (2 if is_new else 1)
+    assert found["same values"]
+    assert found["steps after the next save"] == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path) -> None:
+    done = run_ranks(saving_functions.watch_saving, 1, tmp_path / "checkpoint")[0]
+    blocks = [f"sync block-{index:05d}.safetensors" for index in range(len(pipeline_functions.make_blocks()))]
+    assert done == [
+        *blocks,
+        f"sync {checkpoints.SHARED}",
+        "sync checkpoint.part",
+        "rename checkpoint.part checkpoint",
+        f"sync {tmp_path.name}",
+    ]
 
 
 def test_wrong_checkpoints(tmp_path: Path) -> None:

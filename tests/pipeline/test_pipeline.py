@@ -10,15 +10,18 @@ from tests.pipeline.pipeline_functions import Case
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
+WAIT_S = 300.0
+"""For ranks that train many times, on a busy machine."""
 SCHEDULES = ["gpipe", "1f1b", "1f1b-overlap"]
 PARTITIONS = [(1, 3), (2, 4), (0, 3), (2, 2), (3, 5)]
 UNEQUAL_WIDTHS = (pipeline_functions.FEATURES, 16, 8, 12, 16)
 
 
+@pytest.mark.timeout(WAIT_S + 120)
 def test_every_partition_and_schedule_has_the_bits_of_one_device() -> None:
     (alone, losses, held_out) = run_ranks(pipeline_functions.train, 1, Case())[0]
     cases = [Case(schedule=name, splits=splits) for name, splits in itertools.product(SCHEDULES, PARTITIONS)]
-    found = run_ranks(pipeline_functions.train_all, 3, cases)
+    found = run_ranks(pipeline_functions.train_all, 3, cases, wait_s=WAIT_S)
     for case, by_rank in zip(cases, zip(*found, strict=True), strict=True):
         together: dict[int, str] = {}
         for bits, their_losses, their_held_out in by_rank:
@@ -59,6 +62,31 @@ def test_replicas_train_as_one_process_on_the_whole_batch() -> None:
         assert held
         for index, values in held.items():
             assert values == pytest.approx(alone[index], rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_batches_add_up_as_in_a_plain_loop(reduction: str) -> None:
+    """Three batches before an update, and microbatches that are no power of two."""
+    alone, losses = pipeline_functions.accumulate_plainly(reduction)
+    for by_schedule in run_ranks(pipeline_functions.accumulate, 3, (1, 3), 1, SCHEDULES, reduction):
+        for held, their_losses in by_schedule:
+            _check_close(held, alone)
+            assert their_losses == pytest.approx(losses, rel=1e-12)
+
+
+def test_batches_add_up_with_replicas() -> None:
+    """What was averaged once is not averaged again with the next batch."""
+    for reduction in ("mean", "sum"):
+        alone, losses = pipeline_functions.accumulate_plainly(reduction)
+        for ((held, their_losses),) in run_ranks(pipeline_functions.accumulate, 4, (2,), 2, ["1f1b"], reduction):
+            _check_close(held, alone)
+            assert their_losses == pytest.approx(losses, rel=1e-12)
+
+
+def _check_close(held: dict[int, list[float]], alone: dict[int, list[float]]) -> None:
+    assert held
+    for index, values in held.items():
+        assert values == pytest.approx(alone[index], rel=1e-9, abs=1e-12)
 
 
 def test_one_verdict_on_infinite_gradients_for_all_stages() -> None:

@@ -6,7 +6,8 @@ DIR/block-00003.safetensors        parameters, buffers and optimizer state of on
 ```
 
 So they are loaded with other stages, on one device, or block by block by a program of its own. There is no pickle in
-them. A directory is complete or not there: it is written beside its place and renamed.
+them. A directory is complete or not there: it is written beside its place (`DIR.part`), brought to the disk, and
+renamed. The one before stands aside (`DIR.old`) meanwhile; `load` takes it after a crash between the two names.
 """
 
 import json
@@ -21,6 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ringweave.errors import TrainingError, explain
+from ringweave.files import durable
 from ringweave.pipeline.pipeline import Pipeline
 
 SHARED = "pipeline.json"
@@ -33,8 +35,11 @@ def save(pipeline: Pipeline, directory: Path, extra: Mapping[str, Any] | None = 
 
     Args:
         pipeline: The first replica's ranks write their blocks.
-        directory: Replaced if it is there.
+        directory: Replaced if it is there; a crash at any moment leaves the old or the new one to be loaded.
         extra: What else the script wants back, as JSON: `scheduler.state_dict()`, say.
+
+    Raises:
+        OSError: The disk does not take it; what was there before can still be loaded.
     """
     beside = directory.with_name(directory.name + ".part")
     if pipeline.rank == 0:
@@ -53,10 +58,10 @@ def save(pipeline: Pipeline, directory: Path, extra: Mapping[str, Any] | None = 
             "extra": extra or {},
         }
         (beside / SHARED).write_text(json.dumps(shared, indent=1) + "\n", encoding="utf-8")
+        _sync(beside / SHARED)
     pipeline.groups.wait_for_all()
     if pipeline.rank == 0:
-        shutil.rmtree(directory, ignore_errors=True)
-        beside.rename(directory)
+        _replace(directory, beside)
     pipeline.groups.wait_for_all()
 
 
@@ -66,6 +71,7 @@ def load(pipeline: Pipeline, directory: Path) -> dict[str, Any]:
     Raises:
         TrainingError: There is no complete checkpoint, or it is of another model.
     """
+    directory = _whole(directory)
     shared = _shared(directory)
     if shared["num_blocks"] != len(pipeline.blocks):
         expected = f"{len(pipeline.blocks)}, as the pipeline has"
@@ -80,6 +86,39 @@ def load(pipeline: Pipeline, directory: Path) -> dict[str, Any]:
     pipeline.optimizer.load_settings(shared["optimizer"])
     pipeline.train_step_index = shared["train_steps"]
     return shared["extra"]
+
+
+def _replace(directory: Path, beside: Path) -> None:
+    """Give a complete directory its name; at every moment there is a whole one, under this name or as the old one."""
+    old = _old(directory)
+    durable.sync_folder(beside)
+    if directory.exists():
+        _delete(old)
+        directory.rename(old)
+    beside.rename(directory)
+    durable.sync_folder(directory.parent)
+    _delete(old)
+
+
+def _delete(old: Path) -> None:
+    """The file of what all share goes first: a part of a checkpoint does not look like a whole one."""
+    (old / SHARED).unlink(missing_ok=True)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _whole(directory: Path) -> Path:
+    """Where the checkpoint of this name lies: aside, if a crash came before the new one had its name."""
+    old = _old(directory)
+    return old if not directory.exists() and (old / SHARED).exists() else directory
+
+
+def _old(directory: Path) -> Path:
+    return directory.with_name(directory.name + ".old")
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        durable.sync(file)
 
 
 def _shared(directory: Path) -> dict[str, Any]:
@@ -117,7 +156,9 @@ def _save_block(pipeline: Pipeline, block: int, directory: Path) -> None:
                 tensors[f"{_OPTIMIZER}{place}/{name}"] = value.detach().contiguous().cpu()
             else:
                 rest.setdefault(str(place), {})[name] = value
-    safetensors.torch.save_file(tensors, _path(directory, block), metadata={"optimizer": json.dumps(rest)})
+    path = _path(directory, block)
+    safetensors.torch.save_file(tensors, path, metadata={"optimizer": json.dumps(rest)})
+    _sync(path)
 
 
 def _load_block(pipeline: Pipeline, block: int, directory: Path) -> None:

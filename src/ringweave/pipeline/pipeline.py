@@ -132,8 +132,10 @@ class Pipeline:
             side: As in `train_step`.
         """
         self._check(inputs, target, side or {})
+        earlier = gradients.set_aside(self.blocks, self.groups)
         losses = self._runner.train(self.train_step_index, inputs, target, scale, side or {})
         gradients.reduce_replicas(self.blocks, self.groups, is_mean=self._is_mean)
+        gradients.put_back(earlier)
         self.train_step_index += 1
         return self._combined(losses)
 

@@ -119,10 +119,12 @@ class Ranks:
             return Outcome(exit_code=self._processes[rank].exitcode)
 
 
-def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, **settings: Any) -> list[Any]:
-    """What `function(*args)` returned on each of `num_ranks` ranks; settings as in `Ranks`."""
+def run_ranks(
+    function: Callable[..., Any], num_ranks: int, *args: Any, wait_s: float = 90.0, **settings: Any
+) -> list[Any]:
+    """What `function(*args)` returned on each of `num_ranks` ranks within `wait_s`; settings as in `Ranks`."""
     with Ranks(function, num_ranks, *args, **settings) as ranks:
-        return ranks.values()
+        return ranks.values(timeout_s=wait_s)
 
 
 def announce(word: str) -> None:

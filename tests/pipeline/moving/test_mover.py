@@ -6,6 +6,10 @@ from tests.pipeline.moving.moving_functions import Trained
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
+WAIT_S = 300.0
+"""For ranks that train many times, on a busy machine."""
+LONG = pytest.mark.timeout(WAIT_S + 60)
+
 
 def all_bits(trained: list[Trained]) -> dict[int, int]:
     found: dict[int, int] = {}
@@ -16,12 +20,13 @@ def all_bits(trained: list[Trained]) -> dict[int, int]:
     return found
 
 
+@LONG
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_twenty_random_moves_have_the_bits_of_none(num_stages: int) -> None:
     """Dropout, batch norm, AdamW, a schedule of the rate, frozen weights, extra state; several blocks at once."""
     partitions = functions.random_partitions(num_stages, num_stages, 20)
     start = functions.random_partitions(99, num_stages, 1)[0]
-    pairs = run_ranks(functions.train_both, num_stages, start, partitions, backend="gloo")
+    pairs = run_ranks(functions.train_both, num_stages, start, partitions, backend="gloo", wait_s=WAIT_S)
     plain, moved = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     outcomes = moved[0].outcomes
     assert len(outcomes) == 20
@@ -32,10 +37,11 @@ def test_twenty_random_moves_have_the_bits_of_none(num_stages: int) -> None:
     assert all_bits(moved) == all_bits(plain)
 
 
+@LONG
 def test_what_is_left_behind_shows() -> None:
     """The check above can fail: whatever is left out of the moves, it does."""
     partitions = functions.random_partitions(5, 2, 6)
-    found = run_ranks(functions.train_wrongly, 2, (3,), partitions, backend="gloo")
+    found = run_ranks(functions.train_wrongly, 2, (3,), partitions, backend="gloo", wait_s=WAIT_S)
     bits = all_bits([each["none"] for each in found])
     for fault in functions.FAULTS:
         moved = [each[fault] for each in found]
@@ -54,6 +60,7 @@ def test_ranks_compare_what_moved() -> None:
     assert all_bits([each for _, each in found]) == all_bits([plain for plain, _ in found])
 
 
+@LONG
 def test_a_failure_at_any_boundary_leaves_the_old_partition() -> None:
     """Sender or receiver; the bits are those of no move, and the same move then succeeds."""
     failures = [
@@ -61,7 +68,8 @@ def test_a_failure_at_any_boundary_leaves_the_old_partition() -> None:
         ("changes", 1), ("arrived", 2), ("updated", 0), ("updated", 2),
     ]  # fmt: skip
     start, other = (2, 5), (1, 3)
-    found = run_ranks(functions.train_with_failures, 3, start, other, failures, backend="gloo", timeout_s=60)
+    settings = {"backend": "gloo", "timeout_s": 60, "wait_s": WAIT_S}
+    found = run_ranks(functions.train_with_failures, 3, start, other, failures, **settings)
     bits, losses = all_bits([plain for plain, _ in found]), found[0][0].losses
     for place, (boundary, rank) in enumerate(failures):
         moved = [after[place] for _, after in found]

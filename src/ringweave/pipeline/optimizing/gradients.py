@@ -1,5 +1,7 @@
 """Gradients of all stages and replicas: averaged, and measured by one norm that does not depend on the partition."""
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -27,6 +29,31 @@ def reduce_replicas(blocks: HeldBlocks, groups: Groups, *, is_mean: bool) -> Non
             flat.div_(dist.get_world_size(groups.peers))
         for gradient, reduced in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
             gradient.copy_(reduced)
+
+
+def set_aside(blocks: HeldBlocks, groups: Groups) -> list[tuple[nn.Parameter, Tensor]]:
+    """Take away the gradients that the replicas have in common already, before a pass that adds to them.
+
+    Returns:
+        Each parameter and its gradient, for `put_back`; nothing where there is one replica.
+    """
+    if groups.peers is None:
+        return []
+    earlier = []
+    for index in blocks.held:
+        for parameter in blocks[index].parameters():
+            if parameter.grad is not None:
+                earlier.append((parameter, parameter.grad))
+                parameter.grad = None
+    return earlier
+
+
+def put_back(earlier: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+    """Add what the pass gave to what `set_aside` took away."""
+    for parameter, gradient in earlier:
+        if parameter.grad is not None:
+            gradient.add_(parameter.grad)
+        parameter.grad = gradient
 
 
 def spread_first(blocks: HeldBlocks, groups: Groups) -> None:

@@ -38,6 +38,7 @@ class Runner:
         self._microbatches = schedules.microbatches_of(self.order, self._index)
         self._crossing: tuple[Boundary, ...] = ()
         self._scale = 1.0
+        self._losses: list[Tensor] = []
         self._schedule: _PipelineSchedule
         self._stage: PipelineStage
 
@@ -60,10 +61,7 @@ class Runner:
         self._stage = schedules.make_stage(
             self.module, place, self._device, crosses, self._groups.pipeline, self.stopwatch
         )
-        is_mean = self._settings.reduction == "mean"
-        self._schedule = schedules.build(
-            self._settings.schedule, self.order, self._stage, self._scaled_loss, is_mean=is_mean
-        )
+        self._schedule = schedules.build(self._settings.schedule, self.order, self._stage, self._scaled_loss)
 
     def train(
         self,
@@ -74,28 +72,27 @@ class Runner:
         side: Mapping[str, Tensor],
     ) -> list[Tensor]:
         """Forward and backward of a batch; returns the loss of each microbatch on the last stage, elsewhere nothing."""
-        self._scale = scale
+        is_mean = self._settings.reduction == "mean"
+        self._scale = scale / self._settings.num_microbatches if is_mean else scale
         self.module.train()
         self._begin(train_step, side)
-        losses: list[Tensor] = []
         given, targets = self._given(inputs, target)
-        self._schedule.step(*given, target=targets, losses=losses, return_outputs=False)
-        return [loss.detach() / scale for loss in losses]
+        self._schedule.step(*given, target=targets, return_outputs=False)
+        return self._losses
 
     @torch.no_grad()
     def evaluate(
         self, inputs: tuple[Tensor, ...], target: Tensor, side: Mapping[str, Tensor]
     ) -> tuple[list[Tensor], Tensor | None]:
         """Forward of a batch in evaluation mode; returns losses and output on the last stage, elsewhere nothing."""
-        self._scale = 1.0
         self.module.eval()
         self._begin(0, side)
-        losses: list[Tensor] = []
         given, targets = self._given(inputs, target)
-        output = self._schedule.eval(*given, target=targets, losses=losses)
-        return losses, output
+        output = self._schedule.eval(*given, target=targets)
+        return self._losses, output
 
     def _begin(self, train_step: int, side: Mapping[str, Tensor]) -> None:
+        self._losses = []
         on_device = {name: value.to(self._device) for name, value in side.items()}
         parts = sides.parts(on_device, self._settings.num_microbatches)
         self.module.begin(train_step, self._microbatches, parts)
@@ -105,5 +102,8 @@ class Runner:
         return given, target.to(self._device) if self._stage.is_last else None
 
     def _scaled_loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """What backward begins with; the loss itself is kept, to the bit."""
         with self._precision.apply():
-            return self._loss_fn(output, target) * self._scale
+            loss = self._loss_fn(output, target)
+            self._losses.append(loss.detach())
+            return loss * self._scale

@@ -40,24 +40,23 @@ def order_of(schedule: str | Order, num_stages: int, num_microbatches: int) -> O
     return pipelines.generate(schedule, num_stages, num_microbatches)
 
 
-def build(
-    schedule: str | Order, order: Order, stage: PipelineStage, loss_fn: LossFunction, *, is_mean: bool
-) -> _PipelineSchedule:
+def build(schedule: str | Order, order: Order, stage: PipelineStage, loss_fn: LossFunction) -> _PipelineSchedule:
     """Torch's schedule that runs an order on a stage.
+
+    It never divides gradients: torch would divide all there are, those of earlier batches too.
 
     Args:
         schedule: The name, or the order itself.
         order: What `order_of` made of it.
         stage: This rank's, of the order's number of stages.
-        loss_fn: Of the output and target of one microbatch.
-        is_mean: Gradients are divided by the number of microbatches.
+        loss_fn: Of the output and target of one microbatch; what backward begins with.
     """
     num = order.num_microbatches
     if schedule == "gpipe":
-        return ScheduleGPipe(stage, num, loss_fn=loss_fn, scale_grads=is_mean)
+        return ScheduleGPipe(stage, num, loss_fn=loss_fn, scale_grads=False)
     if schedule == "1f1b":
-        return Schedule1F1B(stage, num, loss_fn=loss_fn, scale_grads=is_mean)
-    runtime = _PipelineScheduleRuntime([stage], num, loss_fn=loss_fn, scale_grads=is_mean)
+        return Schedule1F1B(stage, num, loss_fn=loss_fn, scale_grads=False)
+    runtime = _PipelineScheduleRuntime([stage], num, loss_fn=loss_fn, scale_grads=False)
     if stage.device.type == "cpu":
         lowered = {rank: _with_transfers(rank, actions, order.num_stages) for rank, actions in enumerate(order.stages)}
         runtime._prepare_schedule_with_comms(lowered, format="compute_comms")

@@ -1,0 +1,103 @@
+"""What real processes do in tests of checkpoints that a crash breaks off."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from ringweave.pipeline import Pipeline, checkpoints
+from tests.pipeline.pipeline_functions import Case, batch_of, fingerprints, make_pipeline
+
+MOMENTS = (
+    "the new one half written",
+    "all written",
+    "the old one aside",
+    "the new one has its name",
+    "the old one half deleted",
+)
+
+
+class Crash(BaseException):
+    """Nobody catches it: nothing is tidied up behind it."""
+
+
+def crash_while_saving(directory: Path, moment: str) -> dict[str, Any]:
+    """Three saves, each after one more step; the second one breaks off at a moment."""
+    pipeline = make_pipeline(Case())
+    bits = {1: _train_and_save(pipeline, directory, 0)}
+    has_crashed = False
+    with _crashing(directory, moment):
+        try:
+            _train_and_save(pipeline, directory, 1)
+        except Crash:
+            has_crashed = True
+    bits[2] = fingerprints(pipeline)
+    after = _loaded(directory)
+    _train_and_save(pipeline, directory, 2)
+    return {
+        "has crashed": has_crashed,
+        "steps after the crash": after.train_step_index,
+        "same values": fingerprints(after) == bits[after.train_step_index],
+        "steps after the next save": _loaded(directory).train_step_index,
+    }
+
+
+def watch_saving(directory: Path) -> list[str]:
+    """What is synced and renamed, one after the other."""
+    done: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def watched_fsync(descriptor: int) -> None:
+        done.append(f"sync {Path(f'/proc/self/fd/{descriptor}').readlink().name}")
+        fsync(descriptor)
+
+    def watched_rename(path: Path, target: Path) -> Path:
+        done.append(f"rename {path.name} {target.name}")
+        return rename(path, target)
+
+    with mock.patch.object(os, "fsync", watched_fsync), mock.patch.object(Path, "rename", watched_rename):
+        checkpoints.save(make_pipeline(Case()), directory)
+    return done
+
+
+def _train_and_save(pipeline: Pipeline, directory: Path, step: int) -> dict[int, str]:
+    x, y = batch_of(step)
+    pipeline.train_step(x, target=y)
+    checkpoints.save(pipeline, directory)
+    return fingerprints(pipeline)
+
+
+def _loaded(directory: Path) -> Pipeline:
+    pipeline = make_pipeline(Case())
+    checkpoints.load(pipeline, directory)
+    return pipeline
+
+
+def _crashing(directory: Path, moment: str) -> Any:
+    rename, rmtree = Path.rename, shutil.rmtree
+
+    def broken_rename(path: Path, target: Path) -> Path:
+        if moment == "all written" or (moment == "the old one aside" and target == directory):
+            raise Crash
+        return rename(path, target)
+
+    def broken_rmtree(path: Path, **settings: Any) -> None:
+        if path.name.endswith(".old") and (path / "block-00000.safetensors").exists():
+            (path / "block-00000.safetensors").unlink()
+            raise Crash
+        rmtree(path, **settings)
+
+    def broken_sync(path: Path) -> None:
+        if moment == "the new one half written" or path == directory.parent:
+            raise Crash
+
+    replaced: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+        "the new one half written": (checkpoints, "_sync", broken_sync),
+        "all written": (Path, "rename", broken_rename),
+        "the old one aside": (Path, "rename", broken_rename),
+        "the new one has its name": (checkpoints.durable, "sync_folder", broken_sync),
+        "the old one half deleted": (shutil, "rmtree", broken_rmtree),
+    }
+    return mock.patch.object(*replaced[moment])
