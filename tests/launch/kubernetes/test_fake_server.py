@@ -16,6 +16,7 @@ from ruamel.yaml import YAML
 from ringweave.launch.kubernetes.api import connecting, kinds
 from ringweave.launch.kubernetes.api.client import Client, Object
 from ringweave.launch.kubernetes.api.failures import ApiError
+from ringweave.testing.kubernetes.checks import rules
 from ringweave.testing.kubernetes.cluster import FakeCluster
 from ringweave.testing.kubernetes.server.store import Store
 
@@ -100,6 +101,28 @@ def test_whoever_shows_no_token_is_nobody(cluster: FakeCluster, kubeconfig: Path
     ann = cluster.kubeconfig(tmp_path / "ann", user="ann", groups=())
     with pytest.raises(ApiError, match=r'User "ann" cannot list resource "pods".*Ask whoever runs the cluster'):
         run(ann, lambda client: client.list(kinds.PODS, "default"))
+
+
+@pytest.mark.parametrize(
+    ("expression", "is_refused"),
+    [
+        ("'a total of ' + string(self.x)", True),
+        ("string((self.x + 1) * 2) + ' is too many'", True),
+        ("'%d is too many'.format([self.x])", False),
+    ],
+)
+def test_messages_of_unbounded_cost_are_refused(expression: str, is_refused: bool) -> None:
+    rule = {"rule": "self.x < 3", "messageExpression": expression}
+    problems = list(rules.definition_problems({"x-kubernetes-validations": [rule]}, "schema"))
+    assert [problem.partition(":")[0] for problem in problems] == (
+        ["schema.x-kubernetes-validations[0].messageExpression"] if is_refused else []
+    )
+
+
+def test_numbers_are_formatted_into_messages() -> None:
+    rule = {"rule": "self.x < 3", "messageExpression": "'%d, not less than %d'.format([self.x, [1, 2].sum()])"}
+    problems = list(rules.problems({"x-kubernetes-validations": [rule]}, {"x": 7}, path="spec"))
+    assert problems == ['spec: Invalid value: "object": 7, not less than 3']
 
 
 def test_history_forgets_the_oldest() -> None:

@@ -5,18 +5,23 @@ import os
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import pytest
 
+from ringweave.errors import LaunchError
 from ringweave.launch.local.jobs.folders import replace_text
 from ringweave.launch.slurm.asking.commands import Slurm
-from ringweave.launch.slurm.controller import Controller, grant_of
+from ringweave.launch.slurm.controller import FAILED_S, Controller, grant_of
+from ringweave.launch.slurm.place import SlurmPlace
 from ringweave.launch.slurm.registry import Registry
 from tests.launch.slurm.fakes import FakeSlurm, a_grant, a_request, a_service, means
 
 DEADLINE_S = 300.0
+SOON_S = 60.0
 
 
 class DiedError(BaseException):
@@ -81,7 +86,13 @@ class World:
 
     def orphans(self) -> list[int]:
         pids = [int(line.split()[1]) for line in (self.folder / "begun").read_text().splitlines()]
-        return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+        return [pid for pid in pids if lives(pid)]
+
+
+def lives(pid: int) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def live(world: World) -> None:
@@ -129,7 +140,9 @@ def test_a_requeued_allocation_is_adopted_without_a_charge(tmp_path):
     for group in ("0.1", "1.1"):  # as Slurm ends them; the agents say that they were ended
         root = world.registry.folder("text").group(*map(int, group.split(".")))
         replace_text(root.orders, '{"round": 1, "leave": true}')
+    deadline_s = time.monotonic() + SOON_S
     while world.orphans():
+        assert time.monotonic() < deadline_s, "the agents do not leave"
         time.sleep(0.01)
     for group in ("0.1", "1.1"):
         root = world.registry.folder("text").group(*map(int, group.split(".")))
@@ -155,6 +168,31 @@ def test_a_controller_of_a_former_allocation_leaves(tmp_path):
     assert former.step() is None
     assert not former.claim()
     assert not Controller(world.registry, "text", a_grant(job_id=30), world.means).claim(), "of an orphan of Slurm"
+
+
+def test_a_look_that_fails_is_tried_again(tmp_path, monkeypatch, capfd):
+    world = World(tmp_path)
+    controller = Controller(world.registry, "text", world.grant, world.means)
+    assert controller.claim()
+    for error in (OSError("Stale file handle"), LaunchError("Unable to contact slurm controller")):
+        with monkeypatch.context() as patch:
+            patch.setattr(SlurmPlace, "observe", raising(error))
+            assert controller.step_or_retry() == FAILED_S
+            with pytest.raises(type(error)):
+                controller.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(Registry, "find", raising(error))
+            assert controller.step_or_retry() == FAILED_S
+        assert capfd.readouterr().err == f"look at text: {error}\n" * 2
+    assert controller.is_ours()
+    assert controller.step_or_retry() == 0.0, "it goes on"
+
+
+def raising(error: Exception) -> Callable[..., NoReturn]:
+    def fails(*_: object) -> NoReturn:
+        raise error
+
+    return fails
 
 
 def test_a_job_of_slurm_whose_number_was_never_recorded_takes_over(tmp_path):

@@ -2,7 +2,7 @@
 
     python -m ringweave.launch.slurm.controller JOB_FOLDER [LEASE_S FENCE_S]
 
-The batch script starts it, again if a signal killed it. All that it knows it reads anew at every look. It gives the
+The batch script starts it, and again unless it ends well. All that it knows it reads anew at every look. It gives the
 allocation back when nothing of the job wants to run.
 """
 
@@ -36,7 +36,7 @@ LOOK_S = 0.2
 SWEEP_S = 60.0
 """So long before the end of a TTL Slurm is to begin the sweeper, which waits for it: Slurm begins jobs late."""
 FAILED_S = 1.0
-"""Before an action that failed is tried again."""
+"""Before an action or a look that failed is tried again."""
 
 Reached = Callable[[str], None]
 
@@ -132,6 +132,14 @@ class Controller:
         if todo:
             return 0.0
         return LOOK_S if _is_under_way(observed) else self._release(entry)
+
+    def step_or_retry(self) -> float | None:
+        """As `step`; where Slurm or the file system does not answer the next look comes later, and nothing ends."""
+        try:
+            return self.step()
+        except (OSError, LaunchError) as error:
+            print(f"look at {self._name}: {error}", file=sys.stderr, flush=True)
+            return FAILED_S
 
     def _release(self, entry: Entry) -> float | None:
         """Give the allocation back, unless it is still wanted or something was asked of the job meanwhile."""
@@ -246,7 +254,7 @@ def _lead(controller: Controller, root: Path, heart: Heart) -> None:
         time.sleep(LOOK_S)
     controller.adopt()
     heart.start()
-    while (wait_s := controller.step()) is not None:
+    while (wait_s := controller.step_or_retry()) is not None:
         time.sleep(wait_s)
     heart.stop()
     os.close(held)

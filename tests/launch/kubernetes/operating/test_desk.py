@@ -19,7 +19,7 @@ from ringweave.launch.kubernetes.api.client import Client, Object
 from ringweave.launch.kubernetes.objects import configs, seeing
 from ringweave.launch.kubernetes.objects.owning import Owner
 from ringweave.launch.kubernetes.objects.seeing import Seen
-from ringweave.launch.kubernetes.operating.desk import Desk
+from ringweave.launch.kubernetes.operating.desk import REREAD_S, Desk
 from ringweave.launch.kubernetes.operating.looking import Look
 from ringweave.launch.kubernetes.post import Desk as Address
 from ringweave.launch.kubernetes.post import DeskPost
@@ -33,7 +33,7 @@ class Office:
     """A desk in a thread, with one job of one Pod."""
 
     def __init__(self, kubeconfig: Path, name: str) -> None:
-        self.name = name
+        self.name, self.now_s = name, time.time()
         self._kubeconfig = kubeconfig
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -44,7 +44,7 @@ class Office:
     async def _open(self) -> None:
         environ = {"KUBECONFIG": str(self._kubeconfig)}
         self.client = await Client(lambda: connecting.connection(environ)).__aenter__()
-        self.desk = Desk(self.client, time.time)
+        self.desk = Desk(self.client, lambda: self.now_s)
         self.runner = await self.desk.serve("127.0.0.1", 0, None)
         self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
         resource = {"metadata": {"name": self.name, "namespace": "default", "uid": UID}}
@@ -77,19 +77,28 @@ class Office:
     def pod(self) -> Object:
         return self.run(self.client.get(kinds.PODS, "default", names.pod(self.name, 0, 1)))
 
-    def note(self, *, opening: Opening | None = None, round_: int = 1, is_there: bool = True) -> None:
+    def make_secret_anew(self) -> None:
+        self.run(self.client.delete(kinds.SECRETS, "default", names.config(self.name)))
+        self.run(self.client.create(kinds.SECRETS, "default", configs.secret(self.owner)))
+
+    def address(self) -> Address:
+        """With the token as it is now."""
+        return Address(url=self.url, group=f"default/{self.name}/0/1", token=self.token())
+
+    def note(
+        self, *, opening: Opening | None = None, round_: int = 1, is_there: bool = True, has_config: bool = True
+    ) -> None:
         pod = self.pod()
         pod["metadata"]["annotations"] = {names.ROUND: str(round_)}
         data = {configs.OPENING: dump_opening(opening)} if opening else {}
-        seen = Seen(config={"data": data}, pods={(0, 1): pod} if is_there else {})
+        seen = Seen(config={"data": data} if has_config else None, pods={(0, 1): pod} if is_there else {})
         resource = {"metadata": {"name": self.name, "namespace": "default", "uid": UID}}
         job: Job = None  # type: ignore[assignment]
         look = Look(resource=resource, job=job, seen=seen)
         self._loop.call_soon_threadsafe(self.desk.note, look)
 
     def post(self, last_words: Path | None = None) -> DeskPost:
-        address = Address(url=self.url, group=f"default/{self.name}/0/1", token=self.token())
-        post = DeskPost(address, last_words)
+        post = DeskPost(self.address(), last_words)
         post.begin()
         return post
 
@@ -152,6 +161,34 @@ def test_without_the_token_of_the_job_nothing_is_told(office: Office, token: str
     assert address.ask("PUT", "report", "{}")[0] == 403
     other = Address(url=office.url, group="default/other/0/1", token=office.token())
     assert other.ask("GET", "orders")[0] == 403
+
+
+def test_a_job_that_is_resumed_has_another_token(office: Office) -> None:
+    office.note()
+    before = office.address()
+    wait(lambda: before.ask("PUT", "report", "{}")[0] == 400)
+    office.note(is_there=False, has_config=False)
+    office.make_secret_anew()
+    office.note()
+    after = office.address()
+    wait(lambda: after.ask("PUT", "report", "{}")[0] == 400)
+    assert before.ask("PUT", "report", "{}")[0] == 403
+
+
+def test_a_token_that_is_not_the_known_one_is_looked_up_but_not_all_the_time(office: Office) -> None:
+    office.note()
+    before = office.address()
+    wait(lambda: before.ask("PUT", "report", "{}")[0] == 400)
+    office.make_secret_anew()
+    after = office.address()
+    assert after.ask("PUT", "report", "{}")[0] == 403, "the Secret was read just now"
+    office.now_s += REREAD_S
+    assert after.ask("PUT", "report", "{}")[0] == 400
+    assert before.ask("PUT", "report", "{}")[0] == 403
+    office.now_s += REREAD_S
+    office.run(office.client.delete(kinds.SECRETS, "default", names.config(office.name)))
+    assert before.ask("PUT", "report", "{}")[0] == 403
+    assert after.ask("PUT", "report", "{}")[0] == 400, "what cannot be read changes nothing"
 
 
 def test_what_is_no_report_is_refused(office: Office) -> None:

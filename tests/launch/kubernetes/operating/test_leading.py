@@ -51,7 +51,7 @@ def test_one_that_has_lost_it_stops(kubeconfig: Path) -> None:
 
     async def run() -> None:
         async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
-            first = Leader(client, settings("first", renew_s=0.01), clock)
+            first = Leader(client, settings("first", renew_s=1.0), clock)
             second = Leader(client, settings("second"), clock)
             await first.acquire()
             assert not await second._try()

@@ -42,3 +42,11 @@ def test_every_manifest_is_in_a_kustomization() -> None:
     for folder in (DEPLOY / "base", DEPLOY / "requester"):
         listed = set(yaml.load(folder / "kustomization.yaml")["resources"]) - {"../base"}
         assert listed == {path.name for path in folder.glob("*.yaml")} - {"kustomization.yaml"}
+
+
+def test_the_requester_is_written_whole() -> None:
+    yaml = YAML(typ="safe", pure=True)
+    policy = next(iter(yaml.load_all((DEPLOY / "requester" / "policy.yaml").read_text())))
+    (mutation,) = policy["spec"]["mutations"]
+    assert mutation["patchType"] == "JSONPatch", "an ApplyConfiguration may not set groups, an atomic list"
+    assert 'path: "/spec/requester"' in mutation["jsonPatch"]["expression"]

@@ -4,6 +4,7 @@ import contextlib
 import os
 import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -16,14 +17,24 @@ from ringweave.launch.services.views import JobView
 from tests.launch.conftest import wait_until
 
 
-def processes_of(state: Path) -> list[psutil.Process]:
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """A process, and what it was when it was seen: it may end at any time."""
+
+    process: psutil.Process
+    command: list[str]
+    environ: dict[str, str]
+
+
+def processes_of(state: Path) -> list[Running]:
     """Everything that runs for jobs of this state folder: supervisors, agents, workers."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            told = process.environ().get("RINGWEAVE_RUN_DIR", "")
-            if process.status() != psutil.STATUS_ZOMBIE and str(state) in " ".join([*process.cmdline(), told]):
-                found.append(process)
+            command, environ = process.cmdline(), process.environ()
+            told = environ.get("RINGWEAVE_RUN_DIR", "")
+            if process.status() != psutil.STATUS_ZOMBIE and str(state) in " ".join([*command, told]):
+                found.append(Running(process=process, command=command, environ=environ))
     return found
 
 

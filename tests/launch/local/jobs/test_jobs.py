@@ -57,7 +57,7 @@ def test_what_is_kept_is_removed_after_the_ttl(here: Here) -> None:
 def test_a_group_that_is_killed_alone_is_replaced_and_pays(here: Here) -> None:
     here.submit(UNTIL, 1, 2, max_retries=1)
     here.wait(lambda job: text_of(here).count("begun") == 3)
-    agent = next(p for p in processes_of(here.state) if p.cmdline()[-2:] == ["1", "1"])
+    agent = next(p.process for p in processes_of(here.state) if p.command[-2:] == ["1", "1"])
     agent.send_signal(signal.SIGKILL)
     job = here.wait(lambda job: job.state == "Running" and job.round == 2)
     here.wait(lambda job: text_of(here).count("begun") == 6)
@@ -76,7 +76,7 @@ def test_a_group_that_is_killed_alone_is_replaced_and_pays(here: Here) -> None:
 
 def here_worker(here: Here, node: str):
     return next(
-        p for p in processes_of(here.state) if p.environ().get("RINGWEAVE_NODE") == node and "RANK" in p.environ()
+        p.process for p in processes_of(here.state) if p.environ.get("RINGWEAVE_NODE") == node and "RANK" in p.environ
     )
 
 
@@ -116,13 +116,15 @@ def test_agents_bring_back_a_supervisor_that_is_killed(here: Here) -> None:
     here.wait_state("Running")
 
     def supervisors() -> set[int]:
-        return {p.pid for p in processes_of(here.state) if "ringweave.launch.local.jobs.supervisor" in p.cmdline()}
+        return {
+            p.process.pid for p in processes_of(here.state) if "ringweave.launch.local.jobs.supervisor" in p.command
+        }
 
     before = supervisors()
     assert len(before) == 1
-    for process in processes_of(here.state):
-        if process.pid in before:
-            process.send_signal(signal.SIGKILL)
+    for running in processes_of(here.state):
+        if running.process.pid in before:
+            running.process.send_signal(signal.SIGKILL)
     wait_until(lambda: bool(supervisors() - before), "another supervisor")
     (here.folder / "finish").touch()
     job = here.wait_state("Succeeded")

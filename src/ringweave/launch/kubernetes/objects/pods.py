@@ -54,7 +54,8 @@ def pod(job: Job, owner: Owner, action: CreateGroup, *, host: str | None, settin
         "containers": [_container(job, owner, action, settings)],
         "volumes": [
             {"name": "config", "configMap": {"name": names.config(owner.name)}},
-            {"name": "secret", "secret": {"secretName": names.config(owner.name), "defaultMode": 0o400}},
+            # The files are root's, and the image may run as anybody.
+            {"name": "secret", "secret": {"secretName": names.config(owner.name), "defaultMode": 0o444}},
             {"name": "home", "emptyDir": {}},
             # What Docker and containerd give is 64 MB; workers of one node exchange gradients through it.
             {"name": "shm", "emptyDir": {"medium": "Memory"}},

@@ -86,7 +86,11 @@ class Actor:
         return await self._client.replace(kinds.TRAINING_JOBS, namespace, body, subresource="status")
 
     async def forget(self, resource: Object) -> None:
-        """Let go of the job; its kept logs go with it. One whose time has come is deleted first."""
+        """Let go of the job; its kept logs go with it. One whose time has come is deleted first.
+
+        So do its Secret and Service: a job that was deleted while its config was made has them, and no ConfigMap that
+        says so.
+        """
         metadata = resource["metadata"]
         namespace, name = metadata["namespace"], metadata["name"]
         owner = looking.Owner.of(resource)
@@ -94,6 +98,7 @@ class Actor:
         for found in kept:
             if owner.owns(found):
                 await self._delete(kinds.CONFIG_MAPS, found)
+        await self._delete_beside(owner)
         if "deletionTimestamp" not in metadata:
             await self._delete(kinds.TRAINING_JOBS, resource)
         left = [finalizer for finalizer in metadata.get("finalizers", ()) if finalizer != names.FINALIZER]
@@ -179,19 +184,22 @@ class Actor:
 
     async def _delete_config(self, look: Look) -> None:
         """The ConfigMap last: while it is there, there may be more."""
-        namespace = look.owner.namespace
-        of_job = ((kinds.SERVICES, names.service(look.owner.name)), (kinds.SECRETS, names.config(look.owner.name)))
+        await self._delete_beside(look.owner)
+        if look.seen.config is not None:
+            await self._delete(kinds.CONFIG_MAPS, look.seen.config)
+
+    async def _delete_beside(self, owner: looking.Owner) -> None:
+        """The Service and the Secret, where they are there and the job's."""
+        of_job = ((kinds.SERVICES, names.service(owner.name)), (kinds.SECRETS, names.config(owner.name)))
         for kind, name in of_job:
             try:
-                found = await self._client.get(kind, namespace, name)
+                found = await self._client.get(kind, owner.namespace, name)
             except ApiError as error:
                 if not error.is_gone:
                     raise
                 continue
-            if look.owner.owns(found):
+            if owner.owns(found):
                 await self._delete(kind, found)
-        if look.seen.config is not None:
-            await self._delete(kinds.CONFIG_MAPS, look.seen.config)
 
     async def _post(self, look: Look, event: actions.Event) -> None:
         """For `kubectl describe`; the status has it too, so nothing is lost where this fails."""

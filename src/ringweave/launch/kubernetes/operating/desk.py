@@ -9,7 +9,7 @@ import hashlib
 import hmac
 from base64 import b64decode
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from aiohttp import web
 
@@ -30,6 +30,8 @@ POLL_S = 25.0
 """How long a question for orders is kept open; proxies end what is silent for a minute."""
 RESULT_S = 10.0
 """Between two writes for a Pod that differ in nothing but how far its workers are."""
+REREAD_S = 2.0
+"""Between two reads of a job's Secret because of a token that is not the one known."""
 TAG = "X-Ringweave-Orders"
 _MOST_BYTES = 64 * 1024
 _AT_GATE = (Phase.READY, Phase.RUNNING, Phase.SUCCEEDED)
@@ -47,6 +49,16 @@ class _Place:
     told_s: float = 0.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Token:
+    """The token of a job as its Secret had it."""
+
+    uid: str
+    """Of the job."""
+    text: str
+    read_s: float
+
+
 class Desk:
     """Answers agents; lives in the operator's event loop."""
 
@@ -54,8 +66,8 @@ class Desk:
         """`clock` tells seconds since 1970."""
         self._client, self._clock = client, clock
         self._places: dict[PodKey, _Place] = {}
-        self._tokens: dict[tuple[str, str], tuple[str, str]] = {}
-        """(namespace, job) -> its uid, its token."""
+        self._tokens: dict[tuple[str, str], _Token] = {}
+        """By namespace and job."""
         self._uids: dict[tuple[str, str], str] = {}
 
     def note(self, look: Look) -> None:
@@ -63,6 +75,8 @@ class Desk:
         owner, opening = look.owner, look.seen.opening
         job = (owner.namespace, owner.name)
         self._uids[job] = owner.uid
+        if look.seen.config is None:
+            self._tokens.pop(job, None)  # its Secret goes with it; the next one has another token
         current = {(*job, *key): pod for key, pod in look.seen.pods.items()}
         for key in [key for key in self._places if key[:2] == job and key not in current]:
             self._set(key, Orders(round=0, leave=True, why="its Pod is gone"))
@@ -147,23 +161,36 @@ class Desk:
         found = request.match_info
         key = (found["namespace"], found["job"], int(found["node"]), int(found["attempt"]))
         shown = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        token = await self._token(key[:2])
-        if token is None or not hmac.compare_digest(shown.encode(), token.encode()):
+        if not await self._is_token(key[:2], shown):
             raise web.HTTPForbidden(text="not the token of this job")
         return key
 
-    async def _token(self, job: tuple[str, str]) -> str | None:
-        """The token of a job that is led by this operator."""
+    async def _is_token(self, job: tuple[str, str], shown: str) -> bool:
+        """It is the token of a job that is led by this operator."""
         uid = self._uids.get(job)
         if uid is None:
-            return None
-        if self._tokens.get(job, ("", ""))[0] != uid:
-            try:
-                found = await self._client.get(kinds.SECRETS, job[0], names.config(job[1]))
-            except LaunchError:
-                return None
-            self._tokens[job] = (uid, b64decode(found["data"][configs.TOKEN]).decode())
-        return self._tokens[job][1]
+            return False
+        known = self._tokens.get(job)
+        if known is None or known.uid != uid:
+            known = await self._read_token(job, uid, before=None)
+        elif not _is_same(shown, known.text) and not 0 <= self._clock() - known.read_s < REREAD_S:
+            # A Secret that was made anew under the same job (resume, retry), between two looks.
+            known = await self._read_token(job, uid, before=known)
+        return known is not None and _is_same(shown, known.text)
+
+    async def _read_token(self, job: tuple[str, str], uid: str, before: _Token | None) -> _Token | None:
+        """The token as the Secret has it now; the one from before where the Secret cannot be read."""
+        if before is not None:
+            self._tokens[job] = replace(before, read_s=self._clock())  # who asks meanwhile does not read it too
+        try:
+            found = await self._client.get(kinds.SECRETS, job[0], names.config(job[1]))
+        except LaunchError:
+            return before
+        text = b64decode(found["data"][configs.TOKEN]).decode()
+        known = _Token(uid=uid, text=text, read_s=self._clock())
+        if self._uids.get(job) == uid:
+            self._tokens[job] = known
+        return known
 
 
 def condition_of(report: Report, now: float) -> dict[str, str | None]:
@@ -176,6 +203,10 @@ def condition_of(report: Report, now: float) -> dict[str, str | None]:
         "lastProbeTime": None,
         "lastTransitionTime": times.show(now),
     }
+
+
+def _is_same(shown: str, token: str) -> bool:
+    return hmac.compare_digest(shown.encode(), token.encode())
 
 
 def _tag(text: str) -> str:

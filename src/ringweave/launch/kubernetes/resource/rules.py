@@ -29,14 +29,14 @@ def of_spec() -> list[Rule]:
         _rule(
             f"{_TOTAL} >= self.minPerNode",
             "the total is less than one used node gets at least: ask for more, or lower minPerNode",
-            reads=f"'a total of ' + string({_TOTAL}) + ' is less than the ' + string(self.minPerNode) + ' that a used "
-            "node gets at least: ask for ' + string(self.minPerNode) + ' or more, or lower minPerNode'",
+            reads="'a total of %d is less than the %d that a used node gets at least: ask for %d or more, or lower "
+            f"minPerNode'.format([{_TOTAL}, self.minPerNode, self.minPerNode])",
         ),
         _rule(
             f"{_TOTAL} <= {_ROOM}",
             "the nodes have not enough room in all: ask for less, add a node or raise a capacity",
-            reads=f"'a total of ' + string({_TOTAL}) + ' is more than the ' + string({_ROOM}) + ' that the nodes with "
-            "room for at least ' + string(self.minPerNode) + ' can run: ask for less, add a node or raise a capacity'",
+            reads="'a total of %d is more than the %d that the nodes with room for at least %d can run: ask for less, "
+            f"add a node or raise a capacity'.format([{_TOTAL}, {_ROOM}, self.minPerNode])",
         ),
         _rule(
             # Where all usable nodes may take part their room in all is what counts, and that is the rule before.
@@ -69,5 +69,9 @@ def of_field(name: str) -> list[Rule]:
 
 
 def _rule(rule: str, message: str, *, reads: str | None = None) -> Rule:
-    """A rule, its message, and where it helps an expression for a message with the numbers in it."""
+    """A rule, its message, and where it helps an expression for a message with the numbers in it.
+
+    Numbers go into it by `format`: the API server estimates the text of `string(number)` as unbounded, so that a `+`
+    with it costs more than the whole definition may.
+    """
     return {"rule": rule, "message": message, **({"messageExpression": reads} if reads else {})}

@@ -20,7 +20,7 @@ from ringweave.launch.slurm.asking.commands import Host
 MAX_COMPONENTS = 128
 """Slurm takes no more."""
 RESTARTS = 20
-"""How often the batch script starts the controller again after a signal has killed it."""
+"""How often the batch script starts the controller again after a signal or an error has ended it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +83,7 @@ def check(job: Job, hosts: Sequence[Host]) -> None:
 
 
 def script(job: Job, parts: Sequence[Component], folder: Path, controller: Sequence[str]) -> str:
-    """The batch script: the allocation, and the controller started again as long as signals kill it.
+    """The batch script: the allocation, and the controller started again until it ends well.
 
     Args:
         job: As admitted.
@@ -122,7 +122,7 @@ left={restarts}
 while [ $left -gt 0 ]; do
     {controller}
     code=$?
-    [ $code -lt 128 ] && exit $code
+    [ $code -eq 0 ] && exit 0
     left=$((left - 1))
     sleep 1
 done

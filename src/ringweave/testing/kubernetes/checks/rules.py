@@ -1,6 +1,7 @@
 """Rules in CEL: `x-kubernetes-validations` of custom resources, and expressions of admission policies."""
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
@@ -15,8 +16,20 @@ def _is_sorted(values: list[Any]) -> bool:
     return all(one <= other for one, other in itertools.pairwise(values))
 
 
-_LISTS: Mapping[str, Callable[..., Any]] = {"sum": sum, "min": min, "max": max, "isSorted": _is_sorted}
-"""What Kubernetes adds to CEL for lists."""
+def _format(text: str, values: list[Any]) -> str:
+    return text % tuple(values)
+
+
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "sum": sum,
+    "min": min,
+    "max": max,
+    "isSorted": _is_sorted,
+    "format": _format,
+}
+"""What Kubernetes adds to CEL for lists and texts."""
+_UNBOUNDED = re.compile(r"\+\s*string\(|\bstring\((?:[^()]|\([^()]*\))*\)\s*\+")
+"""A text of a number in a sum: the API server takes it to be as long as any text may be."""
 
 
 @lru_cache(maxsize=1000)
@@ -36,7 +49,7 @@ def evaluate(text: str, variables: Mapping[str, Any]) -> Any:
         Exception: Of whatever kind the library has for what goes wrong in it.
     """
     context = cel.Context()
-    for name, function in _LISTS.items():
+    for name, function in _FUNCTIONS.items():
         context.add_function(name, function)
     for name, value in variables.items():
         context.add_variable(name, value)
@@ -59,13 +72,16 @@ def problems(schema: Schema, value: Any, old: Any = MISSING, path: str = "") -> 
 
 
 def definition_problems(schema: Schema, path: str) -> Iterator[str]:
-    """Rules of the schema that are no CEL."""
+    """Rules of the schema that are no CEL, and messages that the API server estimates to cost too much."""
     for index, rule in enumerate(schema.get("x-kubernetes-validations", ())):
         for key in ("rule", "messageExpression"):
             try:
                 compiled(rule.get(key, "true"))
             except ValueError as error:
                 yield f"{path}.x-kubernetes-validations[{index}].{key}: Invalid value: compilation failed: {error}"
+        if _UNBOUNDED.search(rule.get("messageExpression", "")):
+            where = f"{path}.x-kubernetes-validations[{index}].messageExpression"
+            yield f"{where}: Forbidden: estimated messageExpression cost exceeds budget by factor of more than 100x"
     for key, field in schema.get("properties", {}).items():
         yield from definition_problems(field, f"{path}.properties[{key}]")
     if "items" in schema:

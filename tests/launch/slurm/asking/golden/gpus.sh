@@ -23,7 +23,7 @@ left=20
 while [ $left -gt 0 ]; do
     python -m controller 'a b'
     code=$?
-    [ $code -lt 128 ] && exit $code
+    [ $code -eq 0 ] && exit 0
     left=$((left - 1))
     sleep 1
 done

@@ -1,0 +1,71 @@
+"""What is done in the API server, where it is more than one request."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+from ringweave.launch.kubernetes import names
+from ringweave.launch.kubernetes.api import connecting, kinds
+from ringweave.launch.kubernetes.api.client import Client, Object
+from ringweave.launch.kubernetes.objects import configs
+from ringweave.launch.kubernetes.objects.owning import Owner
+from ringweave.launch.kubernetes.objects.pods import PodSettings
+from ringweave.launch.kubernetes.operating.acting import Actor
+
+OF_JOB = (kinds.SECRETS, kinds.SERVICES)
+SPEC: dict[str, Any] = {
+    "cpuWorkers": 3,
+    "script": "a.py",
+    "source": "pass",
+    "nodes": [{"name": "n0", "capacity": 3}],
+    "requester": {"username": "admin", "groups": ["system:masters"]},
+}
+
+
+async def a_job(client: Client, name: str) -> Object:
+    """Held by the operator."""
+    body = {"metadata": {"name": name, "finalizers": [names.FINALIZER]}, "spec": SPEC}
+    return await client.create(kinds.TRAINING_JOBS, "default", body)
+
+
+async def make_beside(client: Client, owner: Owner) -> None:
+    """What is made before the ConfigMap."""
+    await client.create(kinds.SECRETS, "default", configs.secret(owner))
+    await client.create(kinds.SERVICES, "default", configs.service(owner))
+
+
+async def left(client: Client, name: str) -> list[str]:
+    selector = f"{names.JOB_LABEL}={name}"
+    lists = [await client.list(kind, "default", labelSelector=selector) for kind in OF_JOB]
+    return [item["metadata"]["uid"] for items in lists for item in items]
+
+
+def test_a_job_that_is_deleted_before_its_config_map_is_there_leaves_nothing(kubeconfig: Path) -> None:
+    async def run() -> None:
+        async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
+            actor = Actor(client, PodSettings(), time.time)
+            job = await a_job(client, "half-made")
+            await make_beside(client, Owner.of(job))
+            assert len(await left(client, "half-made")) == 2
+            await client.delete(kinds.TRAINING_JOBS, "default", "half-made")
+            await actor.forget(await client.get(kinds.TRAINING_JOBS, "default", "half-made"))
+            assert await left(client, "half-made") == []
+            jobs = await client.list(kinds.TRAINING_JOBS, "default")
+            assert [each["metadata"]["name"] for each in jobs] == []
+
+    asyncio.run(run())
+
+
+def test_what_is_not_the_jobs_stays(kubeconfig: Path) -> None:
+    async def run() -> None:
+        async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
+            job = await a_job(client, "namesake")
+            other = {"metadata": {**job["metadata"], "uid": "33333333-3333-3333-3333-333333333333"}}
+            await make_beside(client, Owner.of(other))
+            await Actor(client, PodSettings(), time.time).forget(job)
+            assert len(await left(client, "namesake")) == 2
+            await client.delete(kinds.SECRETS, "default", names.config("namesake"))
+            await client.delete(kinds.SERVICES, "default", names.service("namesake"))
+
+    asyncio.run(run())
