@@ -6,6 +6,7 @@ from ringweave.membership.rules import quorum
 from ringweave.membership.rules.coordinator import Coordinator
 from ringweave.membership.rules.electing import Rejoining
 from ringweave.membership.rules.follower import Follower, Form, Freeze, Out, resolve
+from ringweave.membership.rules.presence import Presence
 from ringweave.membership.rules.records import Decree, Order, Proposal, Standing
 from ringweave.membership.rules.settings import Bounds, Settings
 from ringweave.membership.rules.signs import Beat
@@ -157,6 +158,38 @@ def test_silence_counts_as_gone_but_the_silent_may_live_so_a_minority_waits() ->
     assert len(table.coordinator.decree.members) == 3, "one of three does not go on alone"
     table.pass_time(21.0, "2.0")
     assert table.coordinator.ended == "most of the workers do not answer, and no other came within 20 s"
+
+
+def test_whose_slot_has_another_process_is_silent_no_longer() -> None:
+    table = Table(3)
+    table.begin("0.0", "1.0", "2.0")
+    table.pass_time(3.0, "0.0", "1.0", "2.0")
+    table.pass_time(2.0, "2.0")
+    table.stand(holder("2.0"))
+    table.coordinator.join("0.1", table.now_s)
+    table.stand(holder("2.0"))
+    assert table.coordinator.decree is not None
+    assert len(table.coordinator.decree.members) == 3, "1.0 may live, and comes first"
+    table.coordinator.join("1.1", table.now_s)
+    assert table.coordinator.decree.members == ("2.0",), "both have ended, or there were no others of their slots"
+    table.stand(holder("2.0"), Standing(member="0.1"), Standing(member="1.1"))
+    assert table.coordinator.decree.members == ("0.1", "1.1", "2.0")
+    assert table.coordinator.decree.holders == ("2.0",)
+
+
+def test_who_is_missed_after_its_slot_was_given_to_another_is_not_silent() -> None:
+    presence = Presence()
+    presence.enter("1.1", 0.0)
+    presence.lose("1.0", is_silent=True)
+    presence.lose("1.1", is_silent=True)
+    presence.lose("2.0", is_silent=True)
+    assert presence.silent == {"1.1", "2.0"}
+    presence.enter("1.0", 1.0)
+    presence.enter("1.1", 1.0)
+    assert presence.silent == {"1.1", "2.0"}, "no later one came"
+    presence.enter("1.2", 1.0)
+    assert presence.silent == {"2.0"}
+    assert presence.is_gone("1.1")
 
 
 def test_too_few_wait_for_others_and_then_end() -> None:
