@@ -19,10 +19,12 @@ def holder(member: str, **fields: object) -> Standing:
 class Table:
     """A coordinator and members that answer at once."""
 
-    def __init__(self, num_members: int, *, least: int = 1, most: int = 16, is_standby: bool = False) -> None:
+    def __init__(
+        self, num_members: int, *, least: int = 1, most: int = 16, index: int = 0, is_standby: bool = False
+    ) -> None:
         wanted = Settings(bounds=Bounds(least=least, most=most), expected=num_members, patience_s=20.0)
         self.now_s = 0.0
-        self.coordinator = Coordinator(wanted, now_s=0.0, is_standby=is_standby)
+        self.coordinator = Coordinator(wanted, now_s=0.0, index=index, is_standby=is_standby)
 
     def begin(self, *members: str) -> Decree:
         for member in members:
@@ -227,7 +229,7 @@ def test_whoever_cannot_be_reached_again_and_again_has_to_go() -> None:
 
 def test_a_standby_decides_nothing_until_most_members_ask_it_to() -> None:
     decree = Table(3).begin("0.0", "1.0", "2.0")
-    table = Table(3, is_standby=True)
+    table = Table(3, index=1, is_standby=True)
     table.coordinator.join("3.0", 0.0)
     table.coordinator.rejoin(Rejoining(standing=holder("0.0"), decree=decree, promised=decree.ballot), 0.0)
     assert not table.coordinator.is_active
@@ -238,6 +240,18 @@ def test_a_standby_decides_nothing_until_most_members_ask_it_to() -> None:
     table.stand(holder("0.0"), holder("1.0"))
     assert table.coordinator.decree is not None
     assert table.coordinator.decree.members == ("0.0", "1.0"), "the third has not come"
+
+
+def test_two_that_both_were_standbys_never_decide_in_the_same_term() -> None:
+    """A coordinator that died is started again as a standby, whichever of the two it was."""
+    decree = Table(3).begin("0.0", "1.0", "2.0")
+    for promised, expected in [((1, 4), (3, 2)), ((2, 9), (3, 4)), ((3, 1), (5, 4))]:
+        tables = [Table(3, index=index, is_standby=True) for index in (0, 1)]
+        for table in tables:
+            for member in ("0.0", "1.0"):
+                rejoining = Rejoining(standing=holder(member), decree=decree, promised=promised)
+                table.coordinator.rejoin(rejoining, 0.0)
+        assert tuple(table.coordinator.term for table in tables) == expected
 
 
 @pytest.mark.parametrize(
