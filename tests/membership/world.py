@@ -51,7 +51,7 @@ class World:
         wanted = Settings(bounds=Bounds(least=least, most=16), expected=num_members, patience_s=20.0)
         self.coordinators = [
             Coordinator(wanted, now_s=0.0),
-            Coordinator(wanted, now_s=0.0, is_standby=True),
+            Coordinator(wanted, now_s=0.0, index=1, is_standby=True),
         ]
         self.is_down = [False, False]
         self.members: dict[str, Member] = {}

@@ -30,7 +30,7 @@ class Headquarters:
     """One coordinator, in this process, over real connections."""
 
     def __init__(self, authority: wire.Authority, settings: Settings, *, is_standby: bool = False) -> None:
-        coordinator = Coordinator(settings, now_s=time.monotonic(), is_standby=is_standby)
+        coordinator = Coordinator(settings, now_s=time.monotonic(), index=int(is_standby), is_standby=is_standby)
         self.decrees: list[Decree] = []
         self.lost: list[tuple[str, str]] = []
         self.service = CoordinatorService(

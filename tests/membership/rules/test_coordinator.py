@@ -6,6 +6,7 @@ from ringweave.membership.rules import quorum
 from ringweave.membership.rules.coordinator import Coordinator
 from ringweave.membership.rules.electing import Rejoining
 from ringweave.membership.rules.follower import Follower, Form, Freeze, Out, resolve
+from ringweave.membership.rules.presence import Presence
 from ringweave.membership.rules.records import Decree, Order, Proposal, Standing
 from ringweave.membership.rules.settings import Bounds, Settings
 from ringweave.membership.rules.signs import Beat
@@ -18,10 +19,12 @@ def holder(member: str, **fields: object) -> Standing:
 class Table:
     """A coordinator and members that answer at once."""
 
-    def __init__(self, num_members: int, *, least: int = 1, most: int = 16, is_standby: bool = False) -> None:
+    def __init__(
+        self, num_members: int, *, least: int = 1, most: int = 16, index: int = 0, is_standby: bool = False
+    ) -> None:
         wanted = Settings(bounds=Bounds(least=least, most=most), expected=num_members, patience_s=20.0)
         self.now_s = 0.0
-        self.coordinator = Coordinator(wanted, now_s=0.0, is_standby=is_standby)
+        self.coordinator = Coordinator(wanted, now_s=0.0, index=index, is_standby=is_standby)
 
     def begin(self, *members: str) -> Decree:
         for member in members:
@@ -159,6 +162,38 @@ def test_silence_counts_as_gone_but_the_silent_may_live_so_a_minority_waits() ->
     assert table.coordinator.ended == "most of the workers do not answer, and no other came within 20 s"
 
 
+def test_whose_slot_has_another_process_is_silent_no_longer() -> None:
+    table = Table(3)
+    table.begin("0.0", "1.0", "2.0")
+    table.pass_time(3.0, "0.0", "1.0", "2.0")
+    table.pass_time(2.0, "2.0")
+    table.stand(holder("2.0"))
+    table.coordinator.join("0.1", table.now_s)
+    table.stand(holder("2.0"))
+    assert table.coordinator.decree is not None
+    assert len(table.coordinator.decree.members) == 3, "1.0 may live, and comes first"
+    table.coordinator.join("1.1", table.now_s)
+    assert table.coordinator.decree.members == ("2.0",), "both have ended, or there were no others of their slots"
+    table.stand(holder("2.0"), Standing(member="0.1"), Standing(member="1.1"))
+    assert table.coordinator.decree.members == ("0.1", "1.1", "2.0")
+    assert table.coordinator.decree.holders == ("2.0",)
+
+
+def test_who_is_missed_after_its_slot_was_given_to_another_is_not_silent() -> None:
+    presence = Presence()
+    presence.enter("1.1", 0.0)
+    presence.lose("1.0", is_silent=True)
+    presence.lose("1.1", is_silent=True)
+    presence.lose("2.0", is_silent=True)
+    assert presence.silent == {"1.1", "2.0"}
+    presence.enter("1.0", 1.0)
+    presence.enter("1.1", 1.0)
+    assert presence.silent == {"1.1", "2.0"}, "no later one came"
+    presence.enter("1.2", 1.0)
+    assert presence.silent == {"2.0"}
+    assert presence.is_gone("1.1")
+
+
 def test_too_few_wait_for_others_and_then_end() -> None:
     table = Table(3, least=2)
     table.begin("0.0", "1.0", "2.0")
@@ -194,7 +229,7 @@ def test_whoever_cannot_be_reached_again_and_again_has_to_go() -> None:
 
 def test_a_standby_decides_nothing_until_most_members_ask_it_to() -> None:
     decree = Table(3).begin("0.0", "1.0", "2.0")
-    table = Table(3, is_standby=True)
+    table = Table(3, index=1, is_standby=True)
     table.coordinator.join("3.0", 0.0)
     table.coordinator.rejoin(Rejoining(standing=holder("0.0"), decree=decree, promised=decree.ballot), 0.0)
     assert not table.coordinator.is_active
@@ -205,6 +240,18 @@ def test_a_standby_decides_nothing_until_most_members_ask_it_to() -> None:
     table.stand(holder("0.0"), holder("1.0"))
     assert table.coordinator.decree is not None
     assert table.coordinator.decree.members == ("0.0", "1.0"), "the third has not come"
+
+
+def test_two_that_both_were_standbys_never_decide_in_the_same_term() -> None:
+    """A coordinator that died is started again as a standby, whichever of the two it was."""
+    decree = Table(3).begin("0.0", "1.0", "2.0")
+    for promised, expected in [((1, 4), (3, 2)), ((2, 9), (3, 4)), ((3, 1), (5, 4))]:
+        tables = [Table(3, index=index, is_standby=True) for index in (0, 1)]
+        for table in tables:
+            for member in ("0.0", "1.0"):
+                rejoining = Rejoining(standing=holder(member), decree=decree, promised=promised)
+                table.coordinator.rejoin(rejoining, 0.0)
+        assert tuple(table.coordinator.term for table in tables) == expected
 
 
 @pytest.mark.parametrize(

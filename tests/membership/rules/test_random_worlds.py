@@ -1,11 +1,14 @@
 from dataclasses import replace
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from ringweave.membership.rules.records import slot_of
 from tests.membership.world import Member, World
+
+pytestmark = pytest.mark.timeout(300)
 
 
 class RandomWorld(RuleBasedStateMachine):

@@ -88,6 +88,49 @@ def test_the_one_before_is_used_and_it_is_said(
     assert all(torch.equal(a, b) for a, b in zip(expected[0].parameters(), parts[0].parameters(), strict=True))
 
 
+def test_damaged_ones_do_not_count_among_those_that_are_kept(folder: Path) -> None:
+    examples.save_some(folder, range(3, 5), keep=4)
+    damaged = disk.list_saved(folder)[:2]
+    for saved in damaged:
+        saved.path.write_bytes(saved.path.read_bytes()[:-1])
+    checkpoints = examples.keeper(folder, examples.make(), keep=2)
+    assert checkpoints.load() == 2
+    checkpoints.save(3)
+    assert checkpoints.wait(60)
+    assert [saved.train_step for saved in disk.list_saved(folder)] == [4, 3, 2], "the later one is not in the way"
+    for train_step in (5, 6):
+        checkpoints.save(train_step)
+        assert checkpoints.wait(60)
+        assert examples.newest(folder).train_step == train_step
+    assert [saved.train_step for saved in disk.list_saved(folder)] == [6, 5]
+
+
+def test_a_whole_one_before_a_damaged_one_is_kept(folder: Path) -> None:
+    examples.save_some(folder, range(3, 4))
+    last = examples.newest(folder)
+    last.path.write_bytes(last.path.read_bytes()[:-1])
+    checkpoints = examples.keeper(folder, examples.make(), keep=2)
+    assert checkpoints.load() == 2
+    checkpoints.save(4)
+    assert checkpoints.wait(60)
+    assert [saved.train_step for saved in disk.list_saved(folder)] == [4, 3, 2], "two whole ones"
+
+
+def test_a_damaged_one_that_is_written_again_counts(folder: Path) -> None:
+    """The same step with the same bytes has the same name."""
+    last = examples.newest(folder)
+    parts = examples.make()
+    whole = last.path.read_bytes()
+    last.path.write_bytes(whole[:-1])
+    checkpoints = examples.keeper(folder, parts, keep=1)
+    assert checkpoints.load() == 1
+    examples.step(parts)
+    checkpoints.save(2)
+    assert checkpoints.wait(60)
+    assert last.path.read_bytes() == whole
+    assert [saved.path for saved in disk.list_saved(folder)] == [last.path]
+
+
 def test_if_all_are_damaged_training_begins_anew(folder: Path) -> None:
     for saved in disk.list_saved(folder):
         saved.path.write_bytes(saved.path.read_bytes()[:-1])

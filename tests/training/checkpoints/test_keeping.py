@@ -83,6 +83,16 @@ def test_so_many_are_kept_and_nothing_else_is_touched(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
+def test_what_was_just_written_stays_though_an_earlier_training_had_come_further(tmp_path: Path) -> None:
+    examples.save_some(tmp_path, range(100, 103), keep=2)
+    examples.save_some(tmp_path, range(1, 2), keep=2)
+    assert [saved.train_step for saved in disk.list_saved(tmp_path)] == [102, 101, 1]
+    examples.save_some(tmp_path, range(2, 5), keep=2)
+    assert [saved.train_step for saved in disk.list_saved(tmp_path)] == [102, 101, 4, 3]
+    examples.save_some(tmp_path, range(103, 105), keep=2)
+    assert [saved.train_step for saved in disk.list_saved(tmp_path)] == [104, 103]
+
+
 def test_a_step_that_is_saved_again_replaces_the_first(tmp_path: Path) -> None:
     examples.save_some(tmp_path, range(1, 3))
     parts = examples.make(seed=9)

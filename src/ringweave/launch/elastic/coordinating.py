@@ -94,7 +94,7 @@ class JobCoordinators:
         secret = self._authority.issue(ROLE, str(index)).to_descriptor()
         serve = [sys.executable, "-m", _MAIN, "--host", post.meeting.host, "--port", str(post.meeting.port)]
         serve += ["--credentials", f"fd:{secret}", "--elastic", str(self.bounds), "--expected", str(self._expected)]
-        serve += ["--run-dir", str(self._run_dir.root), *(["--standby"] if is_standby else [])]
+        serve += ["--run-dir", str(self._run_dir.root), "--index", str(index), *(["--standby"] if is_standby else [])]
         entered = self._site.enter_node(post.node, serve)
         command = [sys.executable, "-I", "-S", bootstrap.__file__, str(os.getpid()), *entered]
         try:

@@ -74,13 +74,16 @@ class ElasticSupervisor:
                 self._seen.add(state.global_rank)
                 on_exit(state)
                 self._judge(state, now_s)
-            if not interrupts and not self._failed:
-                for slot in self._restarts.take_due(now_s):
-                    on_start(self._start_again(slot, now_s))
+            may_start = not interrupts and not self._failed
+            due = self._restarts.take_due(now_s) if may_start else ()
+            for slot in due:
+                on_start(self._start_again(slot, now_s))
+            if due:
+                continue  # what was seen of those slots was the exit of a process that has a successor now
             counted = [each for each in states if each.global_rank not in self._excused]
-            is_pending = bool(self._restarts.pending) and not interrupts and not self._failed
-            if not is_pending and self._supervision.is_over(self._launcher.observe(), now_s):
-                return [each for each in self._launcher.observe() if each.global_rank not in self._excused]
+            is_pending = bool(self._restarts.pending) and may_start
+            if not is_pending and self._supervision.is_over(states, now_s):
+                return counted
             how = self._supervision.decide(counted, list(interrupts), now_s)
             if how is not None:
                 self._launcher.stop(how)

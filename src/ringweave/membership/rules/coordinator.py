@@ -23,9 +23,10 @@ class Coordinator:
     who held the job's state before, a majority must be left.
     """
 
-    def __init__(self, settings: Settings, *, now_s: float, is_standby: bool = False) -> None:
+    def __init__(self, settings: Settings, *, now_s: float, index: int = 0, is_standby: bool = False) -> None:
+        """Of the job's two, 0 has odd terms and 1 even ones, whether it decides at first or, as a standby, later."""
         self._settings = settings
-        self._term, self._is_standby = 0 if is_standby else 1, is_standby
+        self._term, self._has_even = 0 if is_standby else 1, index == 1
         self._number = 0
         self._election = Election()
         self._presence = Presence()
@@ -260,9 +261,9 @@ class Coordinator:
         self._proposal = None
 
     def _term_after(self, ballot: Ballot) -> int:
-        """A greater term; even ones are the standby's and odd ones the other's, so that no two decide in the same."""
+        """A greater term; even ones are coordinator 1's and odd ones 0's, so that no two decide in the same."""
         term = ballot[0] + 1
-        return term if (term % 2 == 0) == self._is_standby else term + 1
+        return term if (term % 2 == 0) == self._has_even else term + 1
 
     def _take_over(self, now_s: float) -> None:
         newest = self._election.decree

@@ -1,6 +1,6 @@
 """Who is here, who is gone and how that is known."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ringweave.membership.rules.records import slot_of
 from ringweave.membership.rules.signs import Beat, Signs
@@ -44,9 +44,10 @@ class Presence:
         return [each for each in self.here if slot_of(each)[0] == slot]
 
     def enter(self, member: str, now_s: float) -> None:
-        """It has come; at most once."""
+        """It has come; at most once. Those of its slot before it have ended: only then is another one started."""
         if not self.knows(member):
             self.here[member] = Signs(now_s)
+            self.silent = {each for each in self.silent if not _is_followed(each, [member])}
 
     def forget(self, member: str) -> None:
         """As if it had never come."""
@@ -76,7 +77,7 @@ class Presence:
         self.here.pop(member, None)
         self.leaving.discard(member)
         self._gone.add(member)
-        if is_silent:
+        if is_silent and not _is_followed(member, [*self.here, *self._gone, *self._finished]):
             self.silent.add(member)
 
     def leave(self, member: str, now_s: float, *, is_finished: bool) -> None:
@@ -87,3 +88,9 @@ class Presence:
             self._finished[member] = now_s
         else:
             self.leaving.add(member)
+
+
+def _is_followed(member: str, others: Iterable[str]) -> bool:
+    """One of them is a later incarnation of its slot."""
+    slot, incarnation = slot_of(member)
+    return any(place == slot and later > incarnation for place, later in map(slot_of, others))

@@ -11,7 +11,8 @@ def is_majority(before: Decree, holders: Sequence[Standing], silent: Collection[
     Args:
         before: The epoch that held.
         holders: Those of them who go on.
-        silent: Who was not heard of in time, and may live. Whoever is known to be gone does not count.
+        silent: Who was not heard of in time, and may live. Whoever is known to be gone does not
+            count, nor does whoever's slot another process has by now.
     """
     here = {each.member for each in holders} & set(before.members)
     away = set(before.members) & set(silent) - here

@@ -32,6 +32,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--elastic", required=True)
     parser.add_argument("--expected", type=int, required=True)
     parser.add_argument("--patience-s", type=float, default=60.0)
+    parser.add_argument("--index", type=int, choices=(0, 1), required=True)
     parser.add_argument("--standby", action="store_true")
     parser.add_argument("--run-dir", type=Path)
     return parser.parse_args(argv)
@@ -45,7 +46,7 @@ class Process:
         self._log = EventLog(asked.run_dir / "events.jsonl") if asked.run_dir else None
         self._stop = threading.Event()
         wanted = Settings(bounds=settings.parse(asked.elastic), expected=asked.expected, patience_s=asked.patience_s)
-        coordinator = Coordinator(wanted, now_s=time.monotonic(), is_standby=asked.standby)
+        coordinator = Coordinator(wanted, now_s=time.monotonic(), index=asked.index, is_standby=asked.standby)
         self.service = CoordinatorService(coordinator, note_epoch=self._note_epoch, note_lost=self._note_lost)
         self.server = wire.Server(
             wire.Tls(wire.Credentials.load_from(asked.credentials)),

@@ -42,7 +42,8 @@ class Checkpoints:
 
         Args:
             folder: Where they are; on a disk that all ranks can reach, or at least rank 0's, also next time.
-            keep: How many to keep; older ones are removed when a newer one is on the disk.
+            keep: How many to keep; older ones are removed when a newer one is on the disk. Those of later steps,
+                which an earlier training left, and those that `load` found damaged do not count.
             rng: Save and load the random numbers of each rank as well.
             parts: The model, the optimizer, the loader that `prepare` returned, a learning-rate schedule: whatever has
                 state_dict and load_state_dict, under names of your own. What DistributedDataParallel holds is taken
@@ -55,6 +56,7 @@ class Checkpoints:
         self.folder = Path(folder).absolute()
         self._keep, self._rng = keep, rng
         self._parts = {name: _inner(part) for name, part in parts.items()}
+        self._refused: set[Path] = set()
         self._teller = Teller(WorkerEnvironment.from_environ(os.environ))
         self._stage = Stage()
         self._writer = Writer(self._write, self._pass_over)
@@ -142,6 +144,7 @@ class Checkpoints:
         try:
             return disk.read(saved)
         except TrainingError as error:
+            self._refused.add(saved.path)
             self._teller.refused(_place()[0], saved, str(error))
             return None
 
@@ -177,7 +180,8 @@ class Checkpoints:
             saved = disk.write(self.folder, **place, document=job.document, staged=job.staged)
             write_s = time.perf_counter() - started_s
             self._teller.saved(saved, num_bytes=job.staged.num_bytes, copy_s=job.copy_s, write_s=write_s)
-            self._remove_old(rank)
+            self._refused.discard(saved.path)
+            self._remove_old(saved)
         except Exception as error:
             self._teller.failed(rank, job.train_step, self.folder, f"{_reason(error)}.")
         finally:
@@ -188,12 +192,18 @@ class Checkpoints:
         text = "the disk was still busy with an earlier one when a later one came."
         self._teller.failed(job.document["rank"], job.train_step, self.folder, text)
 
-    def _remove_old(self, rank: int) -> None:
-        """All but the newest; of other ranks those that belong to none that is kept: they may be gone for ever."""
-        own = disk.list_saved(self.folder, rank=rank)
-        old = own[self._keep :]
-        if rank == 0 and own:
-            oldest = own[: self._keep][-1].train_step
+    def _remove_old(self, written: Saved) -> None:
+        """Up to what was just written, all but the newest whole ones.
+
+        Of other ranks those that belong to none that is kept: they may be gone for ever.
+        """
+        own = [
+            each for each in disk.list_saved(self.folder, rank=written.rank) if each.train_step <= written.train_step
+        ]
+        kept = [each for each in own if each.path not in self._refused][: self._keep]
+        oldest = min((each.train_step for each in kept), default=written.train_step)
+        old = [each for each in own if each.train_step < oldest] if len(kept) == self._keep else []
+        if written.rank == 0:
             old += [each for each in disk.list_saved(self.folder) if each.rank > 0 and each.train_step < oldest]
         try:
             disk.remove(iter(old))
