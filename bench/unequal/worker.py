@@ -73,6 +73,8 @@ def train(contenders: dict[str, Contender], options: argparse.Namespace, control
                 group["lr"] = LEARNING_RATE * (1 - epoch / options.epochs)
             dist.barrier(group=control)
             started_s = time.perf_counter()
+            if isinstance(sampler := getattr(each.loader, "sampler", None), DistributedSampler):
+                sampler.set_epoch(epoch)  # as torch's documentation has it: another order in each epoch
             one_epoch(each, stalling(options, epoch))
             dist.barrier(group=control)
             each.seconds.append(time.perf_counter() - started_s)

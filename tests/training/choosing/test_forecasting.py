@@ -54,3 +54,12 @@ def test_rings_that_are_asked_for_are_of_equal_links_where_links_matter():
 def test_what_was_not_tried_is_known_in_relation_only():
     mode, _, _ = forecasting.decide(OPEN, said([None, [0.001]], [50e6, 5e6]), None, is_open=True)
     assert mode == "balanced"
+
+
+def test_why_it_was_not_tried_is_in_the_reason():
+    heard = said([[0.001], None, [0.001], [0.001]], [50e6, 50e6, 50e6, 5e6])
+    heard[1]["trial_problem"] = "RuntimeError: no such file"
+    note = "; rank 1 could not try out the model (RuntimeError: no such file), so speeds are those of the cluster file"
+    assert forecasting.decide(OPEN, heard, None, is_open=True)[1].endswith(note)
+    asked = (modes.PS_HRA, "the script asks for it")
+    assert forecasting.decide(asked, heard, None, is_open=False)[1] == asked[1] + note

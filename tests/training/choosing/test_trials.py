@@ -5,9 +5,11 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ringweave.training.choosing import trials
+from ringweave.training.choosing.trials import Trial
 
 SAMPLES = TensorDataset(torch.ones(6, 3), torch.zeros(6))
 
@@ -26,6 +28,17 @@ class Refusing(nn.Linear):
         raise RuntimeError(f"not with {input.shape}")
 
 
+class Communicating(DistributedDataParallel):
+    """A stand-in for the real one, which wants a group: each of its passes would wait for other ranks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("waits for others")
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter([torch.ones(3)])
@@ -40,7 +53,7 @@ def ticking(step_s: float):
 def test_seconds_of_a_sample(model):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random = torch.random.get_rng_state()
-    found = trials.measure(model, DataLoader(SAMPLES, batch_size=4), 4, clock=ticking(0.2))
+    found = trials.measure(model, DataLoader(SAMPLES, batch_size=4), 4, clock=ticking(0.2)).sample_s
     assert found is not None
     assert all(each == pytest.approx(0.1) for each in found)  # two looks at the clock in a block of one trial
     assert 1 <= len(found) <= 8
@@ -50,14 +63,26 @@ def test_seconds_of_a_sample(model):
 
 
 def test_short_trials_are_put_together():
-    found = trials.measure(nn.Linear(3, 2), DataLoader(SAMPLES), 2, clock=ticking(0.01))
+    found = trials.measure(nn.Linear(3, 2), DataLoader(SAMPLES), 2, clock=ticking(0.01)).sample_s
     assert found is not None
     assert max(found) < 0.011  # a block of ten trials, not one
 
 
-@pytest.mark.parametrize(("model", "data"), [(Refusing(3, 2), SAMPLES), (nn.Linear(3, 2), Stream())])
-def test_what_cannot_be_tried_out_has_no_speed(model, data):
-    assert trials.measure(model, DataLoader(data), 2) is None
+@pytest.mark.parametrize(
+    ("model", "data", "problem"),
+    [
+        (Refusing(3, 2), SAMPLES, "RuntimeError: not with torch.Size([2, 3])"),
+        (nn.Linear(3, 2), Stream(), "the data set is a stream"),
+    ],
+)
+def test_what_cannot_be_tried_out_has_no_speed_but_a_problem(model, data, problem):
+    assert trials.measure(model, DataLoader(data), 2) == Trial(sample_s=None, problem=problem)
+
+
+def test_under_ddp_nothing_is_communicated():
+    trial = trials.measure(Communicating(nn.Linear(3, 2)), DataLoader(SAMPLES), 2, clock=ticking(0.2))
+    assert trial.sample_s
+    assert not trial.problem
 
 
 def test_noise_is_no_stall():

@@ -50,3 +50,21 @@ def test_a_rank_that_became_slow_gets_less():
     assert num_batches == 20
     assert change.shares == (79, 19, 79, 79)
     assert shares.of_ring == (79, 19)
+
+
+def test_nobody_gets_more_than_its_memory_takes():
+    clock, changes = Clock(), []
+    timer = StepTimer(HostTimeline(clock))
+    control = Told(Speed(s_per_sample=0.01, noise=0.01))
+    caps = (70, 64, 256, 256)
+    shares = RingShares((64, 64, 64, 64), (0, 1), timer, control, lambda *change: changes.append(change), caps=caps)
+    for _ in range(20):
+        shares.begin()
+        shares.give(64)
+        clock.now_s += 64 * 0.04
+        timer.gradients_ready()
+    shares.begin()
+    shares.meet()
+    [(_, change)] = changes
+    assert change.shares[0] == 70
+    assert sum(change.shares) == 256

@@ -52,7 +52,8 @@ class RingClient:
             ring: Index of the ring.
             term: Of that server.
             patience_s: How long an answer may take; a pull also waits for the slowest ring.
-            reconnect_s: How long the server may be out of reach.
+            reconnect_s: How long the server may be out of reach, counted from when a connection broke that had stood
+                for as long, or from the first failure of a call.
             clock: Gives seconds.
             sleep: Waits between two attempts to connect.
         """
@@ -145,16 +146,20 @@ class RingClient:
         Raises:
             WireError: The server refused or failed, or was out of reach for too long.
         """
-        deadline_s = self._clock() + self._reconnect_s
+        began_s = self._clock()
+        failing_since_s: float | None = None
         while True:
+            tried_s = self._clock()
             try:
                 if self._client is None:
                     self._client = self._connect()
-                    deadline_s = self._clock() + self._reconnect_s
                 return do(self._client)
             except (ConnectionLostError, DeadlineError):
                 self.close()
-                if self._clock() >= deadline_s:
+                now_s = self._clock()
+                if failing_since_s is None or now_s - tried_s >= self._reconnect_s:
+                    failing_since_s = now_s
+                if now_s - failing_since_s >= self._reconnect_s or now_s - began_s >= self._patience_s:
                     raise
                 self._sleep(_BREATH_S)
 

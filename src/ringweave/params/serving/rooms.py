@@ -63,9 +63,16 @@ class Rooms:
 class Lanes:
     """Rooms for rings whose links are quick, and a room for those that are slow, so that these hold nobody else up."""
 
-    def __init__(self, quick: int, sizes: Sequence[int]) -> None:
-        """`quick` is how many rooms quick rings have together; slow ones have one, made when there is such a ring."""
-        self._quick, self._slow = Rooms(quick, sizes), Rooms(1, sizes)
+    def __init__(self, quick: int, sizes: Sequence[int], *, num_kept: int = 0) -> None:
+        """How many rooms there are; each is made when it is first needed.
+
+        Args:
+            quick: For what is on its way to quick rings together; slow ones have one for that.
+            sizes: Bytes of the buffers of one push.
+            num_kept: Rooms in either lane beside those, for what is kept after it was sent: rings that wait for each
+                other while all of them keep one must not wait for rooms too.
+        """
+        self._quick, self._slow = Rooms(quick + num_kept, sizes), Rooms(1 + num_kept, sizes)
 
     def of(self, *, is_slow: bool) -> Rooms:
         """The rooms of such a ring."""

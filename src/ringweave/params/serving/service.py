@@ -68,6 +68,8 @@ class _Job:
     sending: Lanes
     tempo: Tempo = field(default_factory=Tempo)
     gone: set[int] = field(default_factory=set)
+    pulled_after: dict[int, int] = field(default_factory=dict)
+    """After which push each ring has asked last: who asks after an earlier one has been given up."""
 
     @property
     def memory_bytes(self) -> int:
@@ -184,8 +186,11 @@ class ParameterService:
         message: Push = incoming.message
         job = self._find(message.term, message.ring, incoming.peer)
         _check_buffers(job.setup, incoming.sizes)
-        room = job.receiving.of(is_slow=job.tempo.is_slow(message.ring)).take()
-        job.tempo.begin(message.ring, self._clock())
+        with self._changed:
+            rooms = job.receiving.of(is_slow=job.tempo.is_slow(message.ring))
+        room = rooms.take()  # without the lock: whoever has the room needs it to be done
+        with self._changed:
+            job.tempo.begin(message.ring, self._clock())
         return room
 
     def _push(self, call: Call) -> Pushed:
@@ -228,17 +233,8 @@ class ParameterService:
         pull: Pull = call.message
         job = self._find(pull.term, pull.ring, call.peer)
         with self._changed:
-            while (room := self._sending_room(job, pull)) is None:
-                if call.left_s() <= 0 or call.cancelled.is_set():
-                    raise DeadlineError(
-                        explain(
-                            f"parameters for ring {pull.ring}",
-                            got=f"version {job.ledger.version} is all there is",
-                            expected=f"its push {pull.after_sequence} applied, and the slowest ring near enough",
-                            do="Look which ring does not push any more",
-                        )
-                    )
-                self._changed.wait(min(_ROOM_LOOK_S if _is_due(job, pull) else _LOOK_S, max(0.0, call.left_s())))
+            job.pulled_after[pull.ring] = max(pull.after_sequence, job.pulled_after.get(pull.ring, 0))
+            room = self._wait_for_room(job, call)
             job.gone.discard(pull.ring)
             version = job.ledger.grant(pull.ring)
             copy = Flat.over(job.setup.tensors, room)
@@ -247,6 +243,25 @@ class ParameterService:
                 job.model.keep(pull.ring, copy)
             self.counts.sent_bytes += copy.num_bytes
         return Answer(Pulled(version=version), room)
+
+    def _wait_for_room(self, job: _Job, call: Call) -> list[memoryview]:
+        """Memory for the answer, once the ring may go on; an error if that is too late, or nobody waits any more."""
+        pull: Pull = call.message
+        while True:
+            is_wanted = not call.cancelled.is_set() and pull.after_sequence == job.pulled_after[pull.ring]
+            room = self._sending_room(job, pull) if is_wanted else None
+            if room is not None:
+                return room
+            if call.left_s() <= 0 or not is_wanted:
+                raise DeadlineError(
+                    explain(
+                        f"parameters for ring {pull.ring}",
+                        got=f"version {job.ledger.version} is all there is" if is_wanted else "nobody who waits",
+                        expected=f"its push {pull.after_sequence} applied, and the slowest ring near enough",
+                        do="Look which ring does not push any more",
+                    )
+                )
+            self._changed.wait(min(_ROOM_LOOK_S if _is_due(job, pull) else _LOOK_S, max(0.0, call.left_s())))
 
     def _sending_room(self, job: _Job, pull: Pull) -> list[memoryview] | None:
         """Memory for the answer; None as long as the ring may not go on, or all of it is on its way to others."""
@@ -312,7 +327,7 @@ def _begin(setup: Setup, model: GatheredModel, *, version: int, pushed: dict[int
         model=model,
         tickets=TicketOffice(len(setup.rings)),
         receiving=Lanes(_RECEIVING, sizes),
-        sending=Lanes(_SENDING + num_kept, sizes),
+        sending=Lanes(_SENDING, sizes, num_kept=num_kept),
     )
 
 

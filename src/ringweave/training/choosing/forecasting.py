@@ -17,6 +17,7 @@ from ringweave.planning import modes
 from ringweave.planning.grouping import forecasts
 from ringweave.planning.grouping.forecasts import Forecast, Ring, Work, Worker
 from ringweave.training.choosing import trials
+from ringweave.training.choosing.trials import Trial
 from ringweave.training.loading.orders import Reading
 from ringweave.training.rings.forming import rings_of, speeds_of
 
@@ -27,13 +28,16 @@ class Outlook:
 
     forecasts: tuple[Forecast, ...]
     chosen: Forecast
+    untried: str = ""
+    """Which rank could not try out the model, and why; with what follows from that."""
 
     @property
     def reason(self) -> str:
         """In words, with the numbers."""
         others = "; ".join(map(str, self.forecasts))
         least = forecasts.MIN_GAIN
-        return f"predicted for the samples of a train step: {others}; rings are taken for a gain of {least:.0%} or more"
+        said = f"predicted for the samples of a train step: {others}; rings are taken for a gain of {least:.0%} or more"
+        return said + self.untried
 
 
 def own_prospects(
@@ -43,9 +47,11 @@ def own_prospects(
     known = joining.assumed(environment, os.environ)
     is_served = environment.server is not None and environment.credentials is not None
     num_samples = max(1, reading.batch_samples // dist.get_world_size())
+    trial = trials.measure(model, loader, num_samples) if is_served and is_needed else Trial()
     return {
         **dataclasses.asdict(known),
-        "trial_s": trials.measure(model, loader, num_samples) if is_served and is_needed else None,
+        "trial_s": trial.sample_s,
+        "trial_problem": trial.problem,
         "num_bytes": sum(each.nbytes for each in model.parameters() if each.requires_grad),
         "is_served": is_served and reading.num_samples is not None,
     }
@@ -72,15 +78,16 @@ def decide(
     if is_open:
         return outlook.chosen.mode, outlook.reason, outlook.chosen.rings or None
     found = [each for each in outlook.forecasts if each.rings]
-    return mode, reason, forecasts.choose(found).rings if found else None
+    return mode, reason + outlook.untried, forecasts.choose(found).rings if found else None
 
 
 def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]]) -> Outlook:
     """The same on all ranks, since all have heard the same.
 
     Args:
-        said: Of each rank: `trial_s`, seconds of a sample in trials or None; `speed`, relative, by the cluster file;
-            `rate`, bytes per second or None; `batch_samples`; `num_bytes`; `server_rate`.
+        said: Of each rank: `trial_s`, seconds of a sample in trials or None, then with a `trial_problem`; `speed`,
+            relative, by the cluster file; `rate`, bytes per second or None; `batch_samples`; `num_bytes`;
+            `server_rate`.
         rings: Ways to form rings; none where no server is there, or the script does not go with one.
     """
     are_tried = all(each["trial_s"] for each in said)
@@ -99,7 +106,16 @@ def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]
     )
     found = forecasts.forecast(workers, work, rings)
     # Balanced is sync while all are equally fast, and follows when they are not.
-    return Outlook(forecasts=found, chosen=forecasts.choose([each for each in found if each.mode != modes.SYNC]))
+    chosen = forecasts.choose([each for each in found if each.mode != modes.SYNC])
+    return Outlook(forecasts=found, chosen=chosen, untried=_untried(said))
+
+
+def _untried(said: Sequence[Mapping[str, Any]]) -> str:
+    """The first problem of a trial, as the end of a reason; empty where there is none."""
+    for rank, each in enumerate(said):
+        if problem := each.get("trial_problem"):
+            return f"; rank {rank} could not try out the model ({problem}), so speeds are those of the cluster file"
+    return ""
 
 
 def rings_to_look_at(

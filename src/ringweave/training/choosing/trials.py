@@ -8,10 +8,12 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from ringweave.planning.balancing.estimating import BLOCK_S
@@ -22,28 +24,43 @@ BUDGET_S = 1.0
 _MOST_BLOCKS = 8
 _STALL = 1.5
 """Times that are so many times the median are stalls of the machine; smaller differences are noise of a short test."""
+_MOST_TEXT = 300
+"""Characters of a problem that are told to the other ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """What trials have shown."""
+
+    sample_s: list[float] | None = None
+    """Seconds that a sample has taken in each block of trials; None where the model cannot be tried out."""
+    problem: str = ""
+    """Why it cannot."""
 
 
 def measure(
     model: nn.Module, loader: DataLoader, num_samples: int, clock: Callable[[], float] = time.perf_counter
-) -> list[float] | None:
-    """Seconds that a sample has taken in each block of trials; None where the model cannot be tried out.
+) -> Trial:
+    """How long a sample takes.
 
     Args:
-        model: The module, which is left as it was.
+        model: The module, which is left as it was. Of one under DistributedDataParallel it is the module inside: ranks
+            make as many trials as fit into the time, and must not wait for each other in them.
         loader: Where samples come from: the first of the data set, without drawing from the sampler.
         num_samples: Samples of a trial.
         clock: Gives seconds.
     """
     if isinstance(loader.dataset, IterableDataset):
-        return None
+        return Trial(problem="the data set is a stream")
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
     try:
-        with speed_test.leaving_no_trace(model):
-            batch = _batch(loader, num_samples, model)
-            _try_out(model, batch)
-            return [seconds / num_samples for seconds in _blocks(lambda: _try_out(model, batch), clock)]
-    except Exception:
-        return None
+        with speed_test.leaving_no_trace(inner):
+            batch = _batch(loader, num_samples, inner)
+            _try_out(inner, batch)
+            blocks_s = _blocks(lambda: _try_out(inner, batch), clock)
+            return Trial(sample_s=[seconds / num_samples for seconds in blocks_s])
+    except Exception as error:  # the script's own code; what it does not take here it may well take in training
+        return Trial(problem=f"{type(error).__name__}: {error}"[:_MOST_TEXT])
 
 
 def settle(sample_s: list[float]) -> list[float]:

@@ -103,7 +103,8 @@ def prepare(
     member.refresh()
     atexit.register(member.leave)
     # Each as fast as it is, so that all rings push equally often: what a slow ring pushes is no older then.
-    per_rank = balancing.apportion(reading.batch_samples, [Speed(s_per_sample=1 / speed) for speed in speeds])
+    caps = [reading.batch_samples if each["cap"] is None else each["cap"] for each in said]
+    per_rank = balancing.apportion(reading.batch_samples, [Speed(s_per_sample=1 / speed) for speed in speeds], caps)
     samples = Samples()
     pushed = PushedOptimizer(optimizer, member, samples, _local_steps(asked, rings, speeds)[index])
     parts = RingParts(
@@ -111,7 +112,7 @@ def prepare(
         weights=weights,
         samples=samples,
         take=_taker(client, small_group, ring[0]),
-        shares=RingShares(per_rank, ring, timer, control, recorder.shares_changed),
+        shares=RingShares(per_rank, ring, timer, control, recorder.shares_changed, caps=caps),
         ring_rank=ring.index(control.rank),
         settle=pushed.rest,
         refresh=member.refresh,

@@ -23,10 +23,13 @@ class RingShares:
         timer: StepTimer,
         control: Control,
         on_change: Callable[[int, Change], object],
+        *,
+        caps: Sequence[int] | None = None,
     ) -> None:
-        """`on_change` is called with the number of batches of this ring so far."""
+        """`on_change` is called with the number of batches of this ring so far; `caps` are the most of each rank."""
         self._shares, self._ring = shares, tuple(ring)
         self._timer, self._control, self._on_change = timer, control, on_change
+        self._caps = caps
         self._estimator = SpeedEstimator()
         self._num_batches = 0
 
@@ -50,7 +53,7 @@ class RingShares:
     def meet(self) -> None:
         """All ranks of all rings call this: the shares from here on."""
         speeds = self._control.start_exchange(self._estimator.speed).wait()
-        change = balancing.rebalance(self._shares, speeds) if speeds else None
+        change = balancing.rebalance(self._shares, speeds, self._caps) if speeds else None
         if change is not None:
             self._shares = change.shares
             self._on_change(self._num_batches, change)

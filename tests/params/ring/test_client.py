@@ -1,0 +1,114 @@
+"""Connections that break: how long a ring tries to reach its server again, in virtual time."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from ringweave import wire
+from ringweave.errors import ConnectionLostError, DeadlineError
+from ringweave.params.messages import Ask, Status
+from ringweave.params.ring.client import RingClient
+
+RECONNECT_S, PATIENCE_S = 20.0, 100.0
+STATUS = Status(
+    version=3,
+    staleness={},
+    pushes={},
+    samples=0,
+    repeats=0,
+    received_bytes=0,
+    sent_bytes=0,
+    most_peers=1,
+    train_steps=0.0,
+    memory_bytes=0,
+)
+
+
+class World:
+    """A server whose connections do, one call after the other, what a test says."""
+
+    def __init__(self, *deeds: Callable[["World"], object], is_there: bool = True) -> None:
+        self.now_s = 0.0
+        self.num_connections = 0
+        self._deeds, self._is_there = list(deeds), is_there
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def connect(self) -> wire.Client:
+        if not self._is_there:
+            raise ConnectionLostError("nobody listens")
+        self.num_connections += 1
+        return cast("wire.Client", self)
+
+    def call(self, message: Ask, *, timeout_s: float) -> wire.Answer:
+        deed = self._deeds.pop(0) if len(self._deeds) > 1 else self._deeds[0]
+        deed(self)
+        return wire.Answer(STATUS)
+
+    def close(self) -> None:
+        pass
+
+    def client(self) -> RingClient:
+        settings: dict[str, Any] = {"patience_s": PATIENCE_S, "reconnect_s": RECONNECT_S}
+        return RingClient(self.connect, 0, clock=lambda: self.now_s, sleep=self.sleep, **settings)
+
+
+def answers(world: World) -> None:
+    world.sleep(0.1)
+
+
+def breaks_after(seconds: float) -> Callable[[World], None]:
+    def broken(world: World) -> None:
+        world.sleep(seconds)
+        raise ConnectionLostError("broken")
+
+    return broken
+
+
+def times_out(world: World) -> None:
+    world.sleep(PATIENCE_S)
+    raise DeadlineError("no answer")
+
+
+def test_a_connection_that_breaks_after_a_long_wait_is_made_again():
+    world = World(answers, breaks_after(RECONNECT_S + 5), answers)
+    client = world.client()
+    client.status()
+    assert client.status() == STATUS
+    assert world.num_connections == 2
+
+
+def test_one_that_has_stood_for_long_begins_the_count_anew():
+    world = World(breaks_after(30), breaks_after(30), answers)
+    assert world.client().status() == STATUS
+    assert world.num_connections == 3
+
+
+def test_connections_that_break_at_once_are_given_up():
+    world = World(breaks_after(0.0))
+    with pytest.raises(ConnectionLostError):
+        world.client().status()
+    assert RECONNECT_S <= world.now_s <= RECONNECT_S + 1
+
+
+def test_a_server_out_of_reach_is_given_up():
+    world = World(answers, is_there=False)
+    with pytest.raises(ConnectionLostError):
+        world.client().status()
+    assert RECONNECT_S <= world.now_s <= RECONNECT_S + 1
+
+
+def test_no_answer_in_time_is_not_asked_for_again():
+    world = World(times_out)
+    with pytest.raises(DeadlineError):
+        world.client().status()
+    assert world.now_s == PATIENCE_S
+
+
+def test_connections_that_break_again_and_again_end_with_patience():
+    world = World(breaks_after(RECONNECT_S + 1))
+    with pytest.raises(ConnectionLostError):
+        world.client().status()
+    assert world.now_s <= PATIENCE_S + RECONNECT_S + 2
