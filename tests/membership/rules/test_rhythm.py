@@ -22,9 +22,9 @@ def test_a_deadline_follows_from_the_longest_gap_of_late() -> None:
 def test_who_is_late_is_late_only_after_the_deadline() -> None:
     rhythm = beats(0.15, 20)
     assert not rhythm.is_late(20 * 0.15 + 0.79)
-    assert rhythm.is_late(20 * 0.15 + 0.81)
+    assert rhythm.is_late(20 * 0.15 + SILENCE.least_s + 0.01)
     rhythm.excuse(20 * 0.15 + 0.79)
-    assert not rhythm.is_late(20 * 0.15 + 0.81)
+    assert not rhythm.is_late(20 * 0.15 + SILENCE.least_s + 0.01)
 
 
 def at_work(seconds: float) -> tuple[Signs, float]:
