@@ -133,7 +133,7 @@ class SlurmPlace:
         """The group; None if there is none, or not any more."""
         # In this order: who has left since the first question has said so before.
         runs = locks.is_held(_step_lock(folder)) or locks.is_held(folder.alive)
-        report, orders = _read(folder)
+        report, orders = folder.read()
         is_told = folder.removing.exists() or (orders is not None and orders.leave)
         has_ended = report is not None and not report.phase.is_alive
         if runs or not (has_ended or self._is_gone(folder)):
@@ -178,7 +178,7 @@ class SlurmPlace:
         """Nothing of a group that never said so can run any more; until then no other may take its place."""
         if not self._is_mine(folder):
             # One that was not past the gate can do no harm: the gate of its round stays shut.
-            report, _ = _read(folder)
+            report, _ = folder.read()
             return report is None or report.phase is not Phase.RUNNING or self._is_fenced(folder)
         if self._is_fenced(folder):
             return True
@@ -251,7 +251,7 @@ class SlurmPlace:
     def _open(self, round_: int) -> None:
         offers = {}
         for folder in self._folder.groups():
-            report, _ = _read(folder)
+            report, _ = folder.read()
             if report and report.round == round_ and report.meeting:
                 offers[self._config.node(folder.node).name] = report.meeting
         first = offers.get(self._config.nodes[0].name)
@@ -261,12 +261,12 @@ class SlurmPlace:
             replace_text(self._folder.gate, posts.dump_opening(opening))
 
     def _dismiss(self, folder: GroupFolder, why: str) -> None:
-        _, orders = _read(folder)
+        _, orders = folder.read()
         if orders is not None:
             self._order(folder, Orders(round=orders.round, leave=True, why=why))
 
     def _order(self, folder: GroupFolder, orders: Orders) -> None:
-        _, before = _read(folder)
+        _, before = folder.read()
         if before is not None and (orders.leave or not before.leave):
             replace_text(folder.orders, posts.dump_orders(orders))
 
@@ -312,13 +312,3 @@ def _step_lock(folder: GroupFolder) -> Path:
 def _grant_file(folder: GroupFolder) -> Path:
     """Key of the allocation that the group was made in."""
     return folder.root / "grant"
-
-
-def _read(folder: GroupFolder) -> tuple[Report | None, Orders | None]:
-    """What the group says and what is wanted of it, as far as there is either."""
-    report = orders = None
-    with contextlib.suppress(FileNotFoundError):
-        report = posts.parse_report(folder.report.read_bytes())
-    with contextlib.suppress(FileNotFoundError):
-        orders = posts.parse_orders(folder.orders.read_bytes())
-    return report, orders

@@ -15,9 +15,13 @@ STATE/jobs/ID/                                all of one job; ID is its name and
 ```
 """
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
+
+from ringweave.launch.groups import posts
+from ringweave.launch.groups.posts import Orders, Report
 
 REGISTRY = "jobs.sqlite"
 
@@ -44,6 +48,15 @@ class GroupFolder:
     def report(self) -> Path:
         """What it says."""
         return self.root / "report.json"
+
+    def read(self) -> tuple[Report | None, Orders | None]:
+        """What the group says and what is wanted of it, as far as there is either."""
+        report = orders = None
+        with contextlib.suppress(FileNotFoundError):
+            report = posts.parse_report(self.report.read_bytes())
+        with contextlib.suppress(FileNotFoundError):
+            orders = posts.parse_orders(self.orders.read_bytes())
+        return report, orders
 
     @property
     def bell(self) -> Path:

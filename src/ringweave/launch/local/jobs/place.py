@@ -94,7 +94,7 @@ class LocalPlace:
     def _look(self, folder: GroupFolder) -> Group | None:
         """The group; None if there is none, which is where a crash came between making its folder and its process."""
         is_held = locks.is_held(folder.alive)
-        report, orders = _read(folder)
+        report, orders = folder.read()
         is_told_to_go = folder.removing.exists() or (orders is not None and orders.leave)
         if not is_held and (report is None or folder.removing.exists()):
             shutil.rmtree(folder.root, ignore_errors=True)
@@ -145,7 +145,7 @@ class LocalPlace:
     def _open(self, round_: int) -> None:
         first = self._config.nodes[0].index
         for folder in self._folder.groups():
-            report, _ = _read(folder)
+            report, _ = folder.read()
             if folder.node == first and report and report.round == round_ and report.meeting:
                 opening = Opening(round=round_, meeting=report.meeting)
                 replace_text(self._folder.gate, posts.dump_opening(opening))
@@ -154,14 +154,14 @@ class LocalPlace:
             bells.ring(folder.bell)
 
     def _dismiss(self, folder: GroupFolder, why: str) -> None:
-        _, orders = _read(folder)
+        _, orders = folder.read()
         if orders is not None:
             self._order(folder, Orders(round=orders.round, leave=True, why=why))
 
     def _order(self, folder: GroupFolder, orders: Orders) -> None:
         if not folder.root.exists():
             return
-        _, before = _read(folder)
+        _, before = folder.read()
         if before is None or not before.leave or orders.leave:
             replace_text(folder.orders, posts.dump_orders(orders))
         bells.ring(folder.bell)
@@ -171,13 +171,3 @@ class LocalPlace:
             return posts.parse_opening(self._folder.gate.read_bytes())
         except FileNotFoundError:
             return None
-
-
-def _read(folder: GroupFolder) -> tuple[Report | None, Orders | None]:
-    """What the group says and what is wanted of it, as far as there is either."""
-    report = orders = None
-    with contextlib.suppress(FileNotFoundError):
-        report = posts.parse_report(folder.report.read_bytes())
-    with contextlib.suppress(FileNotFoundError):
-        orders = posts.parse_orders(folder.orders.read_bytes())
-    return report, orders
