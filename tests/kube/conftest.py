@@ -7,7 +7,6 @@ import asyncio
 import os
 import secrets
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from ringweave.launch.kubernetes.api.failures import ApiError
 from ringweave.launch.kubernetes.resource.definition import definition
 from ringweave.testing.kubernetes.cluster import FakeCluster
 from ringweave.testing.kubernetes.kubelet import PlayedKubelet
+from ringweave.testing.kubernetes.operators import OperatorProcess
 
 SOON_S = 90.0
 _Result = TypeVar("_Result")
@@ -181,37 +181,13 @@ def _define(kube: Kube) -> None:
             return
 
 
-class Operator:
-    """`ringweave operator` as a process."""
-
-    def __init__(self, kube: Kube, log: Path) -> None:
-        self._kube, self._log = kube, log
-        self.process = self._start()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "ringweave", "operator", "--namespace", self._kube.namespace, "--no-desk"]
-        command += ["--lease-namespace", self._kube.namespace, "--identity", "test", "-v", "--lease-s", "600"]
-        with self._log.open("ab") as log:
-            return subprocess.Popen(command, env=self._kube.environ, stdout=log, stderr=log)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(SOON_S)
-
-    def restart(self) -> None:
-        self.process = self._start()
-
-    def stop(self) -> int:
-        self.process.terminate()
-        return self.process.wait(SOON_S)
-
-
 @pytest.fixture(scope="session")
-def operator(kube: Kube, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
+def operator(kube: Kube, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
+    """`ringweave operator` for the namespace of the tests."""
+    arguments = ["--namespace", kube.namespace, "--lease-namespace", kube.namespace]
+    arguments += ["--no-desk", "--identity", "test", "-v", "--lease-s", "600"]
     log = tmp_path_factory.mktemp("operator") / "log"
-    operator = Operator(kube, log)
-    yield operator
-    exit_code = operator.stop()
-    text = log.read_text()
-    assert exit_code == 0, text
-    assert "a bug of ours" not in text, text
+    with OperatorProcess(kube.kubeconfig, arguments, log) as operator:
+        yield operator
+        assert operator.stop() == 0, log.read_text()
+    assert "a bug of ours" not in log.read_text(), log.read_text()

@@ -14,7 +14,8 @@ from ringweave.launch.kubernetes.api import kinds
 from ringweave.launch.kubernetes.api.failures import ApiError
 from ringweave.launch.kubernetes.objects import configs, seeing
 from ringweave.launch.kubernetes.resource import times
-from tests.kube.conftest import Kube, Operator, a_spec
+from ringweave.testing.kubernetes.operators import OperatorProcess
+from tests.kube.conftest import Kube, a_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -34,7 +35,7 @@ def is_gone(kube: Kube, name: str):
     return lambda: kube.left(name) == []
 
 
-def test_a_job_runs_and_is_deleted(kube: Kube, operator: Operator) -> None:
+def test_a_job_runs_and_is_deleted(kube: Kube, operator: OperatorProcess) -> None:
     kube.submit("runs", nodes=[{"name": "n0", "capacity": 10, "deletionPolicy": "keep"}, {"name": "n1", "capacity": 5}])
     kube.play("runs", lambda: len(kube.pods("runs")) == 2, steps=False)
     config = kube.run(kube.client.get(kinds.CONFIG_MAPS, kube.namespace, names.config("runs")))
@@ -78,7 +79,7 @@ def test_a_job_runs_and_is_deleted(kube: Kube, operator: Operator) -> None:
     kube.play("runs", is_gone(kube, "runs"))
 
 
-def test_a_failed_node_alone_is_replaced_and_all_gather_again(kube: Kube, operator: Operator) -> None:
+def test_a_failed_node_alone_is_replaced_and_all_gather_again(kube: Kube, operator: OperatorProcess) -> None:
     kube.submit("fails")
     kube.play("fails", kube.in_state("fails", "Running"))
     before = {key: pod["metadata"]["uid"] for key, pod in kube.pods("fails").items()}
@@ -100,7 +101,7 @@ def test_a_failed_node_alone_is_replaced_and_all_gather_again(kube: Kube, operat
     kube.play("fails", is_gone(kube, "fails"))
 
 
-def test_a_pod_that_vanishes_is_replaced(kube: Kube, operator: Operator) -> None:
+def test_a_pod_that_vanishes_is_replaced(kube: Kube, operator: OperatorProcess) -> None:
     kube.submit("loses")
     kube.play("loses", kube.in_state("loses", "Running"))
     kube.run(kube.client.delete(kinds.PODS, kube.namespace, names.pod("loses", 0, 1)))
@@ -111,7 +112,7 @@ def test_a_pod_that_vanishes_is_replaced(kube: Kube, operator: Operator) -> None
     kube.play("loses", is_gone(kube, "loses"))
 
 
-def test_suspended_and_resumed(kube: Kube, operator: Operator) -> None:
+def test_suspended_and_resumed(kube: Kube, operator: OperatorProcess) -> None:
     kube.submit("waits", suspend=True)
     kube.play("waits", kube.in_state("waits", "Suspended"))
     assert kube.left("waits") == [f"{names.KIND}/waits"]
@@ -128,7 +129,7 @@ def test_suspended_and_resumed(kube: Kube, operator: Operator) -> None:
     kube.play("waits", is_gone(kube, "waits"))
 
 
-def test_stopped_kept_and_tried_again(kube: Kube, operator: Operator) -> None:
+def test_stopped_kept_and_tried_again(kube: Kube, operator: OperatorProcess) -> None:
     keep = {"capacity": 10, "deletionPolicy": "keep"}
     kube.submit("stops", nodes=[{"name": "n0", **keep}, {"name": "n1", **keep}])
     kube.play("stops", kube.in_state("stops", "Running"))
@@ -146,7 +147,7 @@ def test_stopped_kept_and_tried_again(kube: Kube, operator: Operator) -> None:
     kube.play("stops", is_gone(kube, "stops"))
 
 
-def test_a_ttl_removes_the_job_within_a_second_of_its_time(kube: Kube, operator: Operator) -> None:
+def test_a_ttl_removes_the_job_within_a_second_of_its_time(kube: Kube, operator: OperatorProcess) -> None:
     ttl_s = 2.0
     keep = {"capacity": 10, "deletionPolicy": "keep"}
     kube.submit("expires", ttlSecondsAfterFinished=ttl_s, nodes=[{"name": "n0", **keep}, {"name": "n1", **keep}])
@@ -159,7 +160,7 @@ def test_a_ttl_removes_the_job_within_a_second_of_its_time(kube: Kube, operator:
     assert time.time() >= ended_s + ttl_s
 
 
-def test_somebody_elses_job_is_left_alone(kube: Kube, operator: Operator) -> None:
+def test_somebody_elses_job_is_left_alone(kube: Kube, operator: OperatorProcess) -> None:
     kube.submit("theirs", managedBy="kueue.x-k8s.io/multikueue")
     kube.submit("ours")
     kube.play("ours", kube.in_state("ours", "Running"))
@@ -172,7 +173,7 @@ def test_somebody_elses_job_is_left_alone(kube: Kube, operator: Operator) -> Non
         kube.play(name, is_gone(kube, name))
 
 
-def test_who_may_not_is_refused_with_what_helps(kube: Kube, operator: Operator) -> None:
+def test_who_may_not_is_refused_with_what_helps(kube: Kube, operator: OperatorProcess) -> None:
     kube.submit("refused", requester={"username": "nobody-knows-me"})
     kube.play("refused", kube.in_state("refused", "Refused"))
     told = status(kube, "refused")
@@ -183,7 +184,7 @@ def test_who_may_not_is_refused_with_what_helps(kube: Kube, operator: Operator) 
     kube.play("refused", is_gone(kube, "refused"))
 
 
-def test_a_script_too_long_for_a_config_map_is_refused_with_the_mend(kube: Kube, operator: Operator) -> None:
+def test_a_script_too_long_for_a_config_map_is_refused_with_the_mend(kube: Kube, operator: OperatorProcess) -> None:
     kube.submit("long", source="#" * (2**20 - 1000))
     kube.play("long", kube.in_state("long", "Refused"))
     told = status(kube, "long")
@@ -193,7 +194,7 @@ def test_a_script_too_long_for_a_config_map_is_refused_with_the_mend(kube: Kube,
     kube.play("long", is_gone(kube, "long"))
 
 
-def test_what_cannot_be_run_here_is_refused_with_what_helps(kube: Kube, operator: Operator) -> None:
+def test_what_cannot_be_run_here_is_refused_with_what_helps(kube: Kube, operator: OperatorProcess) -> None:
     for name, changes, reason, text in (
         ("served", {"mode": "ps-hra"}, "ModeNeedsServer", "Leave mode out"),
         ("imageless", {"image": None}, "NoImage", "Write spec.image, or have the operator run with --image"),
@@ -222,17 +223,17 @@ def test_of_64_at_once_one_gets_the_name(kube: Kube) -> None:
     kube.remove("wanted")
 
 
-def test_the_operator_is_killed_and_goes_on(kube: Kube, operator: Operator) -> None:
+def test_the_operator_is_killed_and_goes_on(kube: Kube, operator: OperatorProcess) -> None:
     kube.submit("survives")
     kube.play("survives", kube.in_state("survives", "Running"))
     operator.kill()
     kube.run(kube.kubelet.fail(kube.pods("survives")[0, 1], Cause.PLACE))
-    operator.restart()
+    operator.start()
     kube.play("survives", lambda: (0, 2) in kube.pods("survives"))
     kube.play("survives", kube.in_state("survives", "Running"))
     operator.kill()
     kube.remove("survives")
-    operator.restart()
+    operator.start()
     kube.play("survives", is_gone(kube, "survives"))
     assert {name for name, _ in kube.kubelet.created if name.startswith("survives-")} == {
         "survives-0-1",
@@ -242,7 +243,7 @@ def test_the_operator_is_killed_and_goes_on(kube: Kube, operator: Operator) -> N
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl")
-def test_kubectl_applies_waits_gets_and_deletes(kube: Kube, operator: Operator, tmp_path) -> None:
+def test_kubectl_applies_waits_gets_and_deletes(kube: Kube, operator: OperatorProcess, tmp_path) -> None:
     path = tmp_path / "job.yaml"
     body = {"apiVersion": names.API_VERSION, "kind": names.KIND, "metadata": {"name": "typed"}, "spec": a_spec()}
     with path.open("w") as file:

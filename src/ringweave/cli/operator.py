@@ -51,7 +51,7 @@ def command(**given: Any) -> int:
     when it is started again.
     """
     try:
-        from ringweave.launch.kubernetes.operating import running
+        from ringweave.launch.kubernetes.operating import ending, running
     except ModuleNotFoundError as error:
         do = "Install it with pip install 'ringweave[kubernetes]'"
         raise LaunchError(explain("operator", got=f"no {error.name}", expected="kopf", do=do)) from error
@@ -59,5 +59,6 @@ def command(**given: Any) -> int:
     running.quiet()
     identity = str(given["identity"] or f"{socket.gethostname()}-{secrets.token_hex(4)}")
     settings = running.settings_of(given, identity=identity)
-    asyncio.run(running.operate(running.connector(os.environ, given["context"]), settings))
+    connect = running.connector(os.environ, given["context"])
+    asyncio.run(running.operate(connect, settings, ends=ending.end_process_later))
     return 0

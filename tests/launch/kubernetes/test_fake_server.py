@@ -2,15 +2,13 @@
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from ruamel.yaml import YAML
 
 from ringweave.launch.kubernetes.api import connecting, kinds
@@ -18,6 +16,7 @@ from ringweave.launch.kubernetes.api.client import Client, Object
 from ringweave.launch.kubernetes.api.failures import ApiError
 from ringweave.testing.kubernetes.checks import rules
 from ringweave.testing.kubernetes.cluster import FakeCluster
+from ringweave.testing.kubernetes.operators import OperatorProcess
 from ringweave.testing.kubernetes.server.store import Store
 
 SOON_S = 90.0
@@ -133,35 +132,67 @@ def test_history_forgets_the_oldest() -> None:
     assert [change.version for change in store.since(("", "pods"), 3)] == [4, 5]
 
 
+def spec() -> dict[str, Any]:
+    return {
+        "cpuWorkers": 3,
+        "script": "a.py",
+        "source": "pass",
+        "image": "a",
+        "nodes": [{"name": "n0", "capacity": 3}],
+        "requester": {"username": "admin", "groups": ["system:masters"]},
+    }
+
+
+def wait(holds: Callable[[], bool], operator: OperatorProcess) -> None:
+    deadline_s = time.monotonic() + SOON_S
+    while not holds():
+        assert time.monotonic() < deadline_s, operator.log.read_text()
+        time.sleep(0.05)
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_the_operator_goes_on_when_its_watches_expire(cluster: FakeCluster, kubeconfig: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ringweave", "operator", "--lease-namespace", "default", "--no-desk", "-v"]
-    command += ["--lease-s", "600"]
-    with (tmp_path / "log").open("wb") as log:
-        operator = subprocess.Popen(command, env={**os.environ, "KUBECONFIG": str(kubeconfig)}, stdout=log, stderr=log)
-    try:
+@pytest.mark.timeout(400)
+def test_the_operator_goes_on_when_its_watches_expire_and_ends(
+    cluster: FakeCluster, kubeconfig: Path, tmp_path: Path
+) -> None:
+    arguments = ("--lease-namespace", "default", "--no-desk", "-v", "--lease-s", "600")
+    with OperatorProcess(kubeconfig, arguments, tmp_path / "log") as operator:
         for name in ("first", "second"):
-            spec = {
-                "cpuWorkers": 3,
-                "script": "a.py",
-                "source": "pass",
-                "image": "a",
-                "nodes": [{"name": "n0", "capacity": 3}],
-                "requester": {"username": "admin", "groups": ["system:masters"]},
-            }
-            body = {"metadata": {"name": name}, "spec": spec}
+            body = {"metadata": {"name": name}, "spec": spec()}
             run(kubeconfig, lambda client, body=body: client.create(kinds.TRAINING_JOBS, "default", body))
-            deadline_s = time.monotonic() + SOON_S
-            while len(run(kubeconfig, lambda client: client.list(kinds.PODS, "default"))) < 1:
-                assert time.monotonic() < deadline_s, (tmp_path / "log").read_text()
-                time.sleep(0.05)
+            wait(lambda: bool(run(kubeconfig, lambda client: client.list(kinds.PODS, "default"))), operator)
             run(kubeconfig, lambda client, name=name: client.delete(kinds.TRAINING_JOBS, "default", name))
-            while run(kubeconfig, lambda client: client.list(kinds.TRAINING_JOBS, "default")):
-                assert time.monotonic() < deadline_s, (tmp_path / "log").read_text()
-                time.sleep(0.05)
+            wait(lambda: not run(kubeconfig, lambda client: client.list(kinds.TRAINING_JOBS, "default")), operator)
             # All watches are cut, and what they could go on from is forgotten.
             cluster.call(cluster.cut_watches)
-    finally:
-        operator.terminate()
-        assert operator.wait(SOON_S) == 0, (tmp_path / "log").read_text()
+        assert operator.stop() == 0, operator.log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_operator_ends_though_the_api_server_answers_nothing_any_more(
+    cluster: FakeCluster, kubeconfig: Path, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+
+    async def never(http: web.Request) -> None:
+        asked.append(http.path)
+        await asyncio.Event().wait()
+
+    arguments = ("--lease-namespace", "default", "--no-desk", "--lease-s", "600", "--identity", "silenced")
+    with OperatorProcess(kubeconfig, arguments, tmp_path / "log") as operator:
+        body = {"metadata": {"name": "third"}, "spec": spec()}
+        run(kubeconfig, lambda client: client.create(kinds.TRAINING_JOBS, "default", body))
+        wait(lambda: bool(run(kubeconfig, lambda client: client.list(kinds.PODS, "default"))), operator)
+        pod = run(kubeconfig, lambda client: client.list(kinds.PODS, "default"))[0]
+        cluster.handler.delay = never
+        try:
+            # It looks, and waits for an answer; so do its watches, which are cut.
+            cluster.call(cluster.cut_watches)
+            wait(lambda: bool(asked), operator)
+            assert operator.stop() == 0, operator.log.read_text()
+        finally:
+            cluster.handler.delay = None
+    assert "lease: not released: no answer" in operator.log.read_text()
+    for kind, name in ((kinds.TRAINING_JOBS, "third"), (kinds.PODS, pod["metadata"]["name"])):
+        run(kubeconfig, lambda client, kind=kind, name=name: client.delete(kind, "default", name))

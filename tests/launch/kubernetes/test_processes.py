@@ -2,10 +2,7 @@
 
 import asyncio
 import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +18,7 @@ from ringweave.launch.kubernetes.api.client import Client
 from ringweave.launch.kubernetes.service import KubernetesService
 from ringweave.launch.services.service import LogQuery
 from ringweave.testing.kubernetes.cluster import FakeCluster
+from ringweave.testing.kubernetes.operators import OperatorProcess
 from ringweave.testing.kubernetes.processes import ProcessKubelet
 
 SOON_S = 90.0
@@ -87,19 +85,15 @@ def free_port() -> int:
 @pytest.fixture
 def place(cluster: FakeCluster, kubeconfig: Path, tmp_path: Path) -> Iterator[Place]:
     port = free_port()
-    command = [sys.executable, "-m", "ringweave", "operator", "--namespace", "default", "--lease-namespace", "default"]
-    command += ["--desk", f"https://127.0.0.1:{port}", "--desk-port", str(port), "--image", "example/train:1"]
-    command += ["--lease-s", "600"]
-    log = tmp_path / "operator.log"
-    with log.open("wb") as file, Place(cluster, kubeconfig, tmp_path / "pods") as place:
-        operator = subprocess.Popen(command, env=place.environ, stdout=file, stderr=file)
-        try:
-            yield place
-        finally:
-            operator.send_signal(signal.SIGTERM)
-            exit_code = operator.wait(SOON_S)
-    assert exit_code == 0, log.read_text()
-    assert log.read_text() == ""
+    arguments = ["--namespace", "default", "--lease-namespace", "default", "--image", "example/train:1"]
+    arguments += ["--desk", f"https://127.0.0.1:{port}", "--desk-port", str(port), "--lease-s", "600"]
+    with (
+        Place(cluster, kubeconfig, tmp_path / "pods") as place,
+        OperatorProcess(kubeconfig, arguments, tmp_path / "operator.log") as operator,
+    ):
+        yield place
+        assert operator.stop() == 0, operator.log.read_text()
+        assert operator.log.read_text() == ""
 
 
 def test_a_job_of_real_processes(place: Place, tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ringweave.launch.kubernetes.api import connecting
 from ringweave.launch.kubernetes.api.client import Client
-from ringweave.launch.kubernetes.operating.leading import Leader, LeaseSettings, LostLeaseError
+from ringweave.launch.kubernetes.api.failures import ApiError
+from ringweave.launch.kubernetes.operating.leading import RELEASE_S, Leader, LeaseSettings, LostLeaseError
+from ringweave.launch.kubernetes.operating.looking import Key
 
 
 class Clock:
@@ -26,7 +29,7 @@ def test_the_second_waits_until_the_first_has_not_renewed_for_the_whole_time(kub
 
     async def run() -> None:
         async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
-            first, second = (Leader(client, settings(name), clock) for name in ("first", "second"))
+            first, second = (Leader(client, settings(name), clock, clock) for name in ("first", "second"))
             await first.acquire()
             assert not await second._try()
             clock.now += 14.0
@@ -37,7 +40,7 @@ def test_the_second_waits_until_the_first_has_not_renewed_for_the_whole_time(kub
             clock.now += 15.1
             assert await second._try()
             assert not await first._try()
-            again = Leader(client, settings("second"), clock)
+            again = Leader(client, settings("second"), clock, clock)
             assert await again._try(), "the same after a restart of its container"
             await again.release()
             assert await first._try()
@@ -51,8 +54,8 @@ def test_one_that_has_lost_it_stops(kubeconfig: Path) -> None:
 
     async def run() -> None:
         async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
-            first = Leader(client, settings("first", renew_s=1.0), clock)
-            second = Leader(client, settings("second"), clock)
+            first = Leader(client, settings("first", renew_s=1.0), clock, clock)
+            second = Leader(client, settings("second"), clock, clock)
             await first.acquire()
             assert not await second._try()
             clock.now += 15.1
@@ -60,5 +63,79 @@ def test_one_that_has_lost_it_stops(kubeconfig: Path) -> None:
             with pytest.raises(LostLeaseError, match="lost, expected to hold it"):
                 await first.keep()
             await second.release()
+
+    asyncio.run(run())
+
+
+class Virtual(asyncio.SelectorEventLoop):
+    """Time goes to the next timer at once, where nothing else is to be done."""
+
+    now_s = 0.0
+
+    def time(self) -> float:
+        return self.now_s
+
+    def _run_once(self) -> None:
+        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
+            self.now_s = max(self.now_s, self._scheduled[0].when())  # type: ignore[attr-defined]
+        super()._run_once()  # type: ignore[misc]
+
+
+class Silent:
+    """An API server that makes the lease, and answers nothing after some renewals."""
+
+    def __init__(self, num_answers: int) -> None:
+        self._left, self._lease = num_answers, None
+
+    async def get(self, *_: Any) -> Any:
+        if self._left == 0:
+            await asyncio.Event().wait()
+        self._left -= 1
+        if self._lease is None:
+            raise ApiError("none", status=404, reason="NotFound", message="")
+        return self._lease
+
+    async def create(self, _kind: Any, _namespace: Any, lease: Any) -> None:
+        self._lease = {**lease, "metadata": {**lease["metadata"], "resourceVersion": "1"}}
+
+    replace = create
+
+
+@pytest.mark.parametrize("num_answers", [1, 2, 7])
+def test_one_that_gets_no_answer_stops_before_another_may_begin(num_answers: int) -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        leader = Leader(Silent(num_answers), settings("silent"), Clock(), loop.time)  # type: ignore[arg-type]
+        await leader.acquire()
+        with pytest.raises(LostLeaseError):
+            await leader.keep()
+        renewed_s = (num_answers - 1) * 4.0
+        assert loop.time() == renewed_s + 15.0 - 4.0
+        assert not leader.holds
+        await leader.release()
+        assert loop.time() == renewed_s + 15.0 - 4.0 + RELEASE_S
+
+    with asyncio.Runner(loop_factory=Virtual) as runner:
+        runner.run(run())
+
+
+def test_one_that_stood_still_too_long_begins_nothing(kubeconfig: Path) -> None:
+    clock = Clock()
+
+    async def run() -> None:
+        async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
+            leader = Leader(client, settings("still"), clock, clock)
+            await leader.acquire()
+            looked: list[Key] = []
+
+            async def look(key: Key) -> None:
+                looked.append(key)
+
+            await leader.guarding(look)(("default", "a"))
+            clock.now += 11.0  # a lease of 15 s, less one renewal
+            with pytest.raises(LostLeaseError, match="lost, expected to hold it"):
+                await leader.guarding(look)(("default", "b"))
+            assert looked == [("default", "a")]
+            await leader.release()
 
     asyncio.run(run())

@@ -19,6 +19,7 @@ from ringweave.launch.kubernetes.api.certificates import ServerCertificate
 from ringweave.launch.kubernetes.api.client import Client
 from ringweave.launch.kubernetes.api.failures import ApiError
 from ringweave.launch.kubernetes.objects.pods import PodSettings
+from ringweave.launch.kubernetes.operating import ending
 from ringweave.launch.kubernetes.operating.acting import Actor
 from ringweave.launch.kubernetes.operating.admission import Admission
 from ringweave.launch.kubernetes.operating.controller import Controller
@@ -56,6 +57,7 @@ async def operate(
     client_class: Callable[[Connect], Client] = Client,
     clock: Callable[[], float] = time.time,
     ready: asyncio.Event | None = None,
+    ends: Callable[[], None] = lambda: None,
 ) -> None:
     """Lead all jobs until told to stop, by SIGTERM or SIGINT.
 
@@ -65,49 +67,66 @@ async def operate(
         client_class: Makes the client; tests put something in between.
         clock: Seconds since 1970.
         ready: Set when it leads.
+        ends: Called when its end begins.
 
     Raises:
         LostLeaseError: Another operator leads.
     """
+    stop = asyncio.Event()
     async with client_class(connect) as client:
         leader = Leader(client, settings.lease, clock)
-        await leader.acquire()
-        desk, pods = await _desk(client, settings, clock)
-        actor = Actor(client, pods, clock)
-        admission = Admission(client, pods, clock)
-        controller = Controller(client, actor, admission, clock, listener=desk.note, gone=desk.forget)
-        queue = Queue(controller.reconcile, clock, settings.num_workers)
-        certificate = await _certificate(client, settings) if _is_tls(settings) else None
-        async with contextlib.AsyncExitStack() as stack:
-            if settings.desk_port is not None:
-                runner = await desk.serve(settings.desk_host, settings.desk_port, certificate)
-                stack.push_async_callback(runner.cleanup)
-            if ready is not None:
-                ready.set()
-            await _until_one_ends(leader.keep(), queue.serve(), _watch(connect, settings, queue))
+        with ending.heard(stop) as hear:
+            parts = _Parts(
+                client=client, leader=leader, settings=settings, clock=clock, connect=connect, hear=hear, ends=ends
+            )
+            lead = _lead(parts, ready or asyncio.Event())
+            await ending.until_one_ends(_wait(stop), lead, grace_s=ending.WHOLE_S, begins=ends)
         await leader.release()
 
 
-async def _until_one_ends(*parts: Any) -> None:
-    """Run them together; when one returns or fails, end the others."""
-    tasks = [asyncio.ensure_future(part) for part in parts]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in done:
-        task.result()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Parts:
+    """What an operator is made of."""
+
+    client: Client
+    leader: Leader
+    settings: OperatorSettings
+    clock: Callable[[], float]
+    connect: Connect
+    hear: Callable[[], None]
+    """Has signals heard again, which kopf takes for itself."""
+    ends: Callable[[], None]
 
 
-async def _watch(connect: Connect, settings: OperatorSettings, queue: Queue) -> None:
-    """Poke the queue for everything that changes; returns when a signal says so."""
-    registry = kopf.OperatorRegistry()
+async def _wait(stop: asyncio.Event) -> None:
+    await stop.wait()
+
+
+async def _lead(parts: _Parts, ready: asyncio.Event) -> None:
+    """Wait for the lease, and lead as long as it is ours."""
+    client, settings, clock = parts.client, parts.settings, parts.clock
+    await parts.leader.acquire()
+    certificate = await _certificate(client, settings) if _is_tls(settings) else None
+    pods = settings.pods if certificate is None else replace(settings.pods, desk_authority=certificate.certificate)
+    desk = Desk(client, clock)
+    actor, admission = Actor(client, pods, clock), Admission(client, pods, clock)
+    controller = Controller(client, actor, admission, clock, listener=desk.note, gone=desk.forget)
+    queue = Queue(parts.leader.guarding(controller.reconcile), clock, settings.num_workers)
+    async with contextlib.AsyncExitStack() as stack:
+        if settings.desk_port is not None:
+            runner = await desk.serve(settings.desk_host, settings.desk_port, certificate)
+            stack.push_async_callback(runner.cleanup)
+        ready.set()
+        await ending.until_one_ends(parts.leader.keep(), queue.serve(), _watch(parts, queue), begins=parts.ends)
+
+
+async def _watch(parts: _Parts, queue: Queue) -> None:
+    """Poke the queue for everything that changes."""
+    settings, registry = parts.settings, kopf.OperatorRegistry()
 
     @kopf.on.login(registry=registry)
     async def login(**_: Any) -> kopf.ConnectionInfo:
-        return await asyncio.to_thread(connect)
+        return await asyncio.to_thread(parts.connect)
 
     @kopf.on.event(names.GROUP, names.VERSION, names.PLURAL, registry=registry)
     async def job_changed(*, namespace: str | None, name: str | None, **_: Any) -> None:
@@ -118,7 +137,8 @@ async def _watch(connect: Connect, settings: OperatorSettings, queue: Queue) -> 
 
     for plural in ("pods", "configmaps"):
         kopf.on.event("v1", plural, labels={names.JOB_LABEL: kopf.PRESENT}, registry=registry)(object_changed)
-    await kopf.operator(
+    before = asyncio.all_tasks()
+    tasks = await kopf.spawn_tasks(
         registry=registry,
         settings=_kopf_settings(),
         standalone=True,
@@ -126,6 +146,8 @@ async def _watch(connect: Connect, settings: OperatorSettings, queue: Queue) -> 
         namespaces=settings.namespaces,
         liveness_endpoint=settings.liveness,
     )
+    parts.hear()
+    await kopf.run_tasks(tasks, ignored=before)
 
 
 def _kopf_settings() -> kopf.OperatorSettings:
@@ -134,15 +156,9 @@ def _kopf_settings() -> kopf.OperatorSettings:
     settings.posting.enabled = False
     settings.watching.server_timeout = 270
     settings.watching.reconnect_backoff = 0.1
+    settings.queueing.exit_timeout = 0.5  # its handlers only poke
+    settings.process.ultimate_exiting_timeout = None  # `ending` sees to that
     return settings
-
-
-async def _desk(client: Client, settings: OperatorSettings, clock: Callable[[], float]) -> tuple[Desk, PodSettings]:
-    desk = Desk(client, clock)
-    if not _is_tls(settings):
-        return desk, settings.pods
-    certificate = await _certificate(client, settings)
-    return desk, replace(settings.pods, desk_authority=certificate.certificate)
 
 
 def _is_tls(settings: OperatorSettings) -> bool:
