@@ -22,6 +22,10 @@ class Member:
     follower: Follower = field(init=False)
     standing: Standing = field(init=False)
     decree: Decree | None = None
+    forming: Decree | None = None
+    """The epoch that was ordered, while its group is not formed."""
+    is_settled: bool = False
+    """What the epoch before left unfinished has been ended."""
     history: dict[int, Ballot] = field(default_factory=dict)
     """Number of a reduction -> the epoch whose members' gradients are in it."""
     is_frozen: bool = True
@@ -103,7 +107,7 @@ class World:
             rejoining = member.rejoining
             self._send(member, lambda each, now_s: each.rejoin(rejoining, now_s))
         self._send(member, lambda each, now_s: each.beat(member.name, Beat(), now_s))
-        if member.unstood is not None and (not member.wants_stop or member.standing.at_border):
+        if member.unstood is not None and member.is_frozen and member.forming is None:
             ballot, standing = member.unstood, member.standing
             self._send(member, lambda each, now_s: each.stand(ballot, standing, now_s))
         at = member.at
@@ -120,34 +124,49 @@ class World:
             match action:
                 case Freeze():
                     member.unstood = action.ballot
-                    if action.is_urgent or member.is_frozen:
-                        member.is_frozen, member.wants_stop = True, False
+                    if action.is_urgent or (member.is_frozen and member.forming is None):
+                        member.is_frozen, member.wants_stop, member.forming = True, False, None
                     else:
                         member.wants_stop = True
                 case Form():
-                    self._form(member, action.decree)
+                    own = next(each for each in action.decree.standings if each.member == member.name)
+                    assert own == member.standing, "it stood still since it said where it stands"
+                    member.decree = member.forming = action.decree
+                    member.is_settled, member.wants_stop, member.unstood = False, False, None
                 case Out():
-                    member.is_frozen, member.reason = True, action.reason
+                    member.is_frozen, member.forming, member.reason = True, None, action.reason
         assert member.follower.epoch >= epoch, "no member goes back to an earlier epoch"
 
-    def _form(self, member: Member, decree: Decree) -> None:
-        own = next(each for each in decree.standings if each.member == member.name)
-        assert own == member.standing, "it stood still since it said where it stands"
-        if resolve(own, decree) == "take":
+    def _settle(self, member: Member, decree: Decree) -> None:
+        """End what the epoch before left unfinished."""
+        if resolve(member.standing, decree) == "take":
             giver = next(each for each in (*decree.standings, *decree.finished) if each.committed == decree.committed)
             number = decree.committed
             member.history[number] = self.members[giver.member].history[number]
             member.standing = replace(member.standing, committed=number, at_border=True)
-        if not own.has_state:
+        member.standing = replace(member.standing, is_prepared=False)
+        member.is_settled = True
+
+    def _meet(self, member: Member, decree: Decree) -> None:
+        """Go on with the others, once all have come; a newcomer with the state of one of them."""
+        others = [self.members[name] for name in decree.members]
+        if not all(each.decree == decree and each.is_settled for each in others):
+            return
+        if not member.standing.has_state:
             if decree.holders:
                 member.history = dict(self.members[decree.holders[0]].history)
             member.standing = replace(member.standing, has_state=True, committed=decree.committed)
-        member.standing = replace(member.standing, is_prepared=False)
-        member.decree, member.is_frozen, member.wants_stop, member.unstood = decree, False, False, None
+        member.forming, member.is_frozen = None, False
 
     def work(self, member: Member) -> None:
-        """The next thing that training does: leave the border, say that all sums are there, or take them over."""
-        if not member.can_act or member.is_frozen or member.decree is None:
+        """The next thing that happens in it: it forms its epoch, leaves the border, says that all sums are there, or
+        takes them over."""
+        if not member.can_act:
+            return
+        if member.forming is not None:
+            (self._meet if member.is_settled else self._settle)(member, member.forming)
+            return
+        if member.is_frozen or member.decree is None:
             return
         standing, ballot = member.standing, member.follower.epoch
         number = standing.committed + 1
@@ -155,9 +174,8 @@ class World:
         if standing.at_border:
             member.standing = replace(standing, at_border=False)
         elif not standing.is_prepared:
-            if all(self.members[each].follower.epoch >= ballot for each in member.decree.members):
-                member.standing = replace(standing, is_prepared=True)
-                together.add(member.name)
+            member.standing = replace(standing, is_prepared=True)
+            together.add(member.name)
         elif together == set(member.decree.members):
             member.history[number] = ballot
             member.standing = replace(standing, committed=number, is_prepared=False, at_border=True)
@@ -212,13 +230,15 @@ class World:
         newest = max((each.follower.epoch for each in self.members.values()), default=BEFORE_ALL)
         if newest == BEFORE_ALL:
             return
-        there = [each for each in self.members.values() if each.follower.epoch == newest]
+        there = [each for each in self.members.values() if each.follower.epoch == newest and each.forming is None]
         numbers = {number for each in there for number in each.history}
         for number in numbers:
             sets = {each.history[number] for each in there if number in each.history}
             assert len(sets) <= 1, "members of one epoch took over the same gradients in every reduction"
         committed = {each.standing.committed for each in there}
-        assert max(committed) - min(committed) <= 1, "members of one epoch are at most one reduction apart"
+        assert not committed or max(committed) - min(committed) <= 1, (
+            "members of one epoch are at most one reduction apart"
+        )
         assert all(set(each.history) == set(range(1, each.standing.committed + 1)) for each in there), "none is skipped"
 
     def describe(self) -> str:

@@ -90,7 +90,6 @@ def test_no_step_is_lost_and_the_mean_is_over_those_who_are_left(faults: dict[st
             assert all(account.is_accounted for account in value["accounts"])
 
 
-@pytest.mark.xfail(strict=False, reason="open defect: about one time in eight a replacement never gets its first epoch")
 def test_a_replacement_goes_on_with_the_state_of_the_others_and_one_that_is_asked_to_leaves() -> None:
     faults = {"1.0": (2, "backward")}
     with ElasticJob(functions.train, 3, 16, faults, 0.1) as job:

@@ -49,7 +49,8 @@ class Session:
         self._refusal: RingweaveError | None = None
         self._where = Standing(member=member)
         self._generation = 0
-        self._is_frozen, self._is_up, self._wants_stop, self._stops = True, False, False, False
+        self._is_frozen, self._is_ordered, self._is_up = True, False, False
+        self._wants_stop, self._stops = False, False
         self._reduction: Reduction | None = None
         self._room = Room()
         self._last: Commit | None = None
@@ -156,9 +157,13 @@ class Session:
     # The agent's thread.
 
     def freeze(self, *, is_urgent: bool) -> Standing | None:
-        """Stand still; see `agent.Participant`."""
+        """Stand still; see `agent.Participant`.
+
+        An epoch that was ordered and is not formed yet is formed first, and its step ended: members that gave it up
+        for the next one, in which they are to stop at a border, would do so for ever and get nowhere.
+        """
         with self._lock:
-            if not (is_urgent or self._is_frozen):
+            if not is_urgent and (self._is_ordered or not self._is_frozen):
                 self._wants_stop = True
                 return None
             self._freeze()
@@ -174,7 +179,7 @@ class Session:
     def form(self, decree: Decree) -> None:
         """Go on in this epoch."""
         with self._lock:
-            self._next = decree
+            self._next, self._is_ordered, self._wants_stop = decree, True, False
             self._lock.notify_all()
 
     def end(self, out: Out) -> None:
@@ -300,7 +305,7 @@ class Session:
             self._decree = decree
             self._where = replace(self._where, has_state=True, committed=max(decree.committed, self._where.committed))
             self._crew.begin(decree, notes, is_newcomer=is_newcomer)
-            self._is_frozen, self._is_up, self._wants_stop, self._stops = False, True, False, False
+            self._is_frozen, self._is_ordered, self._is_up, self._stops = False, False, True, False
             error = self._start_buckets()
             self._lock.notify_all()
         self._tell_broken(error, generation)
@@ -336,7 +341,7 @@ class Session:
 
     def _freeze(self) -> None:
         self._is_frozen, self._is_up = True, False
-        self._next = None  # ordered before: it is over
+        self._next, self._is_ordered = None, False  # ordered before: it is over
         self._generation += 1
 
     def _standing(self) -> Standing:
