@@ -4,49 +4,126 @@ ringweave chaos examples/clusters/unequal-nics.yaml --random kill,pause --every 
 """
 
 import argparse
+import importlib.util
+import json
+import os
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
-from torch.nn import Linear, ReLU, Sequential, functional
+import xxhash
+from torch import nn
+from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import ringweave
+from ringweave import environment
+from ringweave.planning.balancing import Account
+
+BATCH = 256
+NUM_SAMPLES = 7 * BATCH
+"""Whole batches: a train step is the same number of samples always."""
 
 
-def main() -> None:
-    """Train until enough steps are done; loss and steps are printed at the end."""
+def read() -> tuple[torch.Tensor, torch.Tensor]:
+    """Images and labels: the file of scikit-learn's digits, without its import, which takes as long as torch's."""
+    found = importlib.util.find_spec("sklearn")
+    assert found is not None, "scikit-learn is there"
+    assert found.submodule_search_locations is not None, "it is a package"
+    path = Path(found.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
+    table = torch.from_numpy(np.loadtxt(path, delimiter=",", max_rows=NUM_SAMPLES))
+    return table[:, :-1].float() / 16, table[:, -1].long()
+
+
+def make(width: int) -> nn.Module:
+    """The network, the same on all ranks."""
+    torch.manual_seed(0)
+    inner = [nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(*inner, nn.Linear(width, 10))
+
+
+class Checks:
+    """What each process says of its samples and parameters in each train step: to compare between processes later."""
+
+    def __init__(self, folder: Path, model: nn.Module) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._model = folder, model
+        who = os.environ.get(environment.MEMBER) or os.environ.get("RANK", "0")
+        self._file = (folder / f"{who}-{os.getpid()}.txt").open("a", encoding="ascii")
+
+    def drawn(self, train_step: int, indices: torch.Tensor) -> None:
+        """A line with the samples that this process computes: how many, and the sum of what stands for each."""
+        account = Account.of(indices.numpy())
+        self._say(f"drawn {train_step} {account.num_samples} {account.fingerprint}")
+
+    def done(self, train_step: int) -> None:
+        """A line with the check of all parameters."""
+        digest = xxhash.xxh3_64()
+        for each in self._model.parameters():
+            digest.update(each.detach().numpy().data)
+        self._say(f"done {train_step} {digest.hexdigest()}")
+
+    def _say(self, line: str) -> None:
+        self._file.write(f"{line}\n")
+        self._file.flush()
+
+    def end(self, train_step: int, images: torch.Tensor, labels: torch.Tensor) -> None:
+        """The loss on all samples, in a file."""
+        with torch.no_grad():
+            loss = functional.cross_entropy(self._model(images), labels).item()
+        (self._folder / "end.json").write_text(json.dumps({"train_step": train_step, "loss": loss}), encoding="ascii")
+
+
+def parse() -> argparse.Namespace:
+    """What the job is asked to do."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="for checkpoints")
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--checkpoint-every", type=int, default=20)
-    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--fresh", action="store_true", help="do not look for a checkpoint")
+    parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--mode", default="sync")
-    options = parser.parse_args()
-    torch.manual_seed(0)
-    images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
-    samples = TensorDataset(images.float() / 16, labels)
-    model = Sequential(Linear(64, options.width), ReLU(), Linear(options.width, 10))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = DataLoader(samples, batch_size=256, shuffle=True)
-    model, optimizer, loader = ringweave.prepare(model, optimizer, loader, options.mode)
+    parser.add_argument("--checks", type=Path, help="folder for the check of the parameters after each step")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train until enough steps are done; loss and steps are printed at the end."""
+    options = parse()
+    images, labels = read()
+    bare = model = make(options.width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    samples = TensorDataset(images, labels, torch.arange(NUM_SAMPLES))
+    loader = DataLoader(samples, batch_size=BATCH, shuffle=True)
+    model, optimizer, loader = ringweave.prepare(model, optimizer, loader, options.mode, ddp={"bucket_cap_mb": 0.25})
     checkpoints = ringweave.Checkpoints(options.folder / "checkpoints", model=model, optimizer=optimizer, loader=loader)
-    train_step, loss = checkpoints.load(), torch.tensor(0.0)
+    if not options.fresh:
+        checkpoints.load()
+    state, loss = loader.state_dict(), torch.tensor(0.0)
+    train_step = state["epoch"] * len(loader) + state["position"] // BATCH
+    checks = Checks(options.checks, bare) if options.checks else None
     while train_step < options.steps:
-        for x, y in loader:
+        for x, y, indices in loader:
+            if checks:
+                checks.drawn(train_step + 1, indices if loader.fraction else indices[:0])
             optimizer.zero_grad()
             loss = functional.cross_entropy(model(x), y)
             loss.backward()
             optimizer.step()
             train_step += 1
+            if checks:
+                checks.done(train_step)
             if train_step % options.checkpoint_every == 0:
                 checkpoints.save(train_step)
             if train_step >= options.steps:
                 break
     if dist.get_rank() == 0:
         print(f"{train_step} train steps, loss of the last batch on rank 0: {loss.item():.4f}")
-    dist.destroy_process_group()
+        if checks:
+            checks.end(train_step, images, labels)
+    if environment.MEMBER not in os.environ:  # an elastic job's group is not the script's
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

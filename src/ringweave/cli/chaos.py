@@ -1,6 +1,7 @@
 """`ringweave chaos`: faults that happen to a job in a lab, and what they cost."""
 
 import json
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -9,16 +10,16 @@ import click
 from ringweave import topology
 from ringweave.benchmarks.chaos import faults, jobs, session
 from ringweave.benchmarks.chaos.accounts import Report
-from ringweave.benchmarks.chaos.faults import Fault
+from ringweave.benchmarks.chaos.faults import Fault, Targets
 from ringweave.benchmarks.chaos.session import Plan
 from ringweave.errors import UsageError
-from ringweave.topology import Cluster
 
 
 @click.command
 @click.argument("cluster_path", metavar="CLUSTER")
 @click.option("--script", "script_path", metavar="FILE", help='Faults, one a line: "at 20s pause worker 2 for 30s".')
-@click.option("--random", "kinds", metavar="KINDS", help="Faults at random: some of kill,pause,cut,slow,fill.")
+@click.option("--random", "kinds", metavar="KINDS", help="Faults at random: some of kill,pause,cut,slow,clock,fill.")
+@click.option("--moments", metavar="NAMES", help="Kill at these moments of a step: some of forward,backward,bucket,...")
 @click.option("--every", "every_s", type=float, default=60.0, help="Mean seconds between random faults. Default: 60.")
 @click.option("--lasts", "lasts_s", type=float, default=10.0, help="Seconds that each random one lasts. Default: 10.")
 @click.option("--calm", "calm_s", type=float, default=20.0, help="Seconds before the first random one. Default: 20.")
@@ -40,6 +41,7 @@ def command(  # noqa: PLR0913 - one for each option
     cluster_path: str,
     script_path: str | None,
     kinds: str | None,
+    moments: str | None,
     every_s: float,
     lasts_s: float,
     calm_s: float,
@@ -63,7 +65,8 @@ def command(  # noqa: PLR0913 - one for each option
     if script_path:
         happens = faults.parse(_read(script_path), session.targets(cluster))
     else:
-        happens = _drawn(cluster, kinds, seed, every_s=every_s, until_s=until_s, lasts_s=lasts_s, calm_s=calm_s)
+        hit = replace(session.targets(cluster), moments=_names(moments))
+        happens = _drawn(hit, kinds, seed, every_s=every_s, until_s=until_s, lasts_s=lasts_s, calm_s=calm_s)
     if dry_run:
         click.echo(
             json.dumps({"faults": [str(each) for each in happens]}) if as_json else faults.to_text(happens), nl=as_json
@@ -87,11 +90,14 @@ def command(  # noqa: PLR0913 - one for each option
     return 0
 
 
-def _drawn(cluster: Cluster, kinds: str | None, seed: int, **times: float) -> tuple[Fault, ...]:
+def _drawn(hit: Targets, kinds: str | None, seed: int, **times: float) -> tuple[Fault, ...]:
     if kinds is None:
         raise UsageError("faults: none given, expected some. Give --script FILE, or --random kill,pause.")
-    names = [kind.strip() for kind in kinds.split(",")]
-    return faults.draw(names, session.targets(cluster), seed=seed, **times)
+    return faults.draw(_names(kinds), hit, seed=seed, **times)
+
+
+def _names(text: str | None) -> list[str]:
+    return [name.strip() for name in text.split(",")] if text else []
 
 
 def _read(path: str) -> str:

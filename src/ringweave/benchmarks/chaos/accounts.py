@@ -1,7 +1,8 @@
 """What faults cost, from the events of a job: steps lost, time to recover, goodput. Pure; all of it is measured.
 
-A train step is done when the first rank has done it. A step is lost when it was done and has to be done again. Goodput
-divides the steps that count by those that the workers which the faults left would have done without faults.
+A train step is done when the first rank has done it. A step is lost when it was done and has to be done again; samples
+are lost with it, or alone, where a step counts without those of a worker that died. Goodput divides the samples that
+count by those that the workers which the faults left would have done without faults.
 """
 
 import itertools
@@ -53,7 +54,7 @@ class Report:
     alive_fraction: float
     """Worker-seconds that the faults left, of all."""
     goodput: float | None
-    """steps / (fault_free_steps_per_s x wall_s x alive_fraction)."""
+    """(steps less what their lost samples come to) / (fault_free_steps_per_s x wall_s x alive_fraction)."""
     recoveries: tuple[Recovery, ...]
 
     def to_document(self) -> dict[str, Any]:
@@ -83,7 +84,8 @@ def report(
         events: Of all attempts, oldest first.
         num_workers: Workers of the job.
         workers_on: Node -> its workers.
-        restart_s: Seconds after which a killed worker may be started again; so long it does not count as alive.
+        restart_s: Seconds after which a killed worker may be started again; so long it does not count as alive, or
+            until it is started, if that is earlier.
         samples_per_step: Samples of a train step; None takes what `ringweave.prepare` said.
     """
     done, lost = count_steps(events)
@@ -95,24 +97,26 @@ def report(
     first_s = min((time_s for time_s, _ in begun), default=end_s)
     calm = [each for each in done if each.time_s < first_s]
     rate = (len(calm) - 1) / (calm[-1].time_s - begin_s) if len(calm) > 2 else None
-    away_s = sum(_away_s(fault, workers_on, restart_s) for _, fault in begun)
+    away_s = sum(_away_s(time_s, fault, workers_on, restart_s, events) for time_s, fault in begun)
     alive = max(0.0, 1 - away_s / (wall_s * num_workers)) if wall_s else 1.0
     recoveries = tuple(_recovery(time_s, fault, begun, done, begin_s) for time_s, fault in begun)
     times = [each.recover_s for each in recoveries if each.recover_s is not None and _stops_workers(each.fault)]
     steps = len(done) - lost
     samples = samples_per_step or _batch_samples(events)
+    alone = sum(event["lost"] for event in events if event["kind"] == "samples_lost" and event["time"] <= end_s)
+    whole_steps = steps - (alone / samples if samples else 0)
     return Report(
         wall_s=round(wall_s, 3),
         steps=steps,
         steps_lost=lost,
-        samples=steps * samples if samples else None,
-        samples_lost=lost * samples if samples else None,
+        samples=steps * samples - alone if samples else None,
+        samples_lost=lost * samples + alone if samples else None,
         faults=len(begun),
         recover_p50_s=_quantile(times, 0.5),
         recover_p95_s=_quantile(times, 0.95),
         fault_free_steps_per_s=rate,
         alive_fraction=round(alive, 4),
-        goodput=round(steps / (rate * wall_s * alive), 4) if rate and wall_s and alive else None,
+        goodput=round(whole_steps / (rate * wall_s * alive), 4) if rate and wall_s and alive else None,
         recoveries=recoveries,
     )
 
@@ -132,6 +136,8 @@ def count_steps(events: Iterable[Event]) -> tuple[list[Done], int]:
             bases[rank] = positions[rank] = 0
         elif kind == "checkpoint_loaded":
             bases[rank] = event["train_step"]
+        elif kind == "epoch_begun" and len(event["newcomers"]) < len(event["members"]):
+            bases |= {_slot(member): max(positions.values(), default=0) for member in event["newcomers"]}
         elif kind == "train_step_done":
             began_anew = not any(positions.values())
             positions[rank] = bases.get(rank, 0) + event["steps_since_start"]
@@ -162,17 +168,33 @@ def _recovery(time_s: float, fault: Fault, begun: Sequence[tuple], done: Sequenc
     )
 
 
-def _away_s(fault: Fault, workers_on: dict[str, int], restart_s: float) -> float:
+def _away_s(
+    time_s: float, fault: Fault, workers_on: dict[str, int], restart_s: float, events: Sequence[Event]
+) -> float:
     """Worker-seconds that a fault takes away, whatever the system makes of it."""
-    if fault.kind == faults.KILL:
-        return restart_s
+    if fault.kind == faults.CUT:
+        return fault.lasts_s * workers_on.get(fault.target, 0)
+    if not fault.hits_worker:
+        return 0.0
     if fault.kind == faults.PAUSE:
         return fault.lasts_s
-    return fault.lasts_s * workers_on.get(fault.target, 0) if fault.kind == faults.CUT else 0.0
+    rank = int(fault.target)
+    starts = (
+        event["time"] - time_s
+        for event in events
+        if event["kind"] == "worker_started" and event["rank"] == rank and event["time"] > time_s
+    )
+    return min(restart_s, next(starts, restart_s))
 
 
 def _stops_workers(text: str) -> bool:
-    return faults.parse(text)[0].kind in (faults.KILL, faults.PAUSE, faults.CUT)
+    fault = faults.parse(text)[0]
+    return fault.hits_worker or fault.kind == faults.CUT
+
+
+def _slot(member: str) -> int:
+    """The rank that the launcher gave to a member of an elastic job."""
+    return int(member.partition(".")[0])
 
 
 def _batch_samples(events: Iterable[Event]) -> int | None:

@@ -2,9 +2,12 @@
 
 ```text
 at 12.5s kill worker 3                       kill -9
-at 20s pause worker 2 for 30s                SIGSTOP, then SIGCONT
+at 15s kill worker 3 during commit           at that moment of its next train step: forward, backward, bucket 0, ...
+at 18s kill coordinator                      the one that decides; standby: the other one
+at 20s pause worker 2 for 30s                SIGSTOP, then SIGCONT; pause coordinator for 3s
 at 40s cut a0 for 30s                        off the network, silently; cut a0 in, cut a0 out: one way
 at 60s slow a0->r0 to 50Mbit/s for 20s       one direction of a link
+at 70s clock a0 by -3600s for 20s            the wall clock of a node jumps, and back
 at 80s fill disk for 10s                     no byte left where the job keeps its checkpoints
 ```
 
@@ -20,12 +23,29 @@ from ringweave import units
 from ringweave.errors import UsageError, explain
 from ringweave.files.problems import closest
 
-KILL, PAUSE, CUT, SLOW, FILL = "kill", "pause", "cut", "slow", "fill"
-KINDS = (KILL, PAUSE, CUT, SLOW, FILL)
+KILL, PAUSE, CUT, SLOW, CLOCK, FILL = "kill", "pause", "cut", "slow", "clock", "fill"
+KINDS = (KILL, PAUSE, CUT, SLOW, CLOCK, FILL)
 DISK = "disk"
+COORDINATOR, STANDBY = "coordinator", "standby"
+SERVICES = (COORDINATOR, STANDBY)
+FORWARD, BACKWARD, BUCKET, COMMIT, COMMITTED, OPTIMIZER = MOMENTS = (
+    "forward",
+    "backward",
+    "bucket",
+    "commit",
+    "committed",
+    "optimizer",
+)
+"""Of a train step. `bucket N`: while the Nth bucket of gradients is summed; `commit`: before the worker says that it
+has all sums; `committed`: when it has heard that all have them."""
+_MOST_BUCKETS = 4
+"""Random moments are in one of the first so many."""
+_SHIFT_S = 3600.0
+"""By which clocks jump at random, forwards or back."""
 _LINE = re.compile(
     r"at (?P<at>\d+(?:\.\d+)?)s (?P<kind>[a-z]+) (?P<worker>worker )?(?P<target>\S+)"
-    r"(?: (?P<way>in|out|both))?(?: to (?P<rate>\S+))?(?: for (?P<lasts>\d+(?:\.\d+)?)s)?"
+    r"(?: (?P<way>in|out|both))?(?: during (?P<moment>[a-z]+(?: \d+)?))?(?: to (?P<rate>\S+))?"
+    r"(?: by (?P<shift>-?\d+(?:\.\d+)?)s)?(?: for (?P<lasts>\d+(?:\.\d+)?)s)?"
 )
 
 
@@ -37,20 +57,31 @@ class Fault:
     """Seconds after the job's first train step."""
     kind: str
     target: str
-    """A worker's rank, a node, a link, or `disk`."""
+    """A worker's rank, `coordinator`, `standby`, a node, a link, or `disk`."""
     lasts_s: float = 0.0
     """Until it is taken back; 0 for a kill, which cannot be."""
     way: str = "both"
     """Of a cut: `in`, `out` or `both`, from the node's side."""
     rate_bytes_per_s: float = 0.0
     """Of a slow link."""
+    moment: str = ""
+    """Of a train step at which a worker is killed, such as `bucket 2`; empty: at once."""
+    shift_s: float = 0.0
+    """By which a clock jumps."""
+
+    @property
+    def hits_worker(self) -> bool:
+        """Its target is a worker's rank."""
+        return self.kind in (KILL, PAUSE) and self.target not in SERVICES
 
     def __str__(self) -> str:
-        worker = "worker " if self.kind in (KILL, PAUSE) else ""
+        worker = "worker " if self.hits_worker else ""
         way = f" {self.way}" if self.kind == CUT and self.way != "both" else ""
+        moment = f" during {self.moment}" if self.moment else ""
         rate = f" to {units.format_rate(self.rate_bytes_per_s)}" if self.kind == SLOW else ""
+        shift = f" by {self.shift_s:g}s" if self.kind == CLOCK else ""
         lasts = f" for {self.lasts_s:g}s" if self.kind != KILL else ""
-        return f"at {self.at_s:g}s {self.kind} {worker}{self.target}{way}{rate}{lasts}"
+        return f"at {self.at_s:g}s {self.kind} {worker}{self.target}{way}{moment}{rate}{shift}{lasts}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +92,8 @@ class Targets:
     nodes: Sequence[str]
     link_rates: dict[str, float]
     """Link -> bytes per second."""
+    moments: Sequence[str] = ()
+    """Of a train step, at which workers are killed at random, equally often; none: whenever it is time."""
 
 
 def parse(text: str, targets: Targets | None = None) -> tuple[Fault, ...]:
@@ -106,12 +139,13 @@ def draw(
         calm_s: None begins earlier: so long the fault-free rate is measured.
 
     Raises:
-        UsageError: There is no such kind.
+        UsageError: There is no such kind, or moment.
     """
-    for kind in kinds:
-        if kind not in KINDS:
-            do = closest(kind, KINDS) or "See docs/chaos.md"
-            raise UsageError(explain("kind of fault", got=kind, expected=", ".join(KINDS), do=do))
+    for what, names, known in (("kind", kinds, KINDS), ("moment", targets.moments, MOMENTS)):
+        for name in names:
+            if name not in known:
+                do = closest(name, known) or "See docs/chaos.md"
+                raise UsageError(explain(f"{what} of fault", got=name, expected=", ".join(known), do=do))
     rng, faults, at_s = random.Random(seed), [], calm_s
     while at_s <= until_s:
         faults.append(_draw_one(rng, rng.choice(list(kinds)), round(at_s, 2), lasts_s, targets))
@@ -119,9 +153,16 @@ def draw(
     return tuple(faults)
 
 
+def draw_moment(rng: random.Random, moments: Sequence[str]) -> str:
+    """One of them at random, with the number of a bucket where it needs one; empty if there are none."""
+    moment = rng.choice(list(moments)) if moments else ""
+    return f"{moment} {rng.randrange(_MOST_BUCKETS)}" if moment == BUCKET else moment
+
+
 def _draw_one(rng: random.Random, kind: str, at_s: float, lasts_s: float, targets: Targets) -> Fault:
     if kind == KILL:
-        return Fault(at_s=at_s, kind=kind, target=str(rng.randrange(targets.num_workers)))
+        target = str(rng.randrange(targets.num_workers))
+        return Fault(at_s=at_s, kind=kind, target=target, moment=draw_moment(rng, targets.moments))
     if kind == PAUSE:
         return Fault(at_s=at_s, kind=kind, target=str(rng.randrange(targets.num_workers)), lasts_s=lasts_s)
     if kind == CUT:
@@ -131,6 +172,9 @@ def _draw_one(rng: random.Random, kind: str, at_s: float, lasts_s: float, target
         link = rng.choice(sorted(targets.link_rates))
         rate = round(targets.link_rates[link] / 4)
         return Fault(at_s=at_s, kind=kind, target=link, lasts_s=lasts_s, rate_bytes_per_s=rate)
+    if kind == CLOCK:
+        shift_s = rng.choice((-_SHIFT_S, _SHIFT_S))
+        return Fault(at_s=at_s, kind=kind, target=rng.choice(list(targets.nodes)), lasts_s=lasts_s, shift_s=shift_s)
     return Fault(at_s=at_s, kind=kind, target=DISK, lasts_s=lasts_s)
 
 
@@ -150,26 +194,39 @@ def _parse_line(content: str, where: str) -> Fault:
         lasts_s=float(found["lasts"] or 0),
         way=found["way"] or "both",
         rate_bytes_per_s=units.parse_rate(found["rate"]) if found["rate"] else 0.0,
+        moment=found["moment"] or "",
+        shift_s=float(found["shift"] or 0),
     )
 
 
 def _is_whole(found: re.Match[str], kind: str) -> bool:
     """It has the parts that its kind needs, and no others."""
+    hits_service = kind in (KILL, PAUSE) and found["target"] in SERVICES and not found["worker"]
     return (
-        bool(found["worker"]) == (kind in (KILL, PAUSE))
+        bool(found["worker"]) == (kind in (KILL, PAUSE) and not hits_service)
         and bool(found["lasts"]) == (kind != KILL)
         and bool(found["rate"]) == (kind == SLOW)
+        and bool(found["shift"]) == (kind == CLOCK)
         and (not found["way"] or kind == CUT)
+        and (not found["moment"] or (kind == KILL and not hits_service and _is_moment(found["moment"])))
         and (kind != FILL or found["target"] == DISK)
     )
 
 
+def _is_moment(text: str) -> bool:
+    """One of the moments of a step; that of a bucket has its number."""
+    name, has_number, _ = text.partition(" ")
+    return name in MOMENTS and bool(has_number) == (name == BUCKET)
+
+
 def _check_target(fault: Fault, targets: Targets, where: str) -> None:
+    workers = [str(rank) for rank in range(targets.num_workers)]
     there: Sequence[str] = {
-        KILL: [str(rank) for rank in range(targets.num_workers)],
-        PAUSE: [str(rank) for rank in range(targets.num_workers)],
+        KILL: workers if fault.hits_worker else SERVICES,
+        PAUSE: workers if fault.hits_worker else SERVICES,
         CUT: targets.nodes,
         SLOW: sorted(targets.link_rates),
+        CLOCK: targets.nodes,
         FILL: [DISK],
     }[fault.kind]
     if fault.target not in there:

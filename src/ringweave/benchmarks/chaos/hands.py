@@ -1,4 +1,4 @@
-"""What does the faults, and takes them back: signals to workers, cuts and rates in the lab, a disk that is filled."""
+"""What does the faults, and takes them back: signals to processes, cuts and rates in the lab, clocks, a full disk."""
 
 import abc
 import os
@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ringweave.benchmarks.chaos import faults
+from ringweave.benchmarks.chaos import clocks, faults, notes
 from ringweave.benchmarks.chaos.faults import Fault
 from ringweave.lab import Lab, processes
 
 DISK_BYTES = 512 * 2**20
 _BALLAST = "ballast"
+_SERVICE = "ringweave.membership.serving.main"
 _PIECE = bytes(1 << 16)
 
 
@@ -30,15 +31,30 @@ class Hands(abc.ABC):
         """
 
 
+class Crew(abc.ABC):
+    """Which processes the job consists of just now."""
+
+    @abc.abstractmethod
+    def worker_pid(self, rank: int) -> int | None:
+        """That of a rank."""
+
+    @abc.abstractmethod
+    def service_pid(self, name: str) -> int | None:
+        """That of the coordinator which decides, or of the other one (`faults.SERVICES`)."""
+
+
 class LabHands(Hands):
     """In a lab."""
 
-    def __init__(self, lab: Lab, disk: Path, worker_pid: Callable[[int], int | None]) -> None:
-        """`worker_pid` is the process of a rank that runs now; `disk` is one that only this job uses."""
-        self._lab, self._disk, self._worker_pid = lab, disk, worker_pid
+    def __init__(self, lab: Lab, disk: Path, events: Path, crew: Crew) -> None:
+        """`disk` is one that only this job uses; beside the events lie the notes to workers."""
+        self._lab, self._disk, self._events, self._crew = lab, disk, events, crew
+        self._noted: dict[Fault, int] = {}
 
     def begin(self, fault: Fault) -> tuple[str, Callable[[], None]] | None:
         """Let it happen now."""
+        if fault.moment:
+            return self._at_moment(fault)
         if fault.kind in (faults.KILL, faults.PAUSE):
             return self._signal(fault)
         if fault.kind == faults.CUT:
@@ -48,18 +64,33 @@ class LabHands(Hands):
             before = self._lab.rate(fault.target)
             self._lab.set_rate(fault.target, fault.rate_bytes_per_s)
             return f"link {fault.target}", lambda: self._lab.set_rate(fault.target, before)
+        if fault.kind == faults.CLOCK:
+            clocks.shift(self._lab, fault.target, fault.shift_s)
+            return f"clock of node {fault.target}", lambda: clocks.shift(self._lab, fault.target, 0.0)
         fill(self._disk)
         return str(self._disk), lambda: (self._disk / _BALLAST).unlink(missing_ok=True)
 
     def _signal(self, fault: Fault) -> tuple[str, Callable[[], None]] | None:
-        pid = self._worker_pid(int(fault.target))
-        if pid is None or not _is_worker(pid):
+        crew, target = self._crew, fault.target
+        pid = crew.worker_pid(int(target)) if fault.hits_worker else crew.service_pid(target)
+        if pid is None or not _is_ours(pid):
             return None
         how = signal.SIGKILL if fault.kind == faults.KILL else signal.SIGSTOP
         handle = _send(pid, how)
         if handle is None:
             return None
         return f"process {pid}", lambda: _continue(handle, goes_on=fault.kind == faults.PAUSE)
+
+    def _at_moment(self, fault: Fault) -> tuple[str, Callable[[], None]] | None:
+        """The worker does it itself; it has happened when the process is gone."""
+        pid = self._noted.get(fault)
+        if pid is None:
+            pid = self._crew.worker_pid(int(fault.target))
+            if pid is not None and _is_ours(pid):
+                notes.leave(notes.path(self._events, int(fault.target)), pid, fault.moment)
+                self._noted[fault] = pid
+            return None
+        return None if _is_ours(pid) else (f"process {pid}", lambda: None)
 
 
 def fill(folder: Path) -> None:
@@ -85,8 +116,15 @@ def small_disk(folder: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=False)
 
 
-def _is_worker(pid: int) -> bool:
-    return "watched.py" in processes.command_line(pid)
+def is_service(command_line: str, index: int) -> bool:
+    """It is the coordinator of that index: 0 decides first."""
+    words = command_line.split()
+    return _SERVICE in words and words[words.index("--index") + 1] == str(index) if "--index" in words else False
+
+
+def _is_ours(pid: int) -> bool:
+    line = processes.command_line(pid)
+    return "watched.py" in line or _SERVICE in line.split()
 
 
 def _send(pid: int, how: signal.Signals) -> int | None:
@@ -96,7 +134,7 @@ def _send(pid: int, how: signal.Signals) -> int | None:
     except OSError:
         return None
     try:
-        if _is_worker(pid):
+        if _is_ours(pid):
             signal.pidfd_send_signal(handle, how)
             return handle
     except ProcessLookupError:

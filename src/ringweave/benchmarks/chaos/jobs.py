@@ -62,7 +62,12 @@ class Job:
 
 
 def commands(
-    system: str, lab: Lab, script: Sequence[str], out: Path, options: Sequence[str]
+    system: str,
+    lab: Lab,
+    script: Sequence[str],
+    out: Path,
+    options: Sequence[str],
+    told: Mapping[str, str],
 ) -> list[tuple[list[str], dict[str, str]]]:
     """(command line, environment) of each process that the job consists of.
 
@@ -72,11 +77,12 @@ def commands(
         script: Path of the script, and its arguments.
         out: Where the events and logs go.
         options: Further ones of `ringweave lab run`, or of torchrun.
+        told: Further variables of the environment.
     """
     watched = [str(WATCHED), *script]
     if system == RINGWEAVE:
         run = [sys.executable, "-m", "ringweave", "lab", "run", "--lab", lab.name, "--run-dir", str(out), *options]
-        return [([*run, *watched], dict(os.environ))]
+        return [([*run, *watched], {**os.environ, **told})]
     site, nodes = InLab(lab), lab.cluster.nodes
     meeting = site.meeting(nodes[0].name)
     job_id = f"chaos-{random.SystemRandom().randrange(10**9)}"
@@ -87,7 +93,7 @@ def commands(
         agent += [f"--rdzv-endpoint={meeting.host}:{meeting.port}", f"--max-restarts={MOST_RESTARTS}", *options]
         mended = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         events = {environment.EVENTS: str(out / "events.jsonl")}
-        environ = {**os.environ, **site.environ(node.name), **mended, **events}
+        environ = {**os.environ, **site.environ(node.name), **mended, **events, **told}
         found.append((lab.command(node.name, [*agent, *watched]), environ))
     return found
 

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Protocol
 
 from ringweave import lab, telemetry
-from ringweave.benchmarks.chaos import accounts, hands, jobs
+from ringweave.benchmarks.chaos import accounts, clocks, faults, hands, jobs, notes
 from ringweave.benchmarks.chaos.accounts import Report
 from ringweave.benchmarks.chaos.faults import Fault, Targets
-from ringweave.benchmarks.chaos.hands import Hands, LabHands
+from ringweave.benchmarks.chaos.hands import Crew, Hands, LabHands
 from ringweave.benchmarks.chaos.jobs import Job
 from ringweave.errors import LaunchError, explain
+from ringweave.lab import Lab, processes
 from ringweave.telemetry import EventLog
 from ringweave.topology import Cluster
 
@@ -92,10 +93,11 @@ def run(plan: Plan, cluster: Cluster, progress: Callable[[str], None]) -> Report
         stack.callback(lab.down, place.name)
         script = [word.replace("{disk}", str(disk)) for word in plan.script]
         events = plan.out / "events.jsonl"
-        does = LabHands(place, disk, lambda rank: worker_pid(events, rank))
+        does = LabHands(place, disk, events, LabCrew(place, events))
+        told = {notes.OFFSET: repr(time.time() - time.monotonic()), **clocks.environ(plan.faults)}
 
         def start() -> Job:
-            return Job(jobs.commands(plan.system, place, script, plan.out, plan.options), plan.out / "job.log")
+            return Job(jobs.commands(plan.system, place, script, plan.out, plan.options, told), plan.out / "job.log")
 
         play(plan, start, does, EventLog(events), progress)
     nodes = cluster.nodes
@@ -176,12 +178,26 @@ def targets(cluster: Cluster) -> Targets:
     )
 
 
-def worker_pid(events: Path, rank: int) -> int | None:
-    """The process that runs a rank, as the last of its kind said."""
-    found = [
-        event["pid"] for event in telemetry.read(events) if event["kind"] == "worker_watched" and event["rank"] == rank
-    ]
-    return found[-1] if found else None
+class LabCrew(Crew):
+    """The processes of a job in a lab, as its events and the lab tell."""
+
+    def __init__(self, place: Lab, events: Path) -> None:
+        self._lab, self._events = place, events
+
+    def worker_pid(self, rank: int) -> int | None:
+        """The process that runs a rank, as the last of its kind said."""
+        watched = [event for event in telemetry.read(self._events) if event["kind"] == "worker_watched"]
+        return next((event["pid"] for event in reversed(watched) if event["rank"] == rank), None)
+
+    def service_pid(self, name: str) -> int | None:
+        """The coordinator whose term the last epoch is of, or the other one: coordinator 0 has odd terms."""
+        terms = [event["term"] for event in telemetry.read(self._events) if event["kind"] == "epoch_begun"]
+        if not terms:
+            return None
+        deciding = (terms[-1] + 1) % 2
+        index = deciding if name == faults.COORDINATOR else 1 - deciding
+        pids = {pid for found in self._lab.processes().values() for pid in found}
+        return next((pid for pid in sorted(pids) if hands.is_service(processes.command_line(pid), index)), None)
 
 
 def has_stepped(events: Path) -> bool:

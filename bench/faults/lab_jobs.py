@@ -1,0 +1,237 @@
+"""What the benches of faults share: a job under chaos in a lab of so many workers, and what is checked of it always.
+
+Every figure comes from the job's `events.jsonl`, and from the files in which each process left the check of its
+parameters after every train step.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ringweave import telemetry, topology
+from ringweave.benchmarks.chaos import faults, session, survivors
+from ringweave.benchmarks.chaos.accounts import Report
+from ringweave.benchmarks.chaos.faults import Fault
+from ringweave.benchmarks.chaos.session import Plan
+from ringweave.benchmarks.chaos.survivors import Toll
+from ringweave.errors import UsageError
+from ringweave.planning.balancing import Account
+from ringweave.topology import Cluster
+
+DIGITS = 16
+"""Of a check."""
+STEPS_AN_EPOCH = 7
+"""Of job.py."""
+JOB = Path(__file__).with_name("job.py")
+RESULTS = Path(__file__).parents[1] / "results" / "faults"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """A job after its faults."""
+
+    report: Report
+    events: list[telemetry.Event]
+    checks: Path
+    """Folder of the checks of each process."""
+    end: dict[str, Any] | None
+    """Train steps and loss; None if the job was stopped before its end."""
+
+    def check_alike(self) -> int:
+        """How many (process, step) pairs have the same parameters as the others after that step.
+
+        Raises:
+            AssertionError: Two differ by a bit.
+        """
+        known: dict[str, str] = {}
+        num_pairs = 0
+        for member, (word, step, *rest) in self._said():
+            if word != "done" or len(rest[0]) != DIGITS:  # a shorter one was cut by a kill
+                continue
+            num_pairs += 1
+            if known.setdefault(step, rest[0]) != rest[0]:
+                raise AssertionError(f"parameters of {member} after step {step} are {rest[0]}, not {known[step]}")
+        return num_pairs
+
+    def check_samples(self) -> tuple[int, int]:
+        """(samples that counted, samples lost) in epochs of the data that are complete, by what each process drew.
+
+        A step's samples are those that its members drew; the event `samples_lost` says who they are where some of
+        those who drew are not among them.
+
+        Raises:
+            AssertionError: An epoch's books say another number, or other samples.
+        """
+        within = {event["reduction"]: event["members"] for event in self.events if event["kind"] == "samples_lost"}
+        totals: dict[int, Account] = {}
+        for member, (word, step, *rest) in self._said():
+            reduction = int(step)
+            if word == "drawn" and len(rest) == 2 and member in within.get(reduction, [member]):
+                epoch = (reduction - 1) // STEPS_AN_EPOCH
+                own = Account(num_samples=int(rest[0]), fingerprint=int(rest[1]))
+                totals[epoch] = totals.get(epoch, Account()) + own
+        num_counted = num_lost = 0
+        for event in [each for each in self.events if each["kind"] == "samples_accounted"]:
+            found = totals[event["epoch"]]
+            if (found.num_samples, f"{found.fingerprint:016x}") != (event["samples"], event["fingerprint"]):
+                raise AssertionError(f"epoch {event['epoch']}: processes drew {found}, the books say {event}")
+            num_counted, num_lost = num_counted + found.num_samples, num_lost + event["expected"] - found.num_samples
+        return num_counted, num_lost
+
+    def _said(self) -> Iterator[tuple[str, list[str]]]:
+        """(process, words) of every line."""
+        for path in sorted(self.checks.glob("*.txt")):
+            member = path.stem.rpartition("-")[0]
+            lines = path.read_text(encoding="ascii").splitlines()
+            yield from ((member, line.split()) for line in lines if line.count(" ") > 1)
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Options of every bench."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--workers", type=int, default=8)
+    made.add_argument("--rate", default="200Mbit/s", help="of every node's NIC")
+    made.add_argument("--width", type=int, default=512, help="of the model's layers; its square sets the bytes")
+    made.add_argument("--keep", type=Path, help="folder for events and logs; default: a temporary one")
+    made.add_argument(
+        "--out", type=Path, help=f"where the JSON document goes; default: {RESULTS.name}/ of bench/results"
+    )
+    return made
+
+
+def cluster(options: argparse.Namespace) -> Cluster:
+    """So many nodes that are alike, on one switch."""
+    return topology.loads(
+        f"name: faults\nnodes:\n  - {{name: a, nic: {options.rate}, devices: 1, count: {options.workers}}}\n"
+        "latency: 50us\n"
+    )
+
+
+def run(  # noqa: PLR0913 - one for each thing that a bench may want otherwise
+    options: argparse.Namespace,
+    happens: Sequence[Fault],
+    *,
+    until_s: float,
+    system: str = "ringweave",
+    elastic: str | None = None,
+    restart_s: float = 0.0,
+    steps: int | None = None,
+    name: str = "job",
+) -> Ended:
+    """Run the job in a lab under these faults, for so long or so many steps."""
+    kept = options.keep / name if options.keep else Path(tempfile.mkdtemp(prefix="ringweave-faults-"))
+    checks = kept / "checks"
+    script = [str(JOB), "{disk}", "--width", str(options.width), "--checks", str(checks)]
+    script += ["--fresh"] if elastic else []
+    script += ["--steps", str(steps)] if steps else []
+    plan = Plan(
+        system=system,
+        script=script,
+        faults=happens,
+        out=kept.absolute(),
+        options=[f"--elastic={elastic}"] if elastic else [],
+        until_s=until_s,
+        restart_s=restart_s,
+    )
+    found = session.run(plan, cluster(options), lambda text: print(text, file=sys.stderr, flush=True))
+    end = checks / "end.json"
+    return Ended(
+        report=found,
+        events=list(telemetry.read(kept / "events.jsonl")),
+        checks=checks,
+        end=json.loads(end.read_text(encoding="ascii")) if end.exists() else None,
+    )
+
+
+def parse(lines: Sequence[str], options: argparse.Namespace) -> tuple[Fault, ...]:
+    """Faults of a bench."""
+    return faults.parse("\n".join(lines), session.targets(cluster(options)))
+
+
+def toll_rows(found: Sequence[Toll]) -> list[tuple[object, ...]]:
+    """Rows of a table, the head first."""
+    head = ("fault", "longest stall of a survivor, s", "new epoch after, s", "back after, s", "steps as a zombie")
+    return [head, *((each.fault, each.stall_s, each.epoch_s, each.back_s, each.steps_as_zombie) for each in found)]
+
+
+def summary(ended: Ended, found: Sequence[Toll]) -> dict[str, Any]:
+    """What every bench that hurts a job says of it.
+
+    Raises:
+        AssertionError: Parameters of two members differ by a bit.
+    """
+    stalls = [toll.stall_s for toll in found if toll.stall_s is not None]
+    joins = survivors.joinings(ended.events)
+    return {
+        "faults": len(found),
+        "steps": ended.report.steps,
+        "steps_lost": ended.report.steps_lost,
+        "samples_lost": ended.report.samples_lost,
+        "stall_p50_s": quantile(stalls, 0.5),
+        "stall_p95_s": quantile(stalls, 0.95),
+        "stall_max_s": max(stalls, default=None),
+        "never_went_on": sum(toll.stall_s is None for toll in found),
+        "checks_alike": ended.check_alike(),
+        "each": [asdict(each) for each in found],
+        "joins": [asdict(each) for each in joins],
+    }
+
+
+def summary_rows(said: Mapping[str, Any], width: int) -> list[tuple[object, ...]]:
+    """The same for a table."""
+    names = {
+        "steps_lost": "train steps lost (bar 0)",
+        "samples_lost": "samples lost",
+        "stall_p50_s": "stall p50, s",
+        "stall_p95_s": "stall p95, s",
+        "never_went_on": "faults after which a survivor made no step",
+        "checks_alike": "parameters after a step, alike bit by bit",
+    }
+    joins = [each["stall_s"] / each["usual_s"] for each in said["joins"] if each["usual_s"]]
+    rows: list[tuple[object, ...]] = [(text, said[key]) for key, text in names.items()]
+    rows.append((f"stall of peers when workers joined ({len(joins)}), in steps, p50", quantile(joins, 0.5)))
+    rows.append(("the same, p95", quantile(joins, 0.95)))
+    return [(*row, *[""] * (width - len(row))) for row in rows]
+
+
+def quantile(values: Sequence[float], fraction: float) -> float | None:
+    """Of measured values, to the millisecond; None of none."""
+    if len(values) < 2:
+        return values[0] if values else None
+    return round(statistics.quantiles(values, n=100, method="inclusive")[round(fraction * 100) - 1], 3)
+
+
+def conclude(
+    options: argparse.Namespace, name: str, document: Mapping[str, Any], rows: Sequence[Sequence[object]]
+) -> None:
+    """Print the table, and leave the document with where and when it was measured."""
+    widths = [max(len(_cell(row[column])) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(_cell(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print("All of it is measured.")
+    load = [round(each, 1) for each in os.getloadavg()]
+    whole = {"kind": "measured", "bench": name, "workers": options.workers, "nic": options.rate, **document}
+    whole |= {"machine": {"cpus": os.cpu_count(), "load": load}, "date": time.strftime("%Y-%m-%d", time.gmtime())}
+    out = options.out or RESULTS / f"{time.strftime('%Y-%m-%d', time.gmtime())}-{name}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    print(f"written to {out}", file=sys.stderr)
+
+
+def bounds(options: argparse.Namespace, least: int = 1) -> str:
+    """What `--elastic` is given."""
+    if options.workers < 2:
+        raise UsageError(f"--workers: {options.workers}, expected at least 2. Somebody has to survive.")
+    return f"{least}:{options.workers}"
+
+
+def _cell(value: object) -> str:
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

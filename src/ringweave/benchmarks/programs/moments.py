@@ -1,0 +1,78 @@
+"""A worker that kills itself, as SIGKILL would, at a named moment of its next train step: for `watched.py`.
+
+Only a process itself knows when it is in the midst of a bucket or of a commit; what follows is as sudden as from
+outside.
+"""
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ringweave.benchmarks.chaos.faults import BACKWARD, BUCKET, COMMIT, COMMITTED, FORWARD, OPTIMIZER
+from ringweave.errors import UsageError
+
+
+def die(*_: Any) -> NoReturn:
+    """At once: no handler, no clean-up."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("a process that was killed goes on")
+
+
+def arm(moment: str, optimizer: Optimizer, end: Callable[..., Any] = die) -> None:
+    """Let `end` be called when that moment of the next train step comes.
+
+    Args:
+        moment: One of `faults.MOMENTS`; of a bucket with its number, from 0. If a step has fewer buckets: its commit.
+        optimizer: Has the parameters: gradients of the one in the midst are what backward has reached.
+        end: What happens then.
+
+    Raises:
+        UsageError: There is no such moment.
+    """
+    name, _, number = moment.partition(" ")
+    arms: dict[str, Callable[[], object]] = {
+        FORWARD: lambda: register_module_forward_hook(end),
+        BACKWARD: lambda: _middle(optimizer).register_post_accumulate_grad_hook(end),
+        BUCKET: lambda: _at_bucket(int(number), end),
+        COMMIT: lambda: _replace("all_gather", lambda _real: end),
+        COMMITTED: lambda: _replace("all_gather", lambda real: lambda *args, **more: (real(*args, **more), end())),
+        OPTIMIZER: lambda: register_optimizer_step_pre_hook(end),
+    }
+    if name not in arms:
+        raise UsageError(f"moment of a train step: {moment!r}, expected {', '.join(arms)}. See docs/chaos.md.")
+    arms[name]()
+
+
+def _at_bucket(wanted: int, end: Callable[..., Any]) -> None:
+    """When the sum of that bucket has begun: its first bytes may be on their way."""
+    num_begun = 0
+
+    def begin(real: Callable[..., Any]) -> Callable[..., Any]:
+        def begin_one(*args: Any, **more: Any) -> Any:
+            nonlocal num_begun
+            work = real(*args, **more)
+            num_begun += 1
+            if num_begun > wanted:
+                end()
+            return work
+
+        return begin_one
+
+    _replace("all_reduce", begin)
+    _replace("all_gather", lambda _real: end)
+
+
+def _replace(name: str, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """`ringweave` calls these by their module, so what stands there now is what it calls."""
+    setattr(dist, name, made(getattr(dist, name)))
+
+
+def _middle(optimizer: Optimizer) -> Any:
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    return parameters[len(parameters) // 2]
