@@ -62,6 +62,35 @@ def test_the_limit_comes_third(in_use: int, do: str) -> None:
         admitted(replace(REQUEST, num_workers=16), rules=rules, in_use=in_use)
 
 
+def test_jobs_that_have_not_ended_or_begin_again_are_in_use() -> None:
+    job = admitted()
+    assert admitting.gpus_in_use([job, job], "ann") == 30
+    assert admitting.gpus_in_use([job], "bob") == 0
+    assert admitting.gpus_in_use([replace(job, request=replace(REQUEST, device="cpu"))], "ann") == 0
+    for outcome, retried in ((JobState.SUCCEEDED, 0), (JobState.FAILED, 15), (JobState.STOPPED, 15)):
+        ended = replace(job, record=replace(job.record, outcome=outcome))
+        assert admitting.gpus_in_use([ended], "ann") == 0
+        again = replace(ended, desired=replace(job.desired, retry_run=1))
+        assert admitting.gpus_in_use([again], "ann") == retried
+
+
+@pytest.mark.parametrize(("other_gpus", "limit"), [(6, 20), (6, None), (5, 20)])
+def test_trying_again_is_within_the_limit(other_gpus: int, limit: int | None) -> None:
+    job = replace(admitted(), record=replace(admitted().record, outcome=JobState.FAILED))
+    other = admitted(replace(REQUEST, name="other", num_workers=other_gpus))
+    permissions = PermissionCache(lambda requester, verb: Permission(allowed=True, text="", max_gpus=limit))
+
+    def check() -> None:
+        admitting.check_retry(job, there=[job, other], permissions=permissions, now=0.0)
+
+    if limit is None or other_gpus + 15 <= limit:
+        check()
+        return
+    text = r"GPUs in all: 15, expected at most 20 GPUs in all jobs of ann, of which 6 are in use\. Ask for at most 14\."
+    with pytest.raises(JobError, match=text):
+        check()
+
+
 def test_processes_without_gpus_are_not_counted() -> None:
     assert admitted(replace(REQUEST, device="cpu"), rules="rules: [{users: ['*'], max_gpus: 0}]").counts == (10, 5)
 

@@ -54,6 +54,15 @@ class Lives(RuleBasedStateMachine):
     def a_group_vanishes(self, choice: random.Random) -> None:
         self.place.lose(choice.choice(sorted(self.place.groups)))
 
+    @precondition(lambda self: self.place.groups)
+    @rule(choice=st.randoms(use_true_random=False))
+    def a_group_alone_loses_a_peer(self, choice: random.Random) -> None:
+        """The others look as before: one of them may be dead, and nobody has noticed."""
+        key = choice.choice(sorted(self.place.groups))
+        group = self.place.groups[key]
+        if group.phase is Phase.RUNNING and not group.leaving:
+            self.place.groups[key] = replace(group, phase=Phase.INTERRUPTED, ended_s=self.place.clock_s)
+
     @precondition(lambda self: self.place.job is not None)
     @rule(verb=st.sampled_from(verbs.NAMES[:-1]))
     def somebody_types(self, verb: str) -> None:

@@ -157,6 +157,81 @@ def test_where_all_blame_another_the_first_one_pays() -> None:
     assert record_of(place).nodes[1].ended is not None
 
 
+def interrupted(place: FakePlace, *nodes: int) -> None:
+    """These lose a peer, one after the other; the others look as before."""
+    for order, node in enumerate(nodes):
+        ended = {"phase": Phase.INTERRUPTED, "ended_s": place.clock_s + order, "text": "lost its peer"}
+        place.groups[node, 1] = replace(place.groups[node, 1], **ended)
+    place.clock_s += SETTLE_S + len(nodes)
+
+
+def test_nobody_pays_for_a_lost_node_that_still_looks_alive() -> None:
+    """Its machine is gone, and its place tells of that a minute later."""
+    place = running(DELETE, DELETE, DELETE, max_retries=0)
+    place.job = replace(
+        place.job,
+        request=replace(
+            place.job.request,
+            nodes=tuple(
+                replace(node, max_retries=int(index == 1)) for index, node in enumerate(place.job.request.nodes)
+            ),
+        ),
+    )
+    interrupted(place, 0, 2)
+    assert lives.look(place)[1:] == [actions.Regather(node=node, attempt=1, round=2) for node in (0, 1, 2)]
+    lives.settle(place)
+    record = record_of(place)
+    assert ([known.retries for known in record.nodes], record.round) == ([0, 0, 0], 2)
+    assert str(record.reason).startswith(
+        "node n0 lost another (lost its peer), which has not answered yet; waits for nodes n0, n1, n2 to be ready"
+    )
+    for node in (0, 2):
+        place.step((node, 1))
+    place.groups[1, 1] = replace(place.groups[1, 1], phase=Phase.RUNNING, round=1)
+    lives.settle(place)
+    place.clock_s += 60.0
+    place.groups[1, 1] = replace(place.groups[1, 1], phase=Phase.FAILED, cause=Cause.PLACE, text="its machine is gone")
+    lives.settle(place)
+    record = record_of(place)
+    assert ([known.retries for known in record.nodes], record.round, record.blame) == ([0, 1, 0], 3, None)
+    assert record.round_cause == "node n1 failed (its machine is gone), retry 1 of 1"
+
+
+def test_where_all_answer_after_all_the_first_one_that_blamed_another_pays() -> None:
+    place = running(DELETE, DELETE, DELETE)
+    interrupted(place, 2, 0)
+    lives.settle(place)
+    assert record_of(place).blame is not None
+    for node in (0, 1, 2):
+        lives.settle(place)
+        place.step((node, 1))
+    lives.settle(place)
+    record = record_of(place)
+    assert ([known.retries for known in record.nodes], record.round, record.blame) == ([0, 0, 1], 3, None)
+    assert place.gate == 1, "the round of which it is settled is not run"
+    for _ in range(4):
+        place.pass_time()
+        lives.settle(place)
+    assert record_of(place).state is JobState.RUNNING
+    assert [known.attempt for known in record_of(place).nodes] == [1, 1, 2]
+
+
+def test_what_was_not_paid_is_forgotten_with_the_round() -> None:
+    for verb in ("suspend", "stop"):
+        place = running(DELETE, DELETE, DELETE)
+        interrupted(place, 0)
+        lives.settle(place)
+        lives.ask(place, verb)
+        for _ in range(3):
+            place.pass_time()
+            lives.settle(place)
+        assert [known.retries for known in record_of(place).nodes] == [0, 0, 0]
+    place = running(DELETE, DELETE)
+    interrupted(place, 0)
+    lives.settle(place)
+    assert advancing.regathered(record_of(place), "its allocation was taken back").blame is None
+
+
 def test_two_nodes_that_fail_at_once_are_charged_one_each_in_one_round() -> None:
     place = running(DELETE, DELETE, DELETE)
     place.end((0, 1), Cause.PLACE, "power cut")

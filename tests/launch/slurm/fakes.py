@@ -1,10 +1,14 @@
 """Slurm as its commands would answer, in memory, and agents that only follow orders."""
 
+import re
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ringweave.jobs.admission import policy
+from ringweave.jobs.admission.policy import Policy
 from ringweave.jobs.requests import job_file
 from ringweave.jobs.requests.request import Request
 from ringweave.launch.local.jobs.folders import JobFolder
@@ -25,6 +29,8 @@ class FakeSlurm:
     reasons: dict[int, str] = field(default_factory=dict)
     restarts: dict[int, int] = field(default_factory=dict)
     steps: str = ""
+    is_silent: bool = False
+    """sbatch takes what it is given, and nobody hears its answer."""
     refusal: str = ""
     now_s: float = 1e9
     called: list[Sequence[str]] = field(default_factory=list)
@@ -43,6 +49,8 @@ class FakeSlurm:
         job_id = 10 * (len(self.scripts) + 1)
         self.scripts.append(stdin)
         self.states[job_id] = "PENDING"
+        if self.is_silent:
+            raise subprocess.TimeoutExpired(["sbatch"], 60.0)
         return Done(code=0, out=f"{job_id};here\n", err="")
 
     def scontrol(self, argv, stdin) -> Done:
@@ -61,7 +69,17 @@ class FakeSlurm:
         return Done(code=0, out="\n".join(lines) + "\n", err="")
 
     def squeue(self, argv, stdin) -> Done:
-        return Done(code=0, out=self.steps, err="")
+        if "--steps" in argv:
+            return Done(code=0, out=self.steps, err="")
+        name = next(word.partition("=")[2] for word in argv if word.startswith("--name="))
+        rows = [
+            f"{10 * number}|{comment[1]}\n{10 * number + 1}|(null)\n"
+            for number, script in enumerate(self.scripts, 1)
+            if f"--job-name={name}" in script
+            and self.states[10 * number] in ("PENDING", "RUNNING")
+            and (comment := re.search(r"--comment=(\S+)", script))
+        ]
+        return Done(code=0, out="".join(rows), err="")
 
     def sinfo(self, argv, stdin) -> Done:
         return Done(code=0, out=self.hosts, err="")
@@ -79,13 +97,14 @@ def a_request(text: str = "", **changes: str) -> Request:
     return job_file.loads("".join(f"{key}: {value}\n" for key, value in keys.items() if value) + text)
 
 
-def a_service(folder: Path, fake: FakeSlurm, requester: str = "ann") -> SlurmService:
+def a_service(folder: Path, fake: FakeSlurm, requester: str = "ann", rules: Policy = policy.OPEN) -> SlurmService:
     (folder / "train.py").touch()
     return SlurmService(
         folder / "state",
         Slurm(fake.run),
         requester=requester,
         environ={},
+        rules=rules,
         patience=PATIENCE,
         clock=lambda: fake.now_s,
     )

@@ -1,6 +1,8 @@
 """What is concluded from the files of groups and from what Slurm says, without any process; time is virtual."""
 
 import os
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -123,6 +125,19 @@ def test_a_step_that_was_cancelled_alone_counts_when_the_allocation_goes_on(worl
     found = only(place)
     assert (found.phase, found.cause) == (Phase.FAILED, Cause.PLACE)
     assert found.text == "its step was cancelled: it got SIGTERM"
+
+
+@pytest.mark.parametrize("ahead_s", [-7200.0, 0.0, 7200.0])
+def test_an_end_is_timed_by_the_age_of_its_report_and_not_by_the_clock_of_its_machine(world, ahead_s):
+    folder = world.group(Phase.SUCCEEDED)
+    report = Report(round=1, phase=Phase.SUCCEEDED, pid=1, ended_s=time.time() + ahead_s)
+    folder.report.write_text(posts.dump_report(report))
+    written = folder.report.stat()
+    os.utime(folder.report, (written.st_atime, written.st_mtime - 10.0))
+    world.means = replace(world.means, wall=lambda: 5000.0)
+    ended_s = only(world.place(a_grant())).ended_s
+    assert ended_s is not None
+    assert 4000.0 < ended_s <= 4990.0, "10 s ago, and what has passed since"
 
 
 def test_ended_as_it_was_told_to(world):

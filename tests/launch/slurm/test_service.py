@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ringweave.errors import JobError, LaunchError
+from ringweave.jobs.admission import policy
 from ringweave.launch.services.service import LogQuery
 from ringweave.launch.slurm import sweeping
 from ringweave.launch.slurm.asking.commands import Slurm
@@ -68,6 +69,43 @@ def test_what_slurm_refuses_leaves_nothing(tmp_path, fake, service):
         service.submit(a_request(), base=tmp_path)
     assert service.jobs() == []
     assert files(tmp_path) == ["submit.lock"]
+
+
+def test_an_answer_of_sbatch_that_nobody_heard_leaves_no_job_behind(tmp_path, fake, service):
+    fake.is_silent = True
+    said = r"sbatch: 'nothing in 60 s', expected Slurm to answer\. .* Slurm may have taken job text\. Look again with"
+    with pytest.raises(LaunchError, match=said):
+        service.submit(a_request(), base=tmp_path)
+    fake.is_silent = False
+    assert "Slurm job 10" in str(a_service(tmp_path, fake).job("text").reason), "the next look finds it"
+    assert len(fake.scripts) == 1
+    service.act("text", "delete")
+    assert fake.states == {10: "CANCELLED"}
+    assert service.jobs() == []
+
+
+def test_what_slurm_never_took_can_be_asked_for_again(tmp_path, fake, service):
+    fake.refusal = "Batch job submission failed: Socket timed out on send/recv operation"
+    with pytest.raises(LaunchError, match="sbatch: 'Socket timed out', expected Slurm to answer"):
+        service.submit(a_request(), base=tmp_path)
+    fake.refusal = ""
+    reason = str(service.job("text").reason)
+    assert "Slurm did not answer when it was asked, and has no such job by now; ringweave resume text asks" in reason
+    assert service.act("text", "resume").state == "Pending"
+    assert fake.states == {10: "PENDING"}
+
+
+def test_trying_again_needs_room_in_the_limit(tmp_path, fake):
+    rules = policy.loads("rules: [{users: ['*'], max_gpus: 20}]")
+    service = a_service(tmp_path, fake, rules=rules)
+    service.submit(a_request(), base=tmp_path)
+    service.act("text", "stop")
+    service.submit(a_request(name="other", gpus="8"), base=tmp_path)
+    text = r"GPUs in all: 15, expected at most 20 GPUs in all jobs of ann, of which 8 are in use\. Ask for at most 12\."
+    with pytest.raises(JobError, match=text):
+        service.act("text", "retry")
+    service.act("other", "stop")
+    assert service.act("text", "retry").state == "Pending"
 
 
 def test_a_dry_run_shows_the_batch_script_and_changes_nothing(tmp_path, fake, service):

@@ -15,10 +15,15 @@ LOOK_S = 0.3
 
 
 def watch(service: Service, name: str, sleep: Callable[[float], None] = time.sleep) -> Iterator[JobView]:
-    """The job now, and whenever something of it has changed, until it has ended."""
+    """The job now, and whenever something of it has changed, until it has ended or is gone."""
     before = None
     while True:
-        job = service.job(name)
+        try:
+            job = service.job(name)
+        except JobError:
+            if before is None:
+                raise
+            return  # removed by its TTL, or by somebody
         if job != before:
             yield job
         if job.state.is_end:
@@ -38,7 +43,7 @@ def wait_gone(service: Service, job: JobView, sleep: Callable[[float], None] = t
         sleep(LOOK_S)
 
 
-def follow(name: str, open_service: Callable[[], Service]) -> int:
+def follow(name: str, open_service: Callable[[], Service], sleep: Callable[[float], None] = time.sleep) -> int:
     """Show states and what workers print until the job has ended; the exit code that says how.
 
     Ctrl-C ends the showing, not the job.
@@ -47,7 +52,7 @@ def follow(name: str, open_service: Callable[[], Service]) -> int:
     state = None
     try:
         printing.start()
-        for job in watch(open_service(), name):
+        for job in watch(open_service(), name, sleep):
             if job.state != state:
                 state = job.state
                 said = f": {job.reason.text}" if job.reason else ""
@@ -58,6 +63,9 @@ def follow(name: str, open_service: Callable[[], Service]) -> int:
         return 1
     if job.state == "Succeeded":
         return 0
+    if not job.state.is_end:
+        click.echo(f"ringweave: {name} was removed, and nobody saw how it ended (last seen: {job.state})", err=True)
+        return 1
     if job.reason:
         click.echo(f"ringweave: {job.reason.helps}.", err=True)
     return 1

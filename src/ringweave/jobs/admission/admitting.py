@@ -1,5 +1,6 @@
 """Admission in the order of the specification: is the name free, may they, within their limit, and can it be split."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ringweave import units
@@ -9,6 +10,7 @@ from ringweave.jobs.life import records
 from ringweave.jobs.life.advancing import advance
 from ringweave.jobs.life.observing import Observed
 from ringweave.jobs.life.records import Job
+from ringweave.jobs.life.states import JobState
 from ringweave.jobs.requests.request import Request
 
 
@@ -45,6 +47,36 @@ def admit(
         raise JobError(split.refusal(f"job {request.name}"))
     job = records.new_job(request, requester=requester, counts=split.counts, now=now)
     return replace(job, record=advance(job, Observed(), now))  # so that it says at once what it waits for
+
+
+def gpus_in_use(there: Iterable[Job], requester: str) -> int:
+    """GPUs of the requester's jobs that have not ended, or that were asked to begin again."""
+    mine = [job for job in there if job.requester == requester and job.request.device == "cuda"]
+    return sum(job.request.num_workers for job in mine if not _has_ended(job))
+
+
+def _has_ended(job: Job) -> bool:
+    if job.record.outcome in (None, JobState.SUCCEEDED):
+        return job.record.outcome is not None
+    return job.desired.retry_run != job.record.run or job.desired.stop_run > job.record.run
+
+
+def check_retry(job: Job, *, there: Iterable[Job], permissions: PermissionCache, now: float) -> None:
+    """Refuse to begin again with more GPUs than its requester may have by now, in all.
+
+    Args:
+        job: What is to begin again.
+        there: All jobs of the place.
+        permissions: Who may do what.
+        now: Seconds on a clock that never goes back.
+
+    Raises:
+        JobError: They are too many.
+    """
+    if job.request.device == "cuda":
+        others = [other for other in there if other.request.name != job.request.name]
+        permission = permissions.permission(job.requester, "submit", now)
+        _check_limit(job.request, job.requester, permission, gpus_in_use(others, job.requester))
 
 
 def name_taken(job: Job, now: float) -> JobError:

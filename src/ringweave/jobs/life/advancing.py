@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from ringweave.jobs.life import failing, telling
 from ringweave.jobs.life.observing import Cause, Group, Observed, Phase
-from ringweave.jobs.life.records import Ended, Job, NodeRecord, Record
+from ringweave.jobs.life.records import Blame, Ended, Job, NodeRecord, Record
 from ringweave.jobs.life.states import JobState, Reason, reason
 
 Groups = dict[tuple[int, int], Group]
@@ -38,7 +38,9 @@ def regathered(record: Record, cause: str) -> Record:
         record: As saved last.
         cause: What happened, for people.
     """
-    return record if record.outcome is not None else replace(record, round=record.round + 1, round_cause=cause)
+    if record.outcome is not None:
+        return record
+    return replace(record, round=record.round + 1, round_cause=cause, blame=None)
 
 
 def is_to_run(job: Job, record: Record) -> bool:
@@ -111,11 +113,13 @@ def _given_up(job: Job, record: Record, cause: Cause, text: str) -> Record:
             ended = Ended(attempt=known.attempt, cause=cause, charged=False, text=text)
             nodes[node] = replace(known, ended=ended)
     changed = tuple(nodes) != record.nodes
-    return replace(record, nodes=tuple(nodes), round=record.round + changed, round_cause="")
+    return replace(record, nodes=tuple(nodes), round=record.round + changed, round_cause="", blame=None)
 
 
 def _after_failures(job: Job, record: Record, observed: Observed, groups: Groups, now: float) -> Record:
     verdict = failing.judge(failing.failures(job, record, groups), record, observed, now)
+    if record.blame is not None and not any(ended.charged for ended in verdict.ends.values()):
+        verdict = replace(verdict, ends=verdict.ends | _paid(job, record, groups, record.blame))
     nodes = list(record.nodes)
     for node, ended in verdict.ends.items():
         nodes[node] = _failed(nodes[node], ended, job.request.nodes[node].max_retries)
@@ -132,8 +136,25 @@ def _after_failures(job: Job, record: Record, observed: Observed, groups: Groups
         return _ended(record, JobState.FAILED, telling.failed("RetriesSpent", job, spent, verdict.ends), now)
     charged = {node: ended for node, ended in verdict.ends.items() if ended.charged}
     if charged:
-        record = replace(record, round=record.round + 1, round_cause=telling.failures(job, record, charged))
+        cause = telling.failures(job, record, charged)
+        record = replace(record, round=record.round + 1, round_cause=cause, blame=None)
+    elif verdict.blame is not None:
+        cause = telling.blame(job, verdict.blame)
+        record = replace(record, round=record.round + 1, round_cause=cause, blame=verdict.blame)
     return _finished_too_early(job, record, groups)
+
+
+def _paid(job: Job, record: Record, groups: Groups, blame: Blame) -> dict[int, Ended]:
+    """The end of the first one that blamed another, once all are at the gate: nobody was lost."""
+    current = {node: groups.get((node, record.nodes[node].attempt)) for node in job.used_nodes}
+    are_there = all(
+        group is not None and group.is_at_gate and group.round == record.round and record.nodes[node].ended is None
+        for node, group in current.items()
+    )
+    if not are_there:
+        return {}
+    attempt = record.nodes[blame.node].attempt
+    return {blame.node: Ended(attempt=attempt, cause=Cause.PLACE, charged=True, text=blame.text)}
 
 
 def _failed(known: NodeRecord, ended: Ended, max_retries: int) -> NodeRecord:

@@ -2,13 +2,15 @@
 
 When a node dies the others die of it, often earlier and with an exit code. So a failure of the place goes before one of
 the script, as in `launch/causes.py`, and one of the script is believed only when no other cause has shown up in time.
+A lost machine may look alive for a minute. So where all blame another and one has said nothing, nobody pays yet: all
+are called back to the gate, and who does not come turns out to be the one.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ringweave.jobs.life.observing import Cause, Group, Observed, Phase
-from ringweave.jobs.life.records import Ended, Job, Record
+from ringweave.jobs.life.records import Blame, Ended, Job, Record
 
 SETTLE_S = 2.0
 """How long the first cause may trail its consequences; `ringweave run` waits 1.5 s for workers of one node."""
@@ -45,6 +47,8 @@ class Verdict:
     """Node -> how its attempt ended, for those that are to be replaced or that failed for good."""
     program_failed: tuple[int, ...] = ()
     """Nodes whose script failed; the job fails with them."""
+    blame: Blame | None = None
+    """All blame another, and one that could be it has not answered: another round, for which nobody has paid yet."""
     wait_until_s: float | None = None
     """Nothing is decided before this time, unless more is seen."""
 
@@ -100,8 +104,10 @@ def judge(found: list[Failure], record: Record, observed: Observed, now: float) 
     if programs:
         ends |= {failure.node: failure.judged(Cause.PROGRAM, charged=False) for failure in programs}
         return Verdict(ends=ends, program_failed=tuple(failure.node for failure in programs))
-    # All blame another, and no other failed: the first one pays, so that this cannot go on for ever.
     first = min(fresh, key=lambda failure: (failure.ended_s, failure.node))
+    if _is_somebody_silent(record, observed):
+        return Verdict(ends=ends | _followers(fresh), blame=Blame(node=first.node, text=first.text))
+    # All blame another, and no other failed: the first one pays, so that this cannot go on for ever.
     ends[first.node] = first.judged(Cause.PLACE, charged=True)
     return Verdict(ends=ends | _followers([failure for failure in fresh if failure is not first]))
 
@@ -118,6 +124,18 @@ def _followers(found: list[Failure]) -> dict[int, Ended]:
 
 def _round(failure: Failure, record: Record) -> int:
     return failure.group.round if failure.group else record.round
+
+
+def _is_somebody_silent(record: Record, observed: Observed) -> bool:
+    """A group seems to train in this round, alone among those that ended."""
+    return any(
+        group.phase is Phase.RUNNING
+        and group.round == record.round
+        and group.attempt == record.nodes[group.node].attempt
+        and record.nodes[group.node].ended is None
+        for group in observed.groups
+        if group.node < len(record.nodes)
+    )
 
 
 def _may_explain(observed: Observed) -> bool:

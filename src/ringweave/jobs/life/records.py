@@ -50,6 +50,16 @@ class NodeRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Blame:
+    """The first end of a round whose ends all blamed another, while a node had not answered that could be the one."""
+
+    node: int
+    """Whose end it was; it pays where all answer after all, so that this cannot go on for ever."""
+    text: str
+    """How it ended, in words."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
     """What is known of a job."""
 
@@ -67,6 +77,8 @@ class Record:
     """One more for every time that all have to gather at the gate again."""
     round_cause: str = ""
     """The failure for which this round was begun; empty for one that follows no failure."""
+    blame: Blame | None = None
+    """What nobody has paid for yet; settled when a node turns out to be lost, or all are at the gate."""
     outcome: JobState | None = None
     """SUCCEEDED, FAILED or STOPPED once that is decided."""
     outcome_reason: Reason | None = None

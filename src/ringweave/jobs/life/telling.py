@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from ringweave.files.problems import listed
 from ringweave.jobs.life.observing import Cause, Group, Observed, Phase
-from ringweave.jobs.life.records import Ended, Job, NodeRecord, Record
+from ringweave.jobs.life.records import Blame, Ended, Job, NodeRecord, Record
 from ringweave.jobs.life.states import JobState, NodeState, Reason, reason
 
 
@@ -55,6 +55,11 @@ def failures(job: Job, record: Record, charged: Mapping[int, Ended]) -> str:
     count, most = record.nodes[node].retries, job.request.nodes[node].max_retries
     more = f", and {len(charged) - 1} more nodes failed" if len(charged) > 1 else ""
     return f"node {job.node_name(node)} failed ({charged[node].text}), retry {count} of {most}{more}"
+
+
+def blame(job: Job, blame: Blame) -> str:
+    """`node n0 lost another (rank 0 lost its peer), which has not answered yet`."""
+    return f"node {job.node_name(blame.node)} lost another ({blame.text}), which has not answered yet"
 
 
 def nodes(job: Job, record: Record, observed: Observed) -> tuple[NodeRecord, ...]:

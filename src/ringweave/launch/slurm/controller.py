@@ -25,6 +25,7 @@ from ringweave.jobs.life.states import JobState
 from ringweave.launch.groups import config as configs
 from ringweave.launch.local.jobs import locks
 from ringweave.launch.local.jobs.folders import JobFolder
+from ringweave.launch.services import farewells
 from ringweave.launch.slurm.asking import requesting
 from ringweave.launch.slurm.asking.commands import Slurm
 from ringweave.launch.slurm.leases import Heart, Patience
@@ -181,6 +182,9 @@ class Controller:
                 self._reached("events told")
                 self._registry.save(self._name, action.record, latest.hold)
         elif isinstance(action, actions.Forget):
+            latest = self._registry.find(self._name)
+            if latest is not None and not latest.job.desired.delete:
+                farewells.say(self._registry.folder(self._name).root, latest.job.record)
             self._registry.forget(entry)
             if entry.hold.sweeper is not None:
                 self._means.slurm.cancel(str(entry.hold.sweeper), only_pending=True)

@@ -1,7 +1,6 @@
-"""What there is of one job in its allocation, looked at and changed. Whatever is done here may be done again."""
+"""What there is of one job in its allocation, looked at and changed."""
 
 import contextlib
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,15 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ringweave.errors import LaunchError
-from ringweave.jobs.life import actions
-from ringweave.jobs.life.actions import Action
-from ringweave.jobs.life.observing import Cause, Group, Observed, Phase
-from ringweave.launch.groups import config as configs
-from ringweave.launch.groups import posts
+from ringweave.jobs.life.observing import Cause, Group, Phase
 from ringweave.launch.groups.config import Config
-from ringweave.launch.groups.posts import Opening, Orders, Report
+from ringweave.launch.groups.posts import Orders, Report
 from ringweave.launch.local.jobs import locks
 from ringweave.launch.local.jobs.folders import GroupFolder, JobFolder, replace_text
+from ringweave.launch.local.jobs.places import FolderPlace, Reached
 from ringweave.launch.slurm.asking import requesting
 from ringweave.launch.slurm.asking.commands import Slurm
 from ringweave.launch.slurm.asking.requesting import Component
@@ -60,11 +56,13 @@ class Means:
     """Command line of what removes a job when its TTL is over; the job's folder and id are added."""
     patience: Patience
     """How long things may be silent."""
-    reached: Callable[[str], None] = lambda boundary: None
+    reached: Reached = lambda boundary: None
     """Called inside of actions of several steps, between them; a test dies there."""
+    wall: Callable[[], float] = time.time
+    """Seconds since 1970, on the clock of whoever decides."""
 
 
-class SlurmPlace:
+class SlurmPlace(FolderPlace):
     """One job's folder, and the steps that belong to it. Without a grant it can look, and clear away."""
 
     def __init__(
@@ -86,53 +84,17 @@ class SlurmPlace:
             means: What it works with.
             clock: Seconds that never go back.
         """
-        self._folder, self._config, self._grant, self._means = folder, config, grant, means
+        super().__init__(folder, config, means.environ, means.reached)
+        self._grant, self._means = grant, means
         self._parts = {part.node: index for index, part in enumerate(components)}
         self._patience, self._clock = means.patience, clock
-        self._children: list[int] = []
         self._since: dict[tuple[int, int, str], float] = {}
         self._asked: tuple[float, dict[str, str], set[str]] = (float("-inf"), {}, set())
-
-    def observe(self) -> Observed:
-        """What there is now. What is wholly gone is swept away on the way."""
-        self._children = locks.reap(self._children)
-        groups = [found for group in self._folder.groups() if (found := self._look(group)) is not None]
-        config = self._folder.config.exists()
-        return Observed(config=config, gate=self._gate_round() if config else 0, groups=tuple(groups))
-
-    def do(self, action: Action) -> None:
-        """Do it; the registry's part (the record, forgetting) is the caller's.
-
-        Raises:
-            LaunchError: A step could not be started.
-        """
-        match action:
-            case actions.CreateConfig():
-                self._folder.gate.unlink(missing_ok=True)
-                replace_text(self._folder.config, configs.dumps(self._config))
-            case actions.CreateGroup():
-                self._create(action)
-            case actions.Regather(node=node, attempt=attempt, round=round_):
-                self._order(self._folder.group(node, attempt), Orders(round=round_))
-            case actions.OpenGate(round=round_):
-                self._open(round_)
-            case actions.StopGroup(node=node, attempt=attempt):
-                self._dismiss(self._folder.group(node, attempt), "the job ends")
-            case actions.DeleteGroup(node=node, attempt=attempt):
-                group = self._folder.group(node, attempt)
-                if group.root.exists():
-                    group.removing.touch()
-                    self._means.reached("marked for removal")
-                    self._dismiss(group, "it is removed")
-            case actions.DeleteConfig():
-                self._folder.gate.unlink(missing_ok=True)
-                self._means.reached("gate removed")
-                self._folder.config.unlink(missing_ok=True)
 
     def _look(self, folder: GroupFolder) -> Group | None:
         """The group; None if there is none, or not any more."""
         # In this order: who has left since the first question has said so before.
-        runs = locks.is_held(_step_lock(folder)) or locks.is_held(folder.alive)
+        runs = locks.is_held(self._lock(folder)) or locks.is_held(folder.alive)
         report, orders = folder.read()
         is_told = folder.removing.exists() or (orders is not None and orders.leave)
         has_ended = report is not None and not report.phase.is_alive
@@ -150,13 +112,22 @@ class SlurmPlace:
         if report is None:
             round_ = orders.round if orders else 0
             report = Report(round=round_, phase=Phase.PENDING, pid=0, text="its step starts")
-        return report.group(folder.node, folder.attempt, leaving=leaving)
+        return self._seen(folder, report, leaving=leaving)
+
+    def _seen(self, folder: GroupFolder, report: Report, *, leaving: bool = False) -> Group:
+        """What the group says of itself; when it ended, on our clock."""
+        found = report.group(folder.node, folder.attempt, leaving=leaving)
+        return found if found.ended_s is None else replace(found, ended_s=self._means.wall() - self._age_s(folder))
+
+    def _age_s(self, folder: GroupFolder) -> float:
+        """How long ago its last report came. By the clock of the file server: the machines' own may be hours apart."""
+        return max(0.0, _touched_s(folder.root / "looked") - folder.report.stat().st_mtime)
 
     def _ended(self, folder: GroupFolder, report: Report | None, orders: Orders | None) -> Group:
         """Of a group of which nothing can run any more."""
         if report is None:
             report = Report(round=orders.round if orders else 0, phase=Phase.PENDING, pid=0)
-        found = report.group(folder.node, folder.attempt)
+        found = self._seen(folder, report)
         if orders is not None and orders.leave:
             return found if not report.phase.is_alive else replace(found, phase=Phase.STOPPED, text=orders.why)
         if report.phase is Phase.STOPPED or (report.phase is Phase.PENDING and not self._is_mine(folder)):
@@ -189,11 +160,10 @@ class SlurmPlace:
 
     def _is_fenced(self, folder: GroupFolder) -> bool:
         """It has been lost for longer than its lease. By the clock of the file server, whoever looks."""
-        lost, now = folder.root / "lost", folder.root / "looked"
+        lost = folder.root / "lost"
         if not lost.exists():
             lost.touch()
-        now.touch()
-        return now.stat().st_mtime - lost.stat().st_mtime >= self._patience.fence_s
+        return _touched_s(folder.root / "looked") - lost.stat().st_mtime >= self._patience.fence_s
 
     def _hurry(self, folder: GroupFolder) -> None:
         """Have Slurm kill an agent that does not leave; its workers die with it."""
@@ -222,59 +192,21 @@ class SlurmPlace:
             self._asked = (self._clock(), hosts, steps)
         return hosts, steps
 
-    def _create(self, action: actions.CreateGroup) -> None:
+    def _lock(self, folder: GroupFolder) -> Path:
+        """Held by srun."""
+        return folder.root / "step"
+
+    def _command(self, folder: GroupFolder) -> Sequence[str]:
         if self._grant is None:
             raise LaunchError(f"job {self._config.job}: no allocation, expected one that runs. Ask Slurm for one.")
-        folder = self._folder.group(action.node, action.attempt)
-        folder.root.mkdir(parents=True, exist_ok=True)
-        self._means.reached("folder made")
-        self._log(folder).parent.mkdir(parents=True, exist_ok=True)
-        lock = locks.try_lock(_step_lock(folder))
-        if lock is None:
-            return
-        try:
-            replace_text(_grant_file(folder), self._grant.key)
-            self._means.reached("grant written")
-            replace_text(folder.orders, posts.dump_orders(Orders(round=action.round)))
-            self._means.reached("orders written")
-            agent = self._means.agent(self._folder, action.node, action.attempt, self._grant.key)
-            argv = requesting.step(self._parts[action.node], len(self._parts), _step_name(folder), agent)
-            program = shutil.which(argv[0], path=self._means.environ.get("PATH")) or argv[0]
-            pid = locks.spawn([program, *argv[1:]], self._means.environ, lock=lock, log=self._log(folder))
-            self._children.append(pid)
-        except OSError as error:
-            name = self._config.node(action.node).name
-            raise LaunchError(f"step of node {name} could not be started: {error}. [srun]") from error
-        finally:
-            os.close(lock)
+        replace_text(_grant_file(folder), self._grant.key)
+        self._reached("grant written")
+        agent = self._means.agent(self._folder, folder.node, folder.attempt, self._grant.key)
+        argv = requesting.step(self._parts[folder.node], len(self._parts), _step_name(folder), agent)
+        return [shutil.which(argv[0], path=self._environ.get("PATH")) or argv[0], *argv[1:]]
 
-    def _open(self, round_: int) -> None:
-        offers = {}
-        for folder in self._folder.groups():
-            report, _ = folder.read()
-            if report and report.round == round_ and report.meeting:
-                offers[self._config.node(folder.node).name] = report.meeting
-        first = offers.get(self._config.nodes[0].name)
-        if first is not None:
-            addresses = {name: meeting.host for name, meeting in offers.items()}
-            opening = Opening(round=round_, meeting=first, addresses=addresses)
-            replace_text(self._folder.gate, posts.dump_opening(opening))
-
-    def _dismiss(self, folder: GroupFolder, why: str) -> None:
-        _, orders = folder.read()
-        if orders is not None:
-            self._order(folder, Orders(round=orders.round, leave=True, why=why))
-
-    def _order(self, folder: GroupFolder, orders: Orders) -> None:
-        _, before = folder.read()
-        if before is not None and (orders.leave or not before.leave):
-            replace_text(folder.orders, posts.dump_orders(orders))
-
-    def _gate_round(self) -> int:
-        try:
-            return posts.parse_opening(self._folder.gate.read_bytes()).round
-        except FileNotFoundError:
-            return 0
+    def _ring(self, folder: GroupFolder) -> None:
+        """Nothing: other machines cannot be rung, and look often."""
 
     def _is_mine(self, folder: GroupFolder) -> bool:
         """It was made in the allocation that runs now."""
@@ -286,10 +218,6 @@ class SlurmPlace:
 
     def _host(self, node: int) -> str:
         return self._grant.hosts[self._parts[node]] if self._grant is not None else ""
-
-    def _log(self, folder: GroupFolder) -> Path:
-        """What srun and the agent say; there as soon as srun was started."""
-        return self._folder.runs(self._config.node(folder.node).name, folder.attempt) / "agent.log"
 
     def _last_words(self, folder: GroupFolder) -> str:
         """What srun said last."""
@@ -304,9 +232,10 @@ def _step_name(folder: GroupFolder) -> str:
     return f"rw-{folder.node}-{folder.attempt}"
 
 
-def _step_lock(folder: GroupFolder) -> Path:
-    """Held by srun."""
-    return folder.root / "step"
+def _touched_s(path: Path) -> float:
+    """The time of day of the file server."""
+    path.touch()
+    return path.stat().st_mtime
 
 
 def _grant_file(folder: GroupFolder) -> Path:

@@ -43,6 +43,8 @@ class Hold:
 
     allocation: int | None = None
     """The job of Slurm that was asked for and not given back; None: nothing of it is in Slurm's hands."""
+    unsure: bool = False
+    """Slurm did not say whether it took the job; it is looked for there by the job's id."""
     claim: str = ""
     """Key (`12.1`: job of Slurm, restarts) of the controller that may lead it; any other one leaves."""
     adopted: str = ""
@@ -95,9 +97,9 @@ class Registry:
         One process at a time is in here. Even where locks do not work between machines, the folder of the name is made
         by one rename, which fails where there is one: who comes second is refused by `make` when it is asked again.
         """
-        with locks.wait_locked(self._root / "submit.lock"):
+        with self.admitting() as there:
             self._sweep()
-            entry = make([each.job for each in self.all()])
+            entry = make(there)
             beside = self._root / "gone" / f"new-{entry.id}"
             beside.mkdir(mode=0o700)
             (beside / "job.json").write_bytes(_ENTRY.dump_json(entry))
@@ -108,6 +110,12 @@ class Registry:
                 make([each.job for each in self.all()])
                 raise
             return entry
+
+    @contextmanager
+    def admitting(self) -> Iterator[Sequence[Job]]:
+        """All jobs; nobody else takes a name, or GPUs of a limit, in this block."""
+        with locks.wait_locked(self._root / "submit.lock"):
+            yield [each.job for each in self.all()]
 
     def all(self) -> list[Entry]:
         """All jobs, oldest first."""

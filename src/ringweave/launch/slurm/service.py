@@ -19,11 +19,12 @@ from ringweave.launch.groups import config as configs
 from ringweave.launch.groups import layout
 from ringweave.launch.local.jobs import logs
 from ringweave.launch.services import submitting, views
+from ringweave.launch.services.farewells import Farewells
 from ringweave.launch.services.service import LogLine, LogQuery, Rendered, Service, Submission
 from ringweave.launch.services.views import JobView
 from ringweave.launch.slurm import tending
 from ringweave.launch.slurm.asking import requesting
-from ringweave.launch.slurm.asking.commands import Slurm
+from ringweave.launch.slurm.asking.commands import Slurm, SlurmSilentError
 from ringweave.launch.slurm.leases import Patience
 from ringweave.launch.slurm.registry import Entry, Registry
 from ringweave.launch.slurm.tending import Tended, Tending
@@ -57,6 +58,7 @@ class SlurmService(Service):
         self._registry, self._slurm = Registry(root), slurm
         self._requester, self._environ, self._clock = requester, dict(environ), clock
         self._permissions = PermissionCache(rules.permission)
+        self._farewells = Farewells()
         self._tending = Tending(
             self._registry, slurm, environ=environ, patience=patience or Patience(), clock=clock, sleep=time.sleep
         )
@@ -81,6 +83,8 @@ class SlurmService(Service):
         entry = self._registry.submit(make)
         try:
             tended = self._tending.tend(request.name, may_ask=True)
+        except SlurmSilentError:
+            raise  # it may have taken the job: what is recorded finds that out
         except Exception:
             # Slurm refused it: nothing of it is there, and its name is free again.
             self._registry.forget(entry)
@@ -98,14 +102,21 @@ class SlurmService(Service):
 
     def job(self, name: str) -> JobView:
         """One job, with its events."""
-        return self._view(self._tended(self._find(name, "status")), with_events=True)
+        gone = self._farewells.last(name) if self._registry.find(name) is None else None
+        if gone is not None:
+            return views.view(gone, place="slurm")
+        entry = self._find(name, "status")
+        self._farewells.listen(self._registry.folder(name).root, entry.job)
+        return self._view(self._tended(entry), with_events=True)
 
     def act(self, name: str, verb: str) -> JobView:
         """Ask something of a job; what needs its controller is seen by it in a moment."""
         entry = self._find(name, verb)
         allocation = self._tended(entry).allocation
-        with self._registry.changing(name) as latest:
+        with self._registry.admitting() as there, self._registry.changing(name) as latest:
             if latest is not None:
+                if verb == "retry":
+                    self._check_retry(latest.job, there)
                 # As it is shown: what was tried again and still waits for Slurm can be stopped.
                 shown = tending.told(Tended(entry=latest, allocation=allocation), self._clock())
                 self._registry.ask(name, verbs.ask(verb, latest.job if verb == "retry" else shown))
@@ -120,15 +131,17 @@ class SlurmService(Service):
         return logs.read(self._registry.folder(name), which, is_over=lambda: self._is_over(name), sleep=time.sleep)
 
     def _admitted(self, request: Request, there: Sequence[Job]) -> Job:
-        mine = [job for job in there if job.requester == self._requester and job.record.outcome is None]
         return admitting.admit(
             request,
             requester=self._requester,
             taken_by=next((job for job in there if job.request.name == request.name), None),
             permissions=self._permissions,
-            gpus_in_use=sum(job.request.num_workers for job in mine if job.request.device == "cuda"),
+            gpus_in_use=admitting.gpus_in_use(there, self._requester),
             now=self._clock(),
         )
+
+    def _check_retry(self, job: Job, there: Sequence[Job]) -> None:
+        admitting.check_retry(job, there=there, permissions=self._permissions, now=self._clock())
 
     def _find(self, name: str, verb: str) -> Entry:
         entry = self._registry.find(name)

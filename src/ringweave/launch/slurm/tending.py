@@ -16,7 +16,7 @@ from ringweave.jobs.life.observing import Group, Observed, Phase
 from ringweave.jobs.life.records import Job
 from ringweave.launch.local.jobs import locks
 from ringweave.launch.slurm.asking import requesting, waiting
-from ringweave.launch.slurm.asking.commands import Allocation, Slurm
+from ringweave.launch.slurm.asking.commands import Allocation, Slurm, SlurmSilentError
 from ringweave.launch.slurm.controller import Controller, means_of, outside, patience_words, wants_allocation
 from ringweave.launch.slurm.leases import Patience
 from ringweave.launch.slurm.place import STOPPED_FROM_OUTSIDE
@@ -65,7 +65,7 @@ class Tending:
             may_ask: Ask Slurm for an allocation where one is wanted. A mere look never does: a job must not begin
                 because somebody looks at it hours later.
         """
-        entry = self._registry.find(name)
+        entry = self._found(self._registry.find(name))
         if entry is None:
             return None
         found = self._allocation(entry.hold.allocation, fresh=may_ask)
@@ -82,15 +82,35 @@ class Tending:
     def script(self, entry: Entry) -> str:
         """The batch script of a job."""
         folder = self._registry.folder(entry.job.request.name).root
-        return requesting.script(entry.job, entry.components, folder, self._controller(folder))
+        return requesting.script(entry.job, entry.id, entry.components, folder, self._controller(folder))
+
+    def _found(self, entry: Entry | None) -> Entry | None:
+        """The entry with the job of Slurm that was asked for without an answer, if Slurm has it."""
+        if entry is None or not entry.hold.unsure or entry.hold.allocation is not None:
+            return entry
+        job_id = self._slurm.find(requesting.job_name(entry.job), entry.id)
+        if job_id is None:
+            return entry
+        name = entry.job.request.name
+        with self._registry.changing(name) as latest:
+            if latest is not None and latest.hold.allocation is None:
+                hold = replace(latest.hold, allocation=job_id, unsure=False)
+                self._registry.save(name, latest.job.record, hold)
+        return self._registry.find(name)
 
     def _ask(self, name: str) -> None:
         """Hand the batch script in. Who is killed behind that leaves a job of Slurm that finds out, and takes over."""
         with self._registry.changing(name) as entry:
             if entry is None or entry.hold.allocation is not None or not wants_allocation(entry):
                 return
-            job_id = self._slurm.submit(self.script(entry), outside(entry.origin.environ))
-            self._registry.save(name, entry.job.record, replace(entry.hold, allocation=job_id))
+            try:
+                job_id = self._slurm.submit(self.script(entry), outside(entry.origin.environ))
+            except SlurmSilentError as error:
+                self._registry.save(name, entry.job.record, replace(entry.hold, unsure=True))
+                do = f"Look again with ringweave status {name} --on slurm, or ask again with ringweave resume {name}"
+                raise SlurmSilentError(f"{error} Slurm may have taken job {name}. {do}.") from error
+            hold = replace(entry.hold, allocation=job_id, unsure=False)
+            self._registry.save(name, entry.job.record, hold)
 
     def _take_back(self, found: Allocation) -> Allocation | None:
         """Cancel a job of Slurm that still waits; what begins meanwhile is left to its controller."""
@@ -158,7 +178,10 @@ def told(tended: Tended, now: float) -> Job:
     job = entry.job
     if not wants_allocation(entry):
         return job
-    if found is None:
+    if found is None and entry.hold.unsure:
+        resume = f"ringweave resume {job.request.name}"
+        text = f"Slurm did not answer when it was asked, and has no such job by now; {resume} asks again"
+    elif found is None:
         text = f"it is recorded, and Slurm was not asked; ringweave resume {job.request.name} asks"
     elif found.is_pending:
         text = waiting.tell(found)

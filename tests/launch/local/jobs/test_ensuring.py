@@ -137,16 +137,20 @@ def test_an_agent_that_was_killed_failed_by_the_places_doing(folder: JobFolder) 
     assert local_place(folder).observe().groups == ()
 
 
-def test_an_agent_that_does_not_leave_is_killed(folder: JobFolder, agents: list, monkeypatch) -> None:
+@pytest.mark.parametrize("has_reported", [True, False])
+def test_an_agent_that_does_not_leave_is_killed(
+    folder: JobFolder, agents: list, monkeypatch, has_reported: bool
+) -> None:
     group = folder.group(0, 1)
     group.root.mkdir(parents=True)
     lock = locks.try_lock(group.alive)
     assert lock is not None
-    deaf = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(100)", str(folder.root)]
+    deaf = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(100)", str(folder.root), "0", "1"]
     agents.append(subprocess.Popen(deaf, pass_fds=(lock,)))
     os.close(lock)
     group.orders.write_text(posts.dump_orders(Orders(round=1)))
-    group.report.write_text(posts.dump_report(Report(round=1, phase=Phase.RUNNING, pid=agents[0].pid)))
+    if has_reported:
+        group.report.write_text(posts.dump_report(Report(round=1, phase=Phase.RUNNING, pid=agents[0].pid)))
     here = local_place(folder)
     here.do(actions.DeleteGroup(node=0, attempt=1))
     (seen,) = here.observe().groups

@@ -10,10 +10,13 @@ from ringweave.errors import JobError, LaunchError
 from ringweave.jobs.admission.policy import EVERYBODY, Policy, Rule
 from ringweave.jobs.life import actions
 from ringweave.jobs.life.records import new_job
+from ringweave.jobs.life.states import JobState
 from ringweave.jobs.requests.request import NodeRequest, Request
 from ringweave.launch.local.jobs import supervisor
+from ringweave.launch.local.jobs.folders import job_folder
 from ringweave.launch.local.jobs.registry import Entry, Origin, Registry
 from ringweave.launch.local.jobs.service import LocalService
+from ringweave.launch.local.jobs.supervisor import Supervisor
 from ringweave.launch.services.service import LogQuery
 
 
@@ -150,6 +153,40 @@ def test_verbs_are_asked_and_a_supervisor_is_woken(folder: Path, supervised: lis
     here.act("job", "suspend")
     assert len(supervised) == 3
     assert len(set(supervised)) == 1
+
+
+def test_trying_again_needs_room_in_the_limit(folder: Path) -> None:
+    here = service(folder, "ann", Rule(users=(EVERYBODY,), max_gpus=10))
+    here.submit(request(), base=folder)
+    (entry,) = here._registry.all()
+    record = replace(entry.job.record, outcome=JobState.FAILED, state=JobState.FAILED)
+    here._registry.save(entry.id, record, [], 0.0)
+    here.submit(request("other"), base=folder)
+    with pytest.raises(
+        JobError, match=r"GPUs in all: 6, expected at most 10 GPUs in all jobs of ann, of which 6 are in"
+    ):
+        here.act("job", "retry")
+    (other,) = [each for each in here._registry.all() if each.job.request.name == "other"]
+    here._registry.forget(other.id)
+    here.act("job", "retry")
+    with pytest.raises(JobError, match=r"of which 6 are in use"):
+        here.submit(request("other"), base=folder)
+
+
+def test_who_followed_a_job_hears_how_it_ended_though_its_ttl_took_it(folder: Path) -> None:
+    here, other = service(folder), service(folder)
+    here.submit(replace(request(), ttl_s=0.0), base=folder)
+    (entry,) = here._registry.all()
+    job_folder(folder / "state", entry.id).root.mkdir(parents=True)
+    here.job("job")
+    record = replace(entry.job.record, outcome=JobState.SUCCEEDED, state=JobState.DELETING, deleting=True, ended_s=0.0)
+    here._registry.save(entry.id, record, [], 0.0)
+    Supervisor(folder / "state", entry.id).serve()
+    assert here.job("job").state == "Succeeded"
+    for asked in (here, other):
+        with pytest.raises(JobError, match="expected the name of a job that is here"):
+            asked.job("job")
+    assert not list((folder / "state" / "jobs").iterdir())
 
 
 def test_events_are_kept_once_and_go_with_the_job(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_the_largest_comes_first():
 def test_a_name_of_a_machine_means_that_machine_and_is_kept_from_the_others():
     job = a_job(nodes="[{capacity: 10}, {name: small, capacity: 5}]")
     parts = requesting.components(job, {"big", "small"})
-    text = requesting.script(job, parts, Path("/jobs/text"), ["controller"])
+    text = requesting.script(job, "text-1", parts, Path("/jobs/text"), ["controller"])
     assert "--nodelist=small" in text
     assert "--exclude=small" in text
 
@@ -45,7 +45,7 @@ def test_a_name_of_a_machine_means_that_machine_and_is_kept_from_the_others():
 def test_one_node_is_no_heterogeneous_job():
     job = a_job(gpus="7")
     parts = requesting.components(job, ())
-    assert "hetjob" not in requesting.script(job, parts, Path("/jobs/text"), ["controller"])
+    assert "hetjob" not in requesting.script(job, "text-1", parts, Path("/jobs/text"), ["controller"])
     assert "--het-group=0" not in requesting.step(0, 1, "rw-0-1", ["agent"])
     assert requesting.step(1, 2, "rw-1-1", ["agent"])[:2] == ["srun", "--het-group=1"]
 
@@ -55,7 +55,11 @@ def test_the_batch_script(device, check_golden):
     request = {"gpus": "15"} if device == "gpus" else {"gpus": "", "cpu_workers": "15"}
     job = a_job(**request)
     text = requesting.script(
-        job, requesting.components(job, ()), Path("/home/ann/100% mine/text"), ["python", "-m", "controller", "a b"]
+        job,
+        "text-1a2b",
+        requesting.components(job, ()),
+        Path("/home/ann/100% mine/text"),
+        ["python", "-m", "controller", "a b"],
     )
     check_golden(GOLDEN / f"{device}.sh", text)
 

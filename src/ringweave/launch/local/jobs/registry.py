@@ -99,12 +99,16 @@ class Registry:
                 [(job_id, event.key, now, event.kind, event.text, job_id) for event in events],
             )
 
-    def ask(self, job_id: str, change: Callable[[Job], Desired]) -> None:
-        """Change what is asked of a job; nothing changes if `change` raises, or if it is gone."""
+    def ask(self, job_id: str, change: Callable[[Job, Sequence[Job]], Desired]) -> None:
+        """Change what is asked of a job; nothing changes if `change` raises, or if it is gone.
+
+        `change` gets the job, and all that there are: what they may have together is checked and taken in one step.
+        """
         with self._writing() as connection:
-            row = connection.execute(f"SELECT {_COLUMNS} FROM jobs WHERE id = ?", (job_id,)).fetchone()
-            if row is not None:
-                desired = _DESIRED.dump_json(change(_entry(row).job)).decode()
+            there = [_entry(row) for row in connection.execute(f"SELECT {_COLUMNS} FROM jobs")]
+            job = next((entry.job for entry in there if entry.id == job_id), None)
+            if job is not None:
+                desired = _DESIRED.dump_json(change(job, [entry.job for entry in there])).decode()
                 connection.execute("UPDATE jobs SET desired = ? WHERE id = ?", (desired, job_id))
 
     def forget(self, job_id: str) -> None:

@@ -14,7 +14,7 @@ from ringweave.jobs.admission import admitting, policy
 from ringweave.jobs.admission.permissions import PermissionCache
 from ringweave.jobs.admission.policy import Policy
 from ringweave.jobs.life import verbs
-from ringweave.jobs.life.records import Job
+from ringweave.jobs.life.records import Desired, Job
 from ringweave.jobs.requests.request import Request
 from ringweave.launch.groups import config as configs
 from ringweave.launch.groups import layout
@@ -22,6 +22,7 @@ from ringweave.launch.local.jobs import logs, supervisor
 from ringweave.launch.local.jobs.folders import REGISTRY, job_folder
 from ringweave.launch.local.jobs.registry import Entry, Registry
 from ringweave.launch.services import submitting, views
+from ringweave.launch.services.farewells import Farewells
 from ringweave.launch.services.service import LogLine, LogQuery, Rendered, Service, Submission
 from ringweave.launch.services.submitting import Origin
 from ringweave.launch.services.views import JobView
@@ -54,6 +55,7 @@ class LocalService(Service):
         self._registry = Registry(state / REGISTRY)
         self._permissions = PermissionCache(rules.permission)
         self._clock, self._sleep = clock, sleep
+        self._farewells = Farewells()
 
     def submit(self, request: Request, *, base: Path, dry_run: bool = False) -> Submission:
         """Admit the request, register its job, and start its supervisor."""
@@ -80,7 +82,11 @@ class LocalService(Service):
 
     def job(self, name: str) -> JobView:
         """One job, with its events."""
+        gone = self._farewells.last(name) if self._registry.find(name) is None else None
+        if gone is not None:
+            return views.view(gone, place="local")
         entry = self._find(name, "status")
+        self._farewells.listen(job_folder(self._state, entry.id).root, entry.job)
         if _needs_supervisor(entry.job):
             self._supervise(entry)
         return self._view(entry, with_events=True)
@@ -88,7 +94,7 @@ class LocalService(Service):
     def act(self, name: str, verb: str) -> JobView:
         """Ask something of a job, and wake its supervisor."""
         entry = self._find(name, verb)
-        self._registry.ask(entry.id, lambda job: verbs.ask(verb, job))
+        self._registry.ask(entry.id, lambda job, there: self._asked(verb, job, there))
         self._supervise(entry)
         return self._view(self._registry.load(entry.id) or entry, with_events=True)
 
@@ -100,14 +106,19 @@ class LocalService(Service):
             job_folder(self._state, entry.id), which, is_over=lambda: self._is_over(entry.id), sleep=self._sleep
         )
 
+    def _asked(self, verb: str, job: Job, there: Sequence[Job]) -> Desired:
+        desired = verbs.ask(verb, job)
+        if verb == "retry":
+            admitting.check_retry(job, there=there, permissions=self._permissions, now=self._clock())
+        return desired
+
     def _admitted(self, request: Request, origin: Origin, there: Sequence[Job]) -> Entry:
-        mine = [job for job in there if job.requester == self._requester and job.record.outcome is None]
         job = admitting.admit(
             request,
             requester=self._requester,
             taken_by=next((job for job in there if job.request.name == request.name), None),
             permissions=self._permissions,
-            gpus_in_use=sum(job.request.num_workers for job in mine if job.request.device == "cuda"),
+            gpus_in_use=admitting.gpus_in_use(there, self._requester),
             now=self._clock(),
         )
         layout.cluster_of(configs.of_job(job, directory=None, script_text=None), {})

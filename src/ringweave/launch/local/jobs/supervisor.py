@@ -23,6 +23,7 @@ from ringweave.launch.local.jobs.bells import Bell
 from ringweave.launch.local.jobs.folders import REGISTRY, job_folder
 from ringweave.launch.local.jobs.place import LocalPlace
 from ringweave.launch.local.jobs.registry import Entry, Registry
+from ringweave.launch.services import farewells
 
 LOOK_S = 0.5
 """Between two looks where nothing rings: so late an agent that was killed is noticed."""
@@ -106,6 +107,9 @@ class Supervisor:
         if isinstance(action, actions.SaveRecord):
             self._registry.save(self._id, action.record, action.events, now)
         elif isinstance(action, actions.Forget):
+            entry = self._registry.load(self._id)
+            if entry is not None and not entry.job.desired.delete:
+                farewells.say(self._folder.root, entry.job.record)
             place.remove()
             self._reached("files removed")
             self._registry.forget(self._id)

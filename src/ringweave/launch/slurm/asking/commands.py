@@ -16,6 +16,8 @@ ENDS = frozenset(
 )
 """States in which a job of Slurm stays. One that is requeued is PENDING again."""
 
+_TIMED_OUT = "Socket timed out"
+"""What a command says that gave up waiting; its request may still be on the way."""
 _PAIR = re.compile(r"(?:^|\s)([A-Za-z][\w:/]*)=(\S*)")
 _GPUS = re.compile(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)")
 
@@ -86,6 +88,10 @@ class Host:
         return not self.state.endswith("*") and not self.state.startswith(("down", "unk", "boot", "power"))
 
 
+class SlurmSilentError(LaunchError):
+    """Slurm did not answer in time, and may have done what it was asked for."""
+
+
 def run_command(argv: Sequence[str], stdin: str, environ: Mapping[str, str] | None) -> Done:
     """Run it here."""
     done = subprocess.run(
@@ -99,6 +105,11 @@ def run_command(argv: Sequence[str], stdin: str, environ: Mapping[str, str] | No
         env=None if environ is None else dict(environ),
     )
     return Done(code=done.returncode, out=done.stdout, err=done.stderr)
+
+
+def _no_answer(command: str, got: str) -> str:
+    do = "Run it where Slurm's commands are, and see whether slurmctld answers (scontrol ping)"
+    return explain(command, got=got, expected="Slurm to answer", do=do, where="slurm")
 
 
 class Slurm:
@@ -119,6 +130,16 @@ class Slurm:
         """
         out = self._call(["sbatch", "--parsable"], script, environ)
         return int(out.strip().split(";")[0])
+
+    def find(self, name: str, comment: str) -> int | None:
+        """The number of the job with this name and comment; None if Slurm has none that has not ended.
+
+        Raises:
+            LaunchError: Slurm does not answer.
+        """
+        out = self._call(["squeue", "--noheader", f"--name={name}", "--format=%A|%k"])
+        rows = [line.strip().partition("|") for line in out.splitlines()]
+        return min((int(number) for number, _, said in rows if said.strip() == comment), default=None)
 
     def cancel(self, name: str, *, only_pending: bool = False) -> None:
         """End a job (`12`) or a step (`12.0`); nothing happens if it is gone."""
@@ -175,10 +196,12 @@ class Slurm:
     ) -> str:
         try:
             done = self._run(argv, stdin, environ)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            do = "Run it where Slurm's commands are, and see whether slurmctld answers (scontrol ping)"
-            text = explain(argv[0], got=str(error), expected="Slurm to answer", do=do, where="slurm")
-            raise LaunchError(text) from error
+        except OSError as error:
+            raise LaunchError(_no_answer(argv[0], str(error))) from error
+        except subprocess.TimeoutExpired as error:
+            raise SlurmSilentError(_no_answer(argv[0], f"nothing in {error.timeout:.0f} s")) from error
+        if done.code and _TIMED_OUT in done.err:
+            raise SlurmSilentError(_no_answer(argv[0], _TIMED_OUT))
         if done.code and (not may_fail or "Unable to contact" in done.err or "Unexpected message" in done.err):
             said = " ".join(line.partition("error: ")[2] or line for line in done.err.split("\n") if line.strip())
             do = "See what Slurm means in its manual, and what it has with sinfo"

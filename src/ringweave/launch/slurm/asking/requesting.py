@@ -82,11 +82,17 @@ def check(job: Job, hosts: Sequence[Host]) -> None:
         raise JobError(explain("nodes", got=len(parts), expected=f"at most {MAX_COMPONENTS} on Slurm", do=do))
 
 
-def script(job: Job, parts: Sequence[Component], folder: Path, controller: Sequence[str]) -> str:
+def job_name(job: Job) -> str:
+    """What Slurm calls it."""
+    return f"rw-{job.request.name}"
+
+
+def script(job: Job, job_id: str, parts: Sequence[Component], folder: Path, controller: Sequence[str]) -> str:
     """The batch script: the allocation, and the controller started again until it ends well.
 
     Args:
         job: As admitted.
+        job_id: By which it is found in Slurm though nobody heard its number.
         parts: Of the allocation, in order.
         folder: Of the job, on the shared file system.
         controller: Command line of the controller.
@@ -95,8 +101,8 @@ def script(job: Job, parts: Sequence[Component], folder: Path, controller: Seque
     shared = ["--requeue", "--open-mode=append"]
     blocks = [_options(part, pinned, job.request.device, shared) for part in parts]
     log = str(folder / "controller.log").replace("%", "%%")
-    head = [f"--job-name=rw-{job.request.name}", f'--output="{log}"', f'--chdir="{folder}"']
-    lines = ["#!/bin/sh", *(f"#SBATCH {option}" for option in (*head, *blocks[0]))]
+    head = [f"--job-name={job_name(job)}", f'--output="{log}"', f'--chdir="{folder}"']
+    lines = ["#!/bin/sh", *(f"#SBATCH {option}" for option in (*head, f"--comment={job_id}", *blocks[0]))]
     for block in blocks[1:]:
         lines += ["#SBATCH hetjob", *(f"#SBATCH {option}" for option in (*head[:1], *block))]
     return "\n".join([*lines, _BODY.format(controller=shlex.join(controller), restarts=RESTARTS)])

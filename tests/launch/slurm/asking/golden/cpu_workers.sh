@@ -2,6 +2,7 @@
 #SBATCH --job-name=rw-text
 #SBATCH --output="/home/ann/100%% mine/text/controller.log"
 #SBATCH --chdir="/home/ann/100% mine/text"
+#SBATCH --comment=text-1a2b
 #SBATCH --nodes=1
 #SBATCH --ntasks=1
 #SBATCH --cpus-per-task=10

@@ -1,0 +1,154 @@
+"""What places share whose groups are folders: this machine's, and Slurm's on a shared file system.
+
+A job is a folder (`folders.py`); orders, reports and the gate are files in it. What differs by place is how an agent is
+started, how it is known that nothing of it can run any more, and whether anybody can be woken.
+"""
+
+import abc
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from ringweave.errors import LaunchError
+from ringweave.jobs.life import actions
+from ringweave.jobs.life.actions import Action
+from ringweave.jobs.life.observing import Group, Observed
+from ringweave.launch.groups import config as configs
+from ringweave.launch.groups import posts
+from ringweave.launch.groups.config import Config
+from ringweave.launch.groups.posts import Opening, Orders
+from ringweave.launch.local.jobs import locks
+from ringweave.launch.local.jobs.folders import GroupFolder, JobFolder, replace_text
+
+Reached = Callable[[str], None]
+
+
+class FolderPlace(abc.ABC):
+    """One job's folder, and what runs for it. Whatever is done here may be done again."""
+
+    def __init__(self, folder: JobFolder, config: Config, environ: Mapping[str, str], reached: Reached) -> None:
+        """Looks at nothing yet.
+
+        Args:
+            folder: Of the job.
+            config: What its groups have to know.
+            environ: Of what leads a group, and what workers inherit.
+            reached: Called inside of actions of several steps, between them; a test dies there.
+        """
+        self._folder, self._config = folder, config
+        self._environ, self._reached = dict(environ), reached
+        self._children: list[int] = []
+
+    @abc.abstractmethod
+    def _look(self, folder: GroupFolder) -> Group | None:
+        """The group; None if there is none, or not any more. What is wholly gone is swept away."""
+
+    @abc.abstractmethod
+    def _lock(self, folder: GroupFolder) -> Path:
+        """Locked by what leads the group, as long as it runs."""
+
+    @abc.abstractmethod
+    def _command(self, folder: GroupFolder) -> Sequence[str]:
+        """The command line of what leads the group; whoever asks holds its lock, and starts it."""
+
+    @abc.abstractmethod
+    def _ring(self, folder: GroupFolder) -> None:
+        """Wake the group's agent, if that can be."""
+
+    def observe(self) -> Observed:
+        """What there is now. What is wholly gone is swept away on the way."""
+        self._children = locks.reap(self._children)
+        groups = [found for group in self._folder.groups() if (found := self._look(group)) is not None]
+        config = self._folder.config.exists()
+        return Observed(config=config, gate=self._gate_round() if config else 0, groups=tuple(groups))
+
+    def do(self, action: Action) -> None:
+        """Do it; the registry's part (the record, forgetting) is the caller's.
+
+        Raises:
+            LaunchError: A process could not be started.
+        """
+        match action:
+            case actions.CreateConfig():
+                self._folder.gate.unlink(missing_ok=True)
+                replace_text(self._folder.config, configs.dumps(self._config))
+            case actions.CreateGroup():
+                self._create(action)
+            case actions.Regather(node=node, attempt=attempt, round=round_):
+                self._order(self._folder.group(node, attempt), Orders(round=round_))
+            case actions.OpenGate(round=round_):
+                self._open(round_)
+            case actions.StopGroup(node=node, attempt=attempt):
+                self._dismiss(self._folder.group(node, attempt), "the job ends")
+            case actions.DeleteGroup(node=node, attempt=attempt):
+                group = self._folder.group(node, attempt)
+                if group.root.exists():
+                    group.removing.touch()
+                    self._reached("marked for removal")
+                    self._dismiss(group, "it is removed")
+            case actions.DeleteConfig():
+                self._folder.gate.unlink(missing_ok=True)
+                self._reached("gate removed")
+                self._folder.config.unlink(missing_ok=True)
+
+    def _log(self, folder: GroupFolder) -> Path:
+        """What leads the group says; there as soon as it was started."""
+        return self._folder.runs(self._config.node(folder.node).name, folder.attempt) / "agent.log"
+
+    def _create(self, action: actions.CreateGroup) -> None:
+        folder = self._folder.group(action.node, action.attempt)
+        folder.root.mkdir(parents=True, exist_ok=True)
+        self._reached("folder made")
+        self._log(folder).parent.mkdir(parents=True, exist_ok=True)
+        lock = locks.try_lock(self._lock(folder))
+        if lock is None:
+            return
+        program = ""
+        try:
+            argv = self._command(folder)
+            program = argv[0]
+            replace_text(folder.orders, posts.dump_orders(Orders(round=action.round)))
+            self._reached("orders written")
+            self._children.append(locks.spawn(argv, self._environ, lock=lock, log=self._log(folder)))
+        except OSError as error:
+            name = self._config.node(action.node).name
+            raise LaunchError(f"agent of node {name} could not be started: {error}. [{program}]") from error
+        finally:
+            os.close(lock)
+
+    def _open(self, round_: int) -> None:
+        """Let all start where the first node offered to meet."""
+        offers = {}
+        for folder in self._folder.groups():
+            report, _ = folder.read()
+            if report and report.round == round_ and report.meeting:
+                offers[self._config.node(folder.node).name] = report.meeting
+        first = offers.get(self._config.nodes[0].name)
+        if first is not None:
+            hosts = {name: meeting.host for name, meeting in offers.items()}
+            opening = Opening(round=round_, meeting=first, addresses=hosts if len(set(hosts.values())) > 1 else {})
+            replace_text(self._folder.gate, posts.dump_opening(opening))
+        self._reached("gate opened")
+        for folder in self._folder.groups():
+            self._ring(folder)
+
+    def _dismiss(self, folder: GroupFolder, why: str) -> None:
+        _, orders = folder.read()
+        if orders is not None:
+            self._order(folder, Orders(round=orders.round, leave=True, why=why))
+
+    def _order(self, folder: GroupFolder, orders: Orders) -> None:
+        """Replace the orders; who was told to leave stays so."""
+        if not folder.root.exists():
+            return
+        _, before = folder.read()
+        if before is None or not before.leave or orders.leave:
+            replace_text(folder.orders, posts.dump_orders(orders))
+        self._ring(folder)
+
+    def _gate_round(self) -> int:
+        """The round of the last opening; 0 if there was none."""
+        try:
+            return posts.parse_opening(self._folder.gate.read_bytes()).round
+        except FileNotFoundError:
+            return 0

@@ -1,0 +1,54 @@
+"""Following a job to its end, or to where it is gone."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from ringweave.cli.jobs import following
+from ringweave.errors import JobError
+from ringweave.jobs.life import records
+from ringweave.jobs.life.states import JobState
+from ringweave.jobs.requests.request import NodeRequest, Request
+from ringweave.launch.services import views
+from ringweave.launch.services.views import JobView
+
+
+class Told:
+    """A service that shows a job in these states, one a look, and then has none."""
+
+    def __init__(self, *states: JobState) -> None:
+        request = Request(name="job", num_workers=3, script="s.py", nodes=(NodeRequest(name="n0", capacity=3),))
+        job = records.new_job(request, requester="ann", counts=(3,), now=0.0)
+        self.views = [
+            views.view(replace(job, record=replace(job.record, state=state)), place="here") for state in states
+        ]
+
+    def job(self, name: str) -> JobView:
+        if not self.views:
+            raise JobError(f"job: {name!r}, expected the name of a job that is here.")
+        return self.views.pop(0)
+
+    def logs(self, name: str, which: object) -> Iterator[object]:
+        return iter(())
+
+
+def follow(*states: JobState) -> int:
+    told = Told(*states)
+    return following.follow("job", lambda: told, sleep=lambda _: None)  # type: ignore[arg-type, return-value]
+
+
+def test_the_exit_code_is_the_jobs() -> None:
+    assert follow(JobState.RUNNING, JobState.SUCCEEDED) == 0
+    assert follow(JobState.RUNNING, JobState.FAILED) == 1
+
+
+def test_a_job_that_is_gone_before_its_end_was_seen_is_no_wrong_usage(capfd: pytest.CaptureFixture[str]) -> None:
+    assert follow(JobState.RUNNING, JobState.DELETING) == 1
+    said = "ringweave: job was removed, and nobody saw how it ended (last seen: Deleting)\n"
+    assert capfd.readouterr().err.endswith(said)
+
+
+def test_a_job_that_was_never_seen_is_an_error() -> None:
+    with pytest.raises(JobError, match="expected the name of a job"):
+        follow()
