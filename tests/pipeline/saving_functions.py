@@ -2,12 +2,16 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ringweave.pipeline import Pipeline, checkpoints
+import torch
+from torch import Tensor, nn
+
+from ringweave.pipeline import Pipeline, Settings, checkpoints, profiling
+from ringweave.pipeline import blocks as pipeline_blocks
 from tests.pipeline.pipeline_functions import Case, batch_of, fingerprints, make_pipeline
 
 MOMENTS = (
@@ -101,3 +105,64 @@ def _crashing(directory: Path, moment: str) -> Any:
         "the old one half deleted": (shutil, "rmtree", broken_rmtree),
     }
     return mock.patch.object(*replaced[moment])
+
+
+class Mastered(torch.optim.Optimizer):
+    """Updates weights of half the bits from float32 ones that it keeps."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyrefly: ignore - what torch's overloads take, without a result
+        """One thousandth of the gradient."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state.setdefault("master", parameter.detach().float())
+                state["master"] -= group["lr"] * parameter.grad.float()
+                parameter.copy_(state["master"])
+
+
+class Counting(nn.Linear):
+    """Keeps a count that is no parameter and no buffer, and hands it out with a tensor."""
+
+    seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"seen": self.seen, "last": torch.tensor([float(self.seen)])}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"] if state["last"].item() == state["seen"] else -1
+
+
+def save_what_is_rare(directory: Path) -> dict[str, Any]:
+    """Half the bits in the weights, float32 in the optimizer, and extra state: saved, loaded, profiled."""
+    made = [_rare_pipeline() for _ in range(2)]
+    x = torch.ones(4, 4, dtype=torch.bfloat16)
+    made[0].train_step(x, target=x)
+    checkpoints.save(made[0], directory)
+    checkpoints.load(made[1], directory)
+    optimizers = [pipeline.optimizer.of(1) for pipeline in made]
+    masters = [state["master"] for each in optimizers if each for state in each.state.values()]
+    half = len(masters) // 2
+    profile = profiling.profile(made[0], lambda block: Mastered(block.parameters()), rounds=1)
+    return {
+        "seen": [pipeline.blocks[1].seen for pipeline in made],
+        "types": {master.dtype for master in masters},
+        "same": all(map(torch.equal, masters[:half], masters[half:])),
+        "kinds": len({cost.kind for cost in profile.blocks}),
+        "of a model": len(pipeline_blocks(nn.Sequential(*made[0].blocks))),
+    }
+
+
+def _rare_pipeline() -> Pipeline:
+    torch.manual_seed(0)
+    blocks = [Counting(4, 4, dtype=torch.bfloat16) for _ in range(2)]
+    example = torch.empty(4, 4, dtype=torch.bfloat16)
+    settings = Settings(num_microbatches=2)
+    return Pipeline(blocks, nn.MSELoss(), lambda block: Mastered(block.parameters()), example, settings)

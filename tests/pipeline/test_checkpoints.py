@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from ringweave.pipeline import checkpoints
 from ringweave.testing.ranks import run_ranks
@@ -53,6 +54,15 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path) -> N
         "rename checkpoint.part checkpoint",
         f"sync {tmp_path.name}",
     ]
+
+
+def test_types_of_the_optimizer_and_extra_state_come_back_as_they_were(tmp_path: Path) -> None:
+    found = run_ranks(saving_functions.save_what_is_rare, 1, tmp_path / "checkpoint")[0]
+    assert found["types"] == {torch.float32}, "float32 state of bfloat16 weights was made as coarse as they are"
+    assert found["same"]
+    assert found["seen"] == [3, 3], "one without data, two of the train step"
+    assert found["kinds"] == 2, "the first one is computed on what needs no gradient"
+    assert found["of a model"] == 2
 
 
 def test_wrong_checkpoints(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """Virtual devices on a clock that the test moves."""
 
 import copy
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ringweave.pipeline.virtual import TimedBlock, VirtualDevice
 
@@ -50,6 +51,51 @@ def test_a_block_computes_waits_and_keeps_its_device_when_copied() -> None:
     assert time.now_s == 102.5
     assert inner.weight.grad is not None
     assert copy.deepcopy(block).device is device
+
+
+def test_what_a_block_computes_itself_counts_towards_its_time() -> None:
+    time = Time()
+    device = VirtualDevice(1.0, time.clock, time.sleep)
+
+    class Costly(torch.autograd.Function):
+        """Takes half a second each way."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            time.now_s += 0.5
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            time.now_s += 0.5
+            return gradients[0] * 2
+
+    class Inner(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Costly.apply(x)
+
+    x = torch.ones(3, requires_grad=True)
+    y = TimedBlock(Inner(), 1.0, 4.0, device)(x)
+    assert time.now_s == 101
+    y.sum().backward()
+    assert time.now_s == 105, "backward takes 4 s with the block's own part, not beside it"
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0] * 3
+
+
+def test_of_several_inputs_each_keeps_its_gradient() -> None:
+    class Two(nn.Module):
+        def forward(self, x: Tensor, scale: Tensor, index: Tensor) -> Tensor:
+            return (x * scale)[index]
+
+    time = Time()
+    x, scale = torch.ones(3, requires_grad=True), torch.full((3,), 2.0)
+    y = TimedBlock(Two(), 1.0, 4.0, VirtualDevice(1.0, time.clock, time.sleep))(x, scale, torch.arange(2))
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0, 2.0, 0.0]
+    assert scale.grad is None
+    assert time.now_s == 105
 
 
 def test_without_data_nothing_is_waited_for() -> None:

@@ -2,12 +2,13 @@
 
 ```text
 DIR/pipeline.json                  train steps done, number of blocks, settings of the optimizer, the script's own state
-DIR/block-00003.safetensors        parameters, buffers and optimizer state of one block
+DIR/block-00003.safetensors        parameters, buffers, extra state and optimizer state of one block
 ```
 
 So they are loaded with other stages, on one device, or block by block by a program of its own. There is no pickle in
-them. A directory is complete or not there: it is written beside its place (`DIR.part`), brought to the disk, and
-renamed. The one before stands aside (`DIR.old`) meanwhile; `load` takes it after a crash between the two names.
+them but what a module's `get_extra_state` gives, which is read with `weights_only`. A directory is complete or not
+there: it is written beside its place (`DIR.part`), brought to the disk, and renamed. The one before stands aside
+(`DIR.old`) meanwhile; `load` takes it after a crash between the two names.
 """
 
 import json
@@ -23,11 +24,13 @@ from torch import Tensor
 
 from ringweave.errors import TrainingError, explain
 from ringweave.files import durable
+from ringweave.pipeline.models import extras
+from ringweave.pipeline.optimizing.optimizer import load_as_saved
 from ringweave.pipeline.pipeline import Pipeline
 
 SHARED = "pipeline.json"
 _FORMAT = 1
-_MODEL, _OPTIMIZER = "model/", "optimizer/"
+_MODEL, _OPTIMIZER, _EXTRA = "model/", "optimizer/", "extra/"
 
 
 def save(pipeline: Pipeline, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
@@ -144,10 +147,12 @@ def _save_block(pipeline: Pipeline, block: int, directory: Path) -> None:
     # Two names of one tensor inside of a block are one in the file: safetensors refuses shared memory.
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
-    for name, tensor in pipeline.blocks[block].state_dict(keep_vars=True).items():
+    module = pipeline.blocks[block]
+    for name, tensor in extras.without(module.state_dict(keep_vars=True)).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
             tensors[_MODEL + name] = tensor.detach().contiguous().cpu()
+    tensors |= {_EXTRA + name: raw for name, raw in extras.states_of(module)}
     optimizer = pipeline.optimizer.of(block)
     rest: dict[str, Any] = {}
     for place, state in (optimizer.state_dict()["state"] if optimizer else {}).items():
@@ -164,26 +169,32 @@ def _save_block(pipeline: Pipeline, block: int, directory: Path) -> None:
 def _load_block(pipeline: Pipeline, block: int, directory: Path) -> None:
     path = _path(directory, block)
     model: dict[str, Tensor] = {}
+    extra: dict[str, Tensor] = {}
     state: dict[int, dict[str, Any]] = {}
-    with safe_open(path, framework="pt", device=str(pipeline.device)) as file:
+    # In host memory: what an optimizer keeps there (its counters of steps) stays there.
+    with safe_open(path, framework="pt", device="cpu") as file:
         for place, values in json.loads((file.metadata() or {}).get("optimizer", "{}")).items():
             state.setdefault(int(place), {}).update(values)
         for key in file.keys():  # noqa: SIM118 - not a dict
             if key.startswith(_MODEL):
                 model[key.removeprefix(_MODEL)] = file.get_tensor(key)
+            elif key.startswith(_EXTRA):
+                extra[key.removeprefix(_EXTRA)] = file.get_tensor(key)
             else:
                 place, name = key.removeprefix(_OPTIMIZER).split("/", 1)
                 state.setdefault(int(place), {})[name] = file.get_tensor(key)
     _fill(pipeline, block, model, path)
+    for name, raw in extra.items():
+        extras.fill(pipeline.blocks[block], name, raw)
     optimizer = pipeline.optimizer.of(block)
     if optimizer is not None:
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+        load_as_saved(optimizer, {**optimizer.state_dict(), "state": state})
 
 
 @torch.no_grad()
 def _fill(pipeline: Pipeline, block: int, model: Mapping[str, Tensor], path: Path) -> None:
     own: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in pipeline.blocks[block].state_dict(keep_vars=True).items():
+    for name, tensor in extras.without(pipeline.blocks[block].state_dict(keep_vars=True)).items():
         own.setdefault(id(tensor), (name, tensor))
     shapes = {name: tuple(tensor.shape) for name, tensor in own.values()}
     got = {name: tuple(tensor.shape) for name, tensor in model.items()}

@@ -57,10 +57,13 @@ class VirtualDevice:
 class TimedBlock(nn.Module):
     """A block that computes what another one does and takes the time that it is told to.
 
+    The block's own computing counts towards that time. Where nothing that comes in needs a gradient, as in a model's
+    first block, what its own backward takes comes on top: nothing is there whose gradient could wait.
+
     Args:
-        block: A cheap one, whose results are real; its own computing counts towards the time of forward.
+        block: A cheap one, whose results are real.
         forward_s: On a device of speed 1.
-        backward_s: On a device of speed 1; what the block's own backward takes comes on top.
+        backward_s: On a device of speed 1.
         device: Of this process.
     """
 
@@ -72,26 +75,70 @@ class TimedBlock(nn.Module):
     def forward(self, *values: Tensor) -> Tensor:
         """What the block gives, at the time the device is done."""
         begun_s = self.device.now_s()
+        backward = _Backward(self.device, self.backward_s)
+        if torch.is_grad_enabled() and any(value.requires_grad for value in values):
+            backward.is_ended_behind = True
+            entered = _Entering.apply(backward, *values)
+            values = entered if isinstance(entered, tuple) else (entered,)
         output = self.block(*values)
         if output.is_meta:
             return output
         self.device.compute(self.forward_s, begun_s)
-        return _SlowBackward.apply(output, self.device, self.backward_s)
+        return _Leaving.apply(output, backward)
 
     def extra_repr(self) -> str:
         """Its times: blocks of other times are of another kind."""
         return f"forward_s={self.forward_s}, backward_s={self.backward_s}"
 
 
-class _SlowBackward(torch.autograd.Function):
-    """Hands on what it is given; the gradient waits."""
+class _Backward:
+    """One backward of a block: begun when the gradient of its output is there, ended when that of its input leaves."""
+
+    def __init__(self, device: VirtualDevice, work_s: float) -> None:
+        self._device, self._work_s = device, work_s
+        self._begun_s = 0.0
+        self.is_ended_behind = False
+        """The block's own backward lies between begin and end; else it comes behind both."""
+
+    def begin(self) -> None:
+        """The gradient of the output is there."""
+        self._begun_s = self._device.now_s()
+        if not self.is_ended_behind:
+            self.end()
+
+    def end(self) -> None:
+        """Wait until the device is done."""
+        self._device.compute(self._work_s, self._begun_s)
+
+
+class _Entering(torch.autograd.Function):
+    """Hands on what it is given; the gradient leaves when the device is done."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, device: VirtualDevice, backward_s: float) -> Tensor:
-        ctx.device, ctx.backward_s = device, backward_s
+    def forward(ctx: Any, backward: _Backward, *values: Tensor) -> Any:
+        ctx.ending = backward
+        ctx.set_materialize_grads(False)
+        handed = tuple(value.view_as(value) for value in values)
+        ctx.mark_non_differentiable(
+            *(new for new, value in zip(handed, values, strict=True) if not value.is_floating_point())
+        )
+        return handed if len(handed) > 1 else handed[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.ending.end()
+        return None, *gradients
+
+
+class _Leaving(torch.autograd.Function):
+    """Hands on what it is given; the device begins its backward when the gradient arrives."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, backward: _Backward) -> Tensor:
+        ctx.beginning = backward
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        ctx.device.compute(ctx.backward_s)
-        return gradients[0], None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.beginning.begin()
+        return gradients[0], None

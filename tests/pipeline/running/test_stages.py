@@ -82,12 +82,15 @@ def test_random_numbers_follow_from_what_is_computed() -> None:
     before = torch.get_rng_state()
     draws = []
     for _ in range(2):
-        with keys.drawing(1, 2, 0, HOST):
+        with keys.drawing(2, 0, HOST) as begin:
+            torch.rand(1)
+            begin(1)
             draws.append(torch.rand(3))
         torch.rand(5)
     assert torch.equal(*draws)
     torch.set_rng_state(before)
-    with keys.drawing(0, 0, 0, HOST):
+    with keys.drawing(0, 0, HOST) as begin:
+        begin(0)
         torch.rand(3)
     assert torch.equal(before, torch.get_rng_state())
 

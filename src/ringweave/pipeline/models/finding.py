@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ringweave.errors import TrainingError, UsageError, explain
 from ringweave.files.problems import closest
-from ringweave.pipeline.models import families, holding
+from ringweave.pipeline.models import extras, families, holding
 from ringweave.planning.partitioning import merging
 
 TIED = ("refuse", "untie")
@@ -51,9 +51,9 @@ def check_complete(model: nn.Module, found: Sequence[nn.Module]) -> None:
         TrainingError: Something of the model is in no block.
     """
     names: dict[int, str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in extras.without(model.state_dict(keep_vars=True)).items():
         names.setdefault(id(tensor), name)
-    held = {id(tensor) for block in found for tensor in block.state_dict(keep_vars=True).values()}
+    held = {id(tensor) for block in found for tensor in extras.without(block.state_dict(keep_vars=True)).values()}
     try:
         merging.check_whole(list(names.values()), [[name for key, name in names.items() if key in held]])
     except UsageError as cause:

@@ -5,8 +5,6 @@ extra state) come with every forward and backward. What a block draws at random 
 run's seed, the block's index, the train step and the microbatch (`running/keys.py`).
 """
 
-import io
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ringweave.errors import TrainingError, explain
+from ringweave.pipeline.models import extras
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -67,7 +66,7 @@ def changes_of(block: nn.Module) -> Contents:
             expected = "a dense one"
             raise TrainingError(explain(f"gradient of {name}", got=parameter.grad.layout, expected=expected, do=do))
         found.tensors[f"gradient {name}"] = parameter.grad.detach()
-    for name, value in _extra_states(block):
+    for name, value in extras.states_of(block):
         found.tensors[f"extra {name}"] = value
     return found
 
@@ -114,8 +113,7 @@ def fill_changes(block: nn.Module, arrived: Contents) -> None:
         if kind == "gradient":
             parameters[key].grad = value.to(parameters[key].device)
         elif kind == "extra":
-            loaded = torch.load(io.BytesIO(value.numpy().tobytes()), weights_only=True)
-            block.get_submodule(key).set_extra_state(loaded)
+            extras.fill(block, key, value)
 
 
 def digest(block: nn.Module, optimizer: Optimizer | None) -> int:
@@ -137,12 +135,3 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def _parameters(optimizer: Optimizer | None) -> list[nn.Parameter]:
     return [each for group in optimizer.param_groups for each in group["params"]] if optimizer else []
-
-
-def _extra_states(block: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Of all modules that have one, what `get_extra_state` gives, written by torch and read back with weights_only."""
-    for name, module in block.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            written = io.BytesIO()
-            torch.save(module.get_extra_state(), written)
-            yield name, torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ringweave.errors import TrainingError, explain
@@ -57,7 +57,7 @@ class BlockOptimizers(Optimizer):
         self._add(block)
         optimizer = self._optimizers.get(block)
         if optimizer is not None and state is not None:
-            optimizer.load_state_dict(state)
+            load_as_saved(optimizer, state)
         self._gather()
         return optimizer
 
@@ -97,7 +97,7 @@ class BlockOptimizers(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """What `state_dict` gave on a rank with the same blocks."""
         for block, state in state_dict["blocks"].items():
-            self._optimizers[block].load_state_dict(state)
+            load_as_saved(self._optimizers[block], state)
         self.load_settings(state_dict["settings"])
         self._gather()
 
@@ -129,6 +129,20 @@ class BlockOptimizers(Optimizer):
         for place, group in enumerate(self.param_groups):
             each = [self._optimizers[block].param_groups[place]["params"] for block in sorted(self._optimizers)]
             group["params"] = [parameter for parameters in each for parameter in parameters]
+
+
+def load_as_saved(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """What `Optimizer.load_state_dict` does, but for the types of tensors: each keeps the one that it was saved in.
+
+    Torch gives an optimizer's state the type of the parameters: float32 sums of bfloat16 weights lose half their bits.
+    """
+    optimizer.load_state_dict(state)
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for place, saved in state["state"].items():
+        kept = optimizer.state[parameters[place]]
+        for name, value in saved.items():
+            if isinstance(value, Tensor) and value.dtype != kept[name].dtype:
+                kept[name] = value.to(kept[name].device, copy=True)
 
 
 def has_parameters(block: nn.Module) -> bool:

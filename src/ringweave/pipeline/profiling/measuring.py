@@ -97,7 +97,8 @@ def profile(
 
 def kind_of(block: nn.Module, arriving: Boundary, leaving: Boundary) -> str:
     """A text that is equal for blocks that cost the same: modules, their settings, and all shapes."""
-    shapes = [f"{name} {tuple(value.shape)} {value.dtype}" for name, value in block.state_dict().items()]
+    tensors = (*block.named_parameters(), *block.named_buffers())
+    shapes = [f"{name} {tuple(value.shape)} {value.dtype}" for name, value in tensors]
     return "\n".join([repr(block), *shapes, repr(arriving), repr(leaving)])
 
 

@@ -5,7 +5,7 @@ block that draws from Python's or numpy's does not have this.
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,16 +28,22 @@ class Keys:
         return xxhash.xxh3_64_intdigest(struct.pack("<5Q", *parts))
 
     @contextmanager
-    def drawing(self, block: int, train_step: int, microbatch: int, device: torch.device) -> Iterator[None]:
-        """Inside, torch draws by the key; afterwards it goes on as if nothing had been drawn."""
+    def drawing(self, train_step: int, microbatch: int, device: torch.device) -> Iterator[Callable[[int], None]]:
+        """Inside, torch draws by the keys; afterwards it goes on as if nothing had been drawn.
+
+        Gives what begins a block: what torch draws from then on is that block's.
+        """
         generators = [torch.default_generator]
         if device.type == "cuda":
             generators.append(torch.cuda.default_generators[device.index or 0])
         states = [generator.get_state() for generator in generators]
-        for generator in generators:
-            generator.manual_seed(self.key(block, train_step, microbatch))
+
+        def begin(block: int) -> None:
+            for generator in generators:
+                generator.manual_seed(self.key(block, train_step, microbatch))
+
         try:
-            yield
+            yield begin
         finally:
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)

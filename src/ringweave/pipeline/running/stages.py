@@ -1,6 +1,6 @@
 """The blocks of one stage as the module that torch's PipelineStage computes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
@@ -43,8 +43,9 @@ class StageModule(nn.Module):
     def forward(self, *values: Tensor) -> Tensor | tuple[Tensor, ...]:
         """The activations behind the last block; what arrives, where there is none."""
         microbatch = next(self._microbatches)
-        for index, block in self.blocks:
-            with self._precision.apply(), self._drawing(index, microbatch):
+        with self._precision.apply(), self._drawing(microbatch) as begin:
+            for index, block in self.blocks:
+                begin(index)
                 values = as_values(block(*values, **sides.wanted(block, self._side[microbatch])))
         self._check(values)
         return values[0] if len(values) == 1 else values
@@ -60,10 +61,10 @@ class StageModule(nn.Module):
             block.train(mode)
         return super().train(mode)
 
-    def _drawing(self, index: int, microbatch: int) -> AbstractContextManager[None]:
+    def _drawing(self, microbatch: int) -> AbstractContextManager[Callable[[int], None]]:
         if not self.training:
-            return nullcontext()
-        return self._keys.drawing(index, self._train_step, microbatch, self._precision.device)
+            return nullcontext(lambda _: None)
+        return self._keys.drawing(self._train_step, microbatch, self._precision.device)
 
     def _check(self, values: tuple[Tensor, ...]) -> None:
         """Gloo would take bytes of another type for what it expects."""
