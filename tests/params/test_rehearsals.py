@@ -63,7 +63,7 @@ def test_the_loss_is_that_of_synchronous_training(optimizer, speeds):
     sync = statistics.mean(held_out(rehearsals.synchronous(task)) for task in tasks)
     found = [rehearsals.asynchronous(task, speeds) for task in tasks]
     # An optimizer that steps once a push is 15 to 40 % behind with AdamW. What is left is noise of the seeds.
-    assert statistics.mean(held_out(each.model) for each in found) < sync * 1.03
+    assert statistics.mean(held_out(each.model) for each in found) < sync * 1.02
     assert max(max(each.staleness) for each in found) <= 4 * len(speeds)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ringweave.params import flat
 from ringweave.params.flat import Flat
 from ringweave.params.messages import Group, Setup, TensorSpec
-from ringweave.params.rules import Ledger, StalenessPolicy, TicketOffice
+from ringweave.params.rules import Leads, Ledger, StalenessPolicy, TicketOffice
 from ringweave.params.serving import optimizers
 from ringweave.params.serving.model import GatheredModel
 from ringweave.planning import balancing
@@ -90,7 +90,7 @@ class _Rings:
         self._tickets, self._numbers = TicketOffice(len(speeds)), [0] * len(speeds)
         self._shares = balancing.apportion(task.batch_samples, [Speed(s_per_sample=1 / speed) for speed in speeds])
         policy = StalenessPolicy(num_rings=len(speeds))
-        self._ledger = Ledger(policy)
+        self._ledger, self._leads = Ledger(policy), Leads()
         first = Flat(specs)
         torch._foreach_copy_(first.views, [each.detach() for each in self._parameters])
         self._server = GatheredModel(self._setup(specs, policy), first)
@@ -120,11 +120,12 @@ class _Rings:
 
     def _begin(self, ring: int, epoch: int, order: Tensor, computing: list[tuple[float, int, Tensor]]) -> None:
         self._ledger.grant(ring)
-        self._server.read(self._copies[ring])
+        self._server.read(self._copies[ring], self._leads.grant(ring, self._server.progress.total))
         self._numbers[ring] += 1
         ticket = self._tickets.take(ring, self._numbers[ring], epoch, self._shares[ring], len(order))
         if not ticket.num_samples:
             self._ledger.leave(ring)
+            self._leads.rest(ring)
             return
         samples = order[ticket.first : ticket.first + ticket.num_samples]
         stalled = 4.0 if self._random.random() < self._stall else 1.0
@@ -143,6 +144,7 @@ class _Rings:
         assert base is not None, "it was granted"
         sequence = self._ledger.pushed[ring].sequence + 1 if ring in self._ledger.pushed else 1
         receipt = self._ledger.push(ring, sequence, base)
+        self._leads.push(ring, self._server.progress.total)
         self.found.staleness.append(receipt.staleness_versions)
         share = len(samples) / self._task.batch_samples
         self._server.apply_gradient(gradient, share, options, damping=receipt.damping)

@@ -184,3 +184,33 @@ def test_optimizers_that_the_server_cannot_run_are_refused():
         GatheredModel(setup_of("AdamV"), filled(0))
     with pytest.raises(TrainingError, match=r"options of SGD: .*learning rate.*, expected those of the script"):
         GatheredModel(setup_of(options={"lr": -1.0}), filled(0))
+
+
+@pytest.mark.usefixtures("block")
+def test_ahead_are_those_of_the_momentum_where_nothing_is_gathered_yet():
+    model = GatheredModel(setup_of(), filled(0))
+    for number in (1, 2):
+        model.apply_gradient(filled(number), 1.0, [SGD, SGD])
+    now, ahead = newest(model), Flat(SPECS)
+    model.read(ahead, 0.75)
+    moved = now[0] - 0.75 * 0.1 * 0.9 * (filled(2).views[0] + 0.9 * filled(1).views[0])
+    torch.testing.assert_close(ahead.views[0], moved)
+    torch.testing.assert_close(newest(model), now, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("block")
+@pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
+def test_ahead_of_a_part_of_a_step_is_the_rest_of_it_with_the_same_gradient(name, options):
+    model = GatheredModel(setup_of(name, options), filled(0))
+    for number, share in ((1, 1.0), (2, 0.4)):
+        model.apply_gradient(filled(number), share, [options, options])
+    ahead = Flat(SPECS)
+    model.read(ahead, 0.6)
+    model.apply_gradient(filled(2), 0.6, [options, options])
+    torch.testing.assert_close(ahead.views, newest(model), rtol=1e-6, atol=1e-6)
+
+
+def test_nothing_is_ahead_before_the_first_push():
+    model, ahead = GatheredModel(setup_of(), filled(0)), Flat(SPECS)
+    model.read(ahead, 0.5)
+    torch.testing.assert_close(ahead.views, filled(0).views, rtol=0, atol=0)

@@ -47,7 +47,6 @@ class StalenessPolicy:
         return 2 * (self.num_rings - 1) if self.overlaps else 0
 
     def damping(self, staleness_versions: int) -> float:
-        """What a push of that age counts: all up to twice the usual age, then 1 / sqrt(1 + age)."""
-        if staleness_versions <= 2 * self.steady_versions:
-            return 1.0
-        return (1.0 + staleness_versions) ** -0.5
+        """What a push of that age counts: all up to twice the usual age, from there on less, as 1 / sqrt(1 + age)."""
+        undamped = 2 * self.steady_versions
+        return min(1.0, ((1.0 + undamped) / (1.0 + staleness_versions)) ** 0.5)

@@ -10,7 +10,7 @@ Optimizers work element by element, so they are given blocks of tensors, few at 
 parameters, the state and the sum of gradients stays in the cache.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -39,6 +39,8 @@ class GatheredModel:
         self.progress = progress or Progress()
         self._start = initial
         self._sum: Flat | None = None
+        self._options: Sequence[dict[str, Option]] = ()
+        self._moved: set[int] = set()
         self._bases: dict[Hashable, Flat] = {}
         self._starts = blocks_of(initial)
         self._places = [place for place, view in enumerate(initial.views) for _ in range(_num_blocks(view))]
@@ -71,6 +73,7 @@ class GatheredModel:
                 explain("absent gradients", got=list(absent), expected="places of parameters", do="Push them whole")
             )
         optimizers.adjust(self.optimizer, options, self.progress.length + share)
+        self._options = options
         is_first = not self.progress.weight
         self.progress.add(share, share * damping, set(range(len(self.setup.tensors))) - set(absent))
         if is_first and self.progress.is_full:
@@ -87,15 +90,23 @@ class GatheredModel:
             own.add_(moved, alpha=factor)
 
     @torch.no_grad()
-    def read(self, into: Flat) -> None:
-        """Put the newest parameters there."""
+    def read(self, into: Flat, ahead: float = 0.0) -> None:
+        """Put the newest parameters there, or what they will be so many train steps on.
+
+        What is ahead follows from the mean of the gradients so far and from the optimizer's momentum; from that alone
+        where the train step has none yet.
+        """
         into.copy_(self._start)
-        if self._sum is None or not self.progress.weight:
+        present = self.progress.present or self._moved
+        length = self.progress.length + (ahead if present else 0.0)
+        if not length:
             return
-        outs, sums = blocks_of(into), blocks_of(self._sum)
+        optimizers.adjust(self.optimizer, self._options, length)
+        outs, gathered = blocks_of(into), self.gathered
+        sums = blocks_of(gathered) if gathered else None
         for batch in self._batches():
             with self._tried_out(batch, outs):
-                self._step(batch, sums, 1 / self.progress.weight)
+                self._step(batch, present, sums, 1 / self.progress.weight if sums else 0.0)
 
     def keep(self, holder: Hashable, base: Flat) -> None:
         """Remember what the holder computes its next gradient on, as `compensate` needs it."""
@@ -163,13 +174,18 @@ class GatheredModel:
         """The train step is full: the optimizer goes on for good."""
         blocks = blocks_of(sums)
         for batch in self._batches():
-            self._step(batch, blocks, scale)
+            self._step(batch, self.progress.present, blocks, scale)
+        self._moved = set(self.progress.present)
         self.progress.clear()
 
-    def _step(self, batch: Sequence[int], sums: Sequence[Tensor], scale: float) -> None:
-        """The optimizer's step of some blocks."""
+    def _step(self, batch: Sequence[int], present: Container[int], sums: Sequence[Tensor] | None, scale: float) -> None:
+        """The optimizer's step of some blocks, by gradients of zero if there are none."""
         for index in batch:
-            if self._places[index] in self.progress.present:
+            if self._places[index] not in present:
+                continue
+            if sums is None:
+                self._blocks[index].grad = torch.zeros_like(self._starts[index])
+            else:
                 self._blocks[index].grad = sums[index] * scale if scale != 1.0 else sums[index]
         self.optimizer.step()
         for index in batch:

@@ -11,20 +11,8 @@ from ringweave import wire
 from ringweave.errors import DeadlineError, RefusedError, TrainingError, explain
 from ringweave.params import flat
 from ringweave.params.flat import Flat
-from ringweave.params.messages import (
-    Ask,
-    Leave,
-    Pull,
-    Pulled,
-    Push,
-    Pushed,
-    Setup,
-    Start,
-    Status,
-    Take,
-    Taken,
-)
-from ringweave.params.rules import Ledger, Receipt, StalenessPolicy, Tempo, TicketOffice
+from ringweave.params.messages import Ask, Leave, Pull, Pulled, Push, Pushed, Setup, Start, Status, Take, Taken
+from ringweave.params.rules import Leads, Ledger, Receipt, StalenessPolicy, Tempo, TicketOffice
 from ringweave.params.serving import snapshots
 from ringweave.params.serving.model import GatheredModel
 from ringweave.params.serving.rooms import Lanes
@@ -67,6 +55,7 @@ class _Job:
     receiving: Lanes
     sending: Lanes
     tempo: Tempo = field(default_factory=Tempo)
+    leads: Leads = field(default_factory=Leads)
     gone: set[int] = field(default_factory=set)
     pulled_after: dict[int, int] = field(default_factory=dict)
     """After which push each ring has asked last: who asks after an earlier one has been given up."""
@@ -218,6 +207,7 @@ class ParameterService:
         content = Flat.over(job.setup.tensors, buffers)
         damping = job.ledger.policy.damping(age)
         if push.content == "gradient":
+            job.leads.push(push.ring, job.model.progress.total)
             job.model.compensate(push.ring, content)
             job.model.apply_gradient(content, push.batch_share, push.options, push.absent, damping)
         else:
@@ -238,7 +228,7 @@ class ParameterService:
             job.gone.discard(pull.ring)
             version = job.ledger.grant(pull.ring)
             copy = Flat.over(job.setup.tensors, room)
-            job.model.read(copy)
+            job.model.read(copy, job.leads.grant(pull.ring, job.model.progress.total))
             if job.setup.compensation:
                 job.model.keep(pull.ring, copy)
             self.counts.sent_bytes += copy.num_bytes
@@ -280,6 +270,7 @@ class ParameterService:
         with self._changed:
             job.ledger.leave(leave.ring)
             job.model.release(leave.ring)
+            job.leads.rest(leave.ring)
             if leave.is_for_good:
                 job.gone.add(leave.ring)
             self._changed.notify_all()

@@ -36,6 +36,9 @@ from ringweave.training.rings.loader import RingLoader, RingParts, Take
 from ringweave.training.rings.sharing import RingShares
 from ringweave.training.timing import HostTimeline, StepTimer
 
+_START_S = 300.0
+"""How long the server may take to start: on a busy node it imports torch for a minute."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asynchronous:
@@ -96,7 +99,7 @@ def prepare(
     parallel = reducing.attach(model, weights, reducer, asked.ddp)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     setup = _setup(parallel.module, optimizer, rings, asked)
-    _begin(setup, parameters, RingClient(connect, index), control)
+    _begin(setup, parameters, RingClient(connect, index, reconnect_s=_START_S), control)
     client = RingClient(connect, index) if control.rank == ring[0] else None
     place = Place(process_group=process_group, representative=ring[0], client=client)
     member = Member(place, parameters, overlaps=setup.overlaps)
