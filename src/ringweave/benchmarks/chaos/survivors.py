@@ -103,7 +103,12 @@ def epochs(events: Sequence[Event]) -> list[Epoch]:
 def tolls(events: Sequence[Event]) -> list[Toll]:
     """Of every kill, pause and cut that began, in their order."""
     everybody, all_epochs = workers(events), epochs(events)
-    begun = [(event["time"], *faults.parse(event["fault"])) for event in events if event["kind"] == "fault_begun"]
+    begun = [
+        (event["time"], fault)
+        for event in events
+        if event["kind"] == "fault_begun"
+        for fault in faults.parse(event["fault"])
+    ]
     return [_toll(time_s, fault, everybody, all_epochs, begun) for time_s, fault in begun if _victims(fault, everybody)]
 
 
