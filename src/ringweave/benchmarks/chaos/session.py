@@ -94,7 +94,7 @@ def run(plan: Plan, cluster: Cluster, progress: Callable[[str], None]) -> Report
         script = [word.replace("{disk}", str(disk)) for word in plan.script]
         events = plan.out / "events.jsonl"
         does = LabHands(place, disk, events, LabCrew(place, events))
-        told = {notes.OFFSET: repr(time.time() - time.monotonic()), **clocks.environ(plan.faults)}
+        told = {notes.OFFSET: repr(time.time() - time.monotonic()), **clocks.environ(plan.faults, place, plan.out)}
 
         def start() -> Job:
             return Job(jobs.commands(plan.system, place, script, plan.out, plan.options, told), plan.out / "job.log")
