@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ringweave import telemetry, topology
-from ringweave.benchmarks.chaos import faults, session, survivors
+from ringweave.benchmarks.chaos import faults, session, survivors, times
 from ringweave.benchmarks.chaos.accounts import Report
 from ringweave.benchmarks.chaos.faults import Fault
 from ringweave.benchmarks.chaos.session import Plan
@@ -148,7 +148,7 @@ def run(  # noqa: PLR0913 - one for each thing that a bench may want otherwise
     end = checks / "end.json"
     return Ended(
         report=found,
-        events=list(telemetry.read(kept / "events.jsonl")),
+        events=times.steady(list(telemetry.read(kept / "events.jsonl"))),
         checks=checks,
         end=json.loads(end.read_text(encoding="ascii")) if end.exists() else None,
     )
