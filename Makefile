@@ -15,7 +15,7 @@ help:
 	@echo "make fix     format, and mend what the linter can mend"
 	@echo "make bench   measure allreduce beside Gloo, Open MPI and MPICH, in labs (needs root; hours)"
 	@echo "make bench-unequal  train on workers of unequal speed beside DDP on Gloo, in labs (needs root; 90 minutes)"
-	@echo "make chaos   faults at random in labs, ringweave beside torchrun (needs root; two hours)"
+	@echo "make chaos   faults in labs, each bar by its bench (needs root; hours; SHORT=1: half an hour)"
 	@echo "make setup   only make $(VENV)/ with ringweave, PyTorch and the tools"
 
 setup: $(STAMP)
@@ -77,13 +77,16 @@ bench-unequal: setup
 clean:
 	rm -rf $(VENV) $(PEERS:%=.venv-%) runs
 
-CHAOS_CLUSTER ?= examples/clusters/eight-nodes.yaml
-SEED ?= 7
+# SHORT=1: half an hour instead of hours. Nothing else should run. Every bench is run; make fails if one missed its bar.
+FAULTS := $(BIN)/python bench/faults
 chaos: setup
-	set -e; for system in ringweave torchrun; do for every in 60 15; do \
-	  $(BIN)/ringweave chaos $(CHAOS_CLUSTER) --system $$system --random kill --every $$every --for 600 --seed $(SEED) \
-	    --restart-after 10 --out runs/chaos-$$system-$$every --json -- bench/faults/job.py {disk} \
-	    > bench/results/$(DATE)-chaos-$$system-$$every.json; done; \
-	  $(BIN)/ringweave chaos $(CHAOS_CLUSTER) --system $$system --random kill,pause,cut,slow,fill --every 20 --for 1800 \
-	    --seed $(SEED) --restart-after 10 --out runs/chaos-$$system-mixed --json -- bench/faults/job.py {disk} \
-	    > bench/results/$(DATE)-chaos-$$system-mixed.json; done
+	failed=; run() { echo "== $$*"; "$$@" || failed="$$failed $$2"; }; \
+	run $(FAULTS)/kills.py $(if $(SHORT),--kills 10,--kills 50); \
+	run $(FAULTS)/standing.py; \
+	run $(FAULTS)/at_once.py; \
+	run $(FAULTS)/joining.py; \
+	run $(FAULTS)/goodput.py --every 15 --for $(if $(SHORT),120,600); \
+	$(if $(SHORT),,run $(FAULTS)/goodput.py --every 60 --for 600;) \
+	run $(FAULTS)/mixed.py --clocks $(if $(SHORT),--faults 30 --steps 400,--faults 1000 --steps 12000 --limit 14400); \
+	run $(FAULTS)/overhead.py $(if $(SHORT),--rounds 2,--rounds 9); \
+	test -z "$$failed" || { echo "missed:$$failed"; exit 1; }

@@ -88,6 +88,58 @@ def test_while_one_worker_goes_on_those_that_join_it_lose_nothing() -> None:
     assert found.recoveries[0].recover_s == pytest.approx(0.5)
 
 
+def epoch(time: float, members: list[str], newcomers: list[str]) -> dict[str, Any]:
+    return {
+        "time": time,
+        "kind": "epoch_begun",
+        "term": 1,
+        "number": 2,
+        "members": members,
+        "newcomers": newcomers,
+        "committed": 10,
+    }
+
+
+def test_who_joins_an_elastic_job_counts_on_from_where_the_others_are() -> None:
+    """Worker 1 dies at step 10 and joins after it; then worker 0, which had counted from the start, dies."""
+    first = [epoch(99, ["0.0", "1.0"], ["0.0", "1.0"]), *steps(1, 10, 100.0)]
+    joins = [fault("at 9s kill worker 1", 109.5), watched(1, 111), epoch(112, ["0.0", "1.1"], ["1.1"])]
+    alone = [
+        {
+            "time": 112.0 + number,
+            "kind": "train_step_done",
+            "rank": rank,
+            "steps_since_start": number + 10 * (rank == 0),
+        }
+        for number in range(1, 21)
+        for rank in (0, 1)
+        if rank == 1 or number <= 5
+    ]
+    found = judge([*begin(), *first, *joins, *alone[:10], fault("at 17s kill worker 0", 117.5), *alone[10:]])
+    assert (found.steps, found.steps_lost) == (30, 0)
+
+
+def test_samples_that_a_step_counts_without_are_lost() -> None:
+    gone = {
+        "time": 104.0,
+        "kind": "samples_lost",
+        "rank": 0,
+        "reduction": 5,
+        "members": ["0.0"],
+        "samples": 4,
+        "lost": 4,
+    }
+    found = judge([*begin(), *steps(1, 5, 100.0), gone, *steps(6, 11, 105.0)])
+    assert (found.steps, found.steps_lost, found.samples, found.samples_lost) == (11, 0, 84, 4)
+    assert found.goodput == pytest.approx(10.5 / 10, abs=0.01)
+
+
+def test_a_victim_is_away_until_it_is_started_again() -> None:
+    started = {"time": 107.0, "kind": "worker_started", "rank": 0, "node": "a", "local_rank": 0, "pid": 3}
+    found = judge([*begin(), *steps(1, 51, 100.0), fault("at 5s kill worker 0", 105.0), started], restart_s=10)
+    assert found.alive_fraction == pytest.approx(1 - 2 / 100, abs=0.001)
+
+
 def test_time_that_the_faults_take_is_no_blame_and_time_that_the_system_takes_is() -> None:
     """100 s; worker 1 is paused for 20 s and all wait for it: 80 steps of 90 that 1.8 workers could have done."""
     events = [*begin(), *steps(1, 40, 100.0), fault("at 39.5s pause worker 1 for 20s", 139.5), *steps(41, 81, 160.0)]
@@ -105,6 +157,8 @@ def test_time_that_the_faults_take_is_no_blame_and_time_that_the_system_takes_is
         ("at 5s pause worker 0 for 4s", 4),
         ("at 5s cut a for 6s", 6),
         ("at 5s fill disk for 6s", 0),
+        ("at 5s kill coordinator", 0),
+        ("at 5s clock a by 60s for 6s", 0),
     ],
 )
 def test_what_a_fault_takes_away(line: str, away_s: float) -> None:

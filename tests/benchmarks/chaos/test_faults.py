@@ -1,5 +1,7 @@
 """Faults as text, and at random from a seed."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +18,11 @@ at 40s cut a0 for 30s
 at 41s cut b0 in for 2.5s
 at 60s slow a0->r0 to 50Mbit/s for 20s
 at 80s fill disk for 10s
+at 81s kill coordinator
+at 82s pause standby for 3s
+at 83s kill worker 1 during bucket 2
+at 84s kill worker 1 during committed
+at 85s clock b0 by -3600s for 20s
 """
 SECONDS = st.integers(0, 10**6).map(lambda hundredths: hundredths / 100)
 
@@ -23,7 +30,10 @@ SECONDS = st.integers(0, 10**6).map(lambda hundredths: hundredths / 100)
 @st.composite
 def drawn_faults(draw: st.DrawFn) -> Fault:
     kind = draw(st.sampled_from(faults.KINDS))
-    target = {"kill": "3", "pause": "0", "cut": "a0", "slow": "a0->r0", "fill": "disk"}[kind]
+    targets = {"kill": "3", "pause": "0", "cut": "a0", "slow": "a0->r0", "clock": "b0", "fill": "disk"}
+    is_service = kind in ("kill", "pause") and draw(st.booleans())
+    target = draw(st.sampled_from(faults.SERVICES)) if is_service else targets[kind]
+    moments = ["", "forward", "bucket 0", "bucket 12", "commit", "committed", "optimizer"]
     return Fault(
         at_s=draw(st.sampled_from([0.0, 0.01, 12.5, 100.0, 3600.25])),
         kind=kind,
@@ -31,13 +41,18 @@ def drawn_faults(draw: st.DrawFn) -> Fault:
         lasts_s=0.0 if kind == "kill" else draw(st.sampled_from([0.5, 1.0, 30.0])),
         way=draw(st.sampled_from(["in", "out", "both"])) if kind == "cut" else "both",
         rate_bytes_per_s=draw(st.sampled_from([1e3, 6.25e6, 1.25e9])) if kind == "slow" else 0.0,
+        moment=draw(st.sampled_from(moments)) if kind == "kill" and not is_service else "",
+        shift_s=draw(st.sampled_from([-3600.0, 0.5, 86400.0])) if kind == "clock" else 0.0,
     )
 
 
 def test_a_script_prints_as_it_was_written() -> None:
     found = faults.parse(SCRIPT, TARGETS)
     assert faults.to_text(found) == SCRIPT
-    assert [fault.kind for fault in found] == ["kill", "pause", "cut", "cut", "slow", "fill"]
+    kinds = [fault.kind for fault in found]
+    assert kinds == ["kill", "pause", "cut", "cut", "slow", "fill", "kill", "pause", "kill", "kill", "clock"]
+    assert [fault.moment for fault in found if fault.moment] == ["bucket 2", "committed"]
+    assert found[-1].shift_s == -3600.0
     assert found[4].rate_bytes_per_s == 6.25e6
 
 
@@ -61,6 +76,13 @@ def test_lines_are_sorted_and_remarks_left_out() -> None:
         ("at 3s pause 3 for 4s", r"fault: .*\[line 1\]"),
         ("at 3s cut a0 in to 3Mbit/s for 4s", r"fault: .*\[line 1\]"),
         ("at 3s fill root for 4s", r"fault: .*\[line 1\]"),
+        ("at 3s kill worker coordinator", r"fault: .*\[line 1\]"),
+        ("at 3s kill coordinator during commit", r"fault: .*See docs/chaos\.md\. \[line 1\]"),
+        ("at 3s kill worker 1 during bucket", r"fault: .*\[line 1\]"),
+        ("at 3s kill worker 1 during lunch", r"fault: .*\[line 1\]"),
+        ("at 3s pause worker 1 during commit for 3s", r"fault: .*\[line 1\]"),
+        ("at 3s clock a0 for 3s", r"fault: .*\[line 1\]"),
+        ("at 3s clock a9 by 3s for 3s", r"node of a fault: 'a9', expected one of a0, b0\. .*\[line 1\]"),
         ("at 3s slow a0->r0 to 3 for 4s", r"rate: '3', expected"),
         (
             "at 3s kill worker 4",
@@ -87,6 +109,20 @@ def test_the_same_seed_draws_the_same_and_another_one_others() -> None:
     assert found[0].at_s == 20.0
     assert found[-1].at_s <= 600.0
     assert 20 <= len(found) <= 70, "about one every 15 s"
+
+
+def test_moments_are_drawn_from_those_that_are_wanted() -> None:
+    targets = dataclasses.replace(TARGETS, moments=["bucket", "commit"])
+    times = {"every_s": 1.0, "until_s": 200.0, "lasts_s": 0.0, "calm_s": 1.0}
+    found = {fault.moment for fault in faults.draw(["kill"], targets, seed=1, **times)}
+    assert found == {"commit", "bucket 0", "bucket 1", "bucket 2", "bucket 3"}
+
+
+def test_a_moment_that_there_is_not() -> None:
+    targets = dataclasses.replace(TARGETS, moments=["comit"])
+    expected = r"moment of fault: 'comit', expected forward, backward, .*\. Did you mean \"commit\"\?"
+    with pytest.raises(UsageError, match=expected):
+        faults.draw(["kill"], targets, seed=0, every_s=1, until_s=2, lasts_s=1, calm_s=0)
 
 
 def test_a_kind_that_there_is_not() -> None:

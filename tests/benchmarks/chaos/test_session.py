@@ -104,9 +104,35 @@ def test_a_job_that_makes_no_step_is_given_up(tmp_path: Path) -> None:
         play(tmp_path, "at 5s kill worker 0", [], start_s=2.0)
 
 
+class FakeLab:
+    """Says which processes are in it."""
+
+    def __init__(self, found: dict[str, list[int]]) -> None:
+        self._found = found
+
+    def processes(self) -> dict[str, list[int]]:
+        return self._found
+
+
 def test_the_process_of_a_rank_is_the_last_that_said_so(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     for pid in (10, 20):
         log.write("worker_watched", rank=1, node="a", pid=pid)
-    assert session.worker_pid(log.path, 1) == 20
-    assert session.worker_pid(log.path, 0) is None
+    crew = session.LabCrew(FakeLab({}), log.path)  # pyrefly: ignore - it asks for processes only
+    assert crew.worker_pid(1) == 20
+    assert crew.worker_pid(0) is None
+
+
+def test_the_coordinator_that_decides_is_the_one_whose_term_the_last_epoch_is_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    lines = {7: "python -m ringweave.membership.serving.main --index 0", 8: "python -m x", 9: "sh -c x"}
+    lines[10] = lines[7].replace("--index 0", "--index 1 --standby")
+    monkeypatch.setattr(session.processes, "command_line", lambda pid: lines[pid])
+    crew = session.LabCrew(FakeLab({"a": [7, 8], "b": [9, 10]}), log.path)  # pyrefly: ignore - as above
+    log.write("run_started", attempt=1, command=[], cluster="c", world_size=2)
+    assert crew.service_pid(faults.COORDINATOR) is None, "nobody decides before the first epoch"
+    for term, deciding, other in ((1, 7, 10), (2, 10, 7)):
+        log.write("epoch_begun", term=term, number=1, members=["0.0"], newcomers=[], committed=0)
+        assert (crew.service_pid(faults.COORDINATOR), crew.service_pid(faults.STANDBY)) == (deciding, other)

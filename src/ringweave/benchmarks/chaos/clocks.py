@@ -1,9 +1,12 @@
-"""Wall clocks that jump: each node's by itself, with libfaketime, where the machine has it.
+"""Wall clocks that jump: each node's by itself.
 
-No namespace of Linux moves the wall clock. libfaketime does for a process that is started with it, by a file that it
-looks at every second; in a lab that file lies in the node's own /dev/shm. Waits go by the monotonic clock, which stays.
+No namespace of Linux moves the wall clock, and libfaketime 0.9.10 breaks Python's sleeps (decision 0025). So a library
+of forty lines is compiled here and loaded into every process of the job: it adds what a file says to the wall clock. In
+a lab that file lies in the node's own /dev/shm. Monotonic clock, sleeps and deadlines stay the kernel's.
 """
 
+import shutil
+import struct
 import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,40 +17,57 @@ from ringweave.errors import LabError, explain
 from ringweave.lab import Lab
 
 FILE = "/dev/shm/ringweave-clock"
-"""In the mount namespace of each node."""
-_PLACES = (Path("/usr/lib"), Path("/usr/local/lib"), Path("/lib"))
-_LIBRARY = "libfaketimeMT.so.1"
+"""In the mount namespace of each node: nanoseconds."""
+_SOURCE = Path(__file__).parents[1] / "programs" / "shifted.c"
 
 
-def environ(happens: Iterable[Fault]) -> Mapping[str, str]:
-    """What the job is started with so that clocks can jump; nothing if none shall.
+def environ(happens: Iterable[Fault], lab: Lab, folder: Path) -> Mapping[str, str]:
+    """Make ready what the job has to be started with so that clocks can jump; nothing if none shall.
+
+    Args:
+        happens: The faults.
+        lab: Where the job will run.
+        folder: For the library.
+
+    Returns:
+        Variables of the environment of every process of the job.
 
     Raises:
-        LabError: They shall, and this machine lacks the library.
+        LabError: They shall, and this machine has no C compiler.
     """
     if all(fault.kind != faults.CLOCK for fault in happens):
         return {}
-    library = _find()
-    if library is None:
-        expected = f"{_LIBRARY} below {', '.join(map(str, _PLACES))}"
-        do = "Install it (Debian: libfaketime), or leave clock out"
-        raise LabError(explain("clocks that jump", got="no libfaketime", expected=expected, do=do))
-    return {
-        "LD_PRELOAD": str(library),
-        "FAKETIME_TIMESTAMP_FILE": FILE,
-        "FAKETIME_CACHE_DURATION": "1",
-        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        "DONT_FAKE_MONOTONIC": "1",
-        "NO_FAKE_STAT": "1",
-    }
+    for node in lab.cluster.nodes:
+        shift(lab, node.name, 0.0)
+    return {"LD_PRELOAD": str(compile_in(folder)), "RINGWEAVE_CLOCK": FILE}
+
+
+def compile_in(folder: Path) -> Path:
+    """The library, compiled.
+
+    Raises:
+        LabError: This machine has no C compiler, or it fails.
+    """
+    compiler, library = shutil.which("cc"), folder.absolute() / "shifted.so"
+    try:
+        if compiler is None:
+            raise FileNotFoundError("no cc")
+        build = [compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(_SOURCE)]
+        subprocess.run(build, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        do = "Install a C compiler, or leave clock out"
+        raise LabError(explain("clocks that jump", got=said, expected="a C compiler called cc", do=do)) from error
+    return library
 
 
 def shift(lab: Lab, node: str, shift_s: float) -> None:
-    """Let the clock of a node's processes be ahead by so many seconds from about a second on; 0: as it is."""
-    write = f"printf '%+gs\\n' {shift_s:g} > {FILE}.new && mv {FILE}.new {FILE}"
+    """Let the clock of a node's processes be ahead by so many seconds from now on; 0: as it is."""
+    octal = "".join(f"\\{byte:03o}" for byte in to_bytes(shift_s))
+    write = f"printf '{octal}' | dd of={FILE} conv=notrunc status=none"
     subprocess.run(lab.command(node, ["/bin/sh", "-c", write]), check=True, stdin=subprocess.DEVNULL)
 
 
-def _find() -> Path | None:
-    found = (path for place in _PLACES for path in place.glob(f"*/faketime/{_LIBRARY}"))
-    return next(iter([*found, *(path for place in _PLACES for path in place.glob(f"faketime/{_LIBRARY}"))]), None)
+def to_bytes(shift_s: float) -> bytes:
+    """What the file says."""
+    return struct.pack("<q", round(shift_s * 1e9))

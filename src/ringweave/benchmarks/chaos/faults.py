@@ -203,7 +203,7 @@ def _is_whole(found: re.Match[str], kind: str) -> bool:
     """It has the parts that its kind needs, and no others."""
     hits_service = kind in (KILL, PAUSE) and found["target"] in SERVICES and not found["worker"]
     return (
-        bool(found["worker"]) == (kind in (KILL, PAUSE) and not hits_service)
+        bool(found["worker"]) == (kind in (KILL, PAUSE) and found["target"] not in SERVICES)
         and bool(found["lasts"]) == (kind != KILL)
         and bool(found["rate"]) == (kind == SLOW)
         and bool(found["shift"]) == (kind == CLOCK)

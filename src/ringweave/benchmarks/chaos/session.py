@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ringweave import lab, telemetry
-from ringweave.benchmarks.chaos import accounts, clocks, faults, hands, jobs, notes
+from ringweave.benchmarks.chaos import accounts, clocks, faults, hands, jobs, notes, times
 from ringweave.benchmarks.chaos.accounts import Report
 from ringweave.benchmarks.chaos.faults import Fault, Targets
 from ringweave.benchmarks.chaos.hands import Crew, Hands, LabHands
@@ -94,7 +94,7 @@ def run(plan: Plan, cluster: Cluster, progress: Callable[[str], None]) -> Report
         script = [word.replace("{disk}", str(disk)) for word in plan.script]
         events = plan.out / "events.jsonl"
         does = LabHands(place, disk, events, LabCrew(place, events))
-        told = {notes.OFFSET: repr(time.time() - time.monotonic()), **clocks.environ(plan.faults)}
+        told = {notes.OFFSET: repr(time.time() - time.monotonic()), **clocks.environ(plan.faults, place, plan.out)}
 
         def start() -> Job:
             return Job(jobs.commands(plan.system, place, script, plan.out, plan.options, told), plan.out / "job.log")
@@ -102,7 +102,7 @@ def run(plan: Plan, cluster: Cluster, progress: Callable[[str], None]) -> Report
         play(plan, start, does, EventLog(events), progress)
     nodes = cluster.nodes
     return accounts.report(
-        list(telemetry.read(events)),
+        times.steady(list(telemetry.read(events))),
         num_workers=sum(node.num_devices for node in nodes),
         workers_on={node.name: node.num_devices for node in nodes},
         restart_s=plan.restart_s,

@@ -1,0 +1,62 @@
+"""Clocks that jump: the wall clock of a process that has the library does, its monotonic one does not."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ringweave.benchmarks.chaos import clocks, faults
+from ringweave.errors import LabError
+
+LOOK = """
+import sys, time
+from pathlib import Path
+began_s, wall_s = time.monotonic(), time.time()
+Path(sys.argv[1]).open("r+b").write(bytes.fromhex(sys.argv[2]))
+time.sleep(0.01)
+print(time.time() - wall_s - (time.monotonic() - began_s))
+"""
+
+
+def test_without_jumps_nothing_is_told(tmp_path: Path) -> None:
+    lab = None  # nobody asks it
+    assert clocks.environ(faults.parse("at 3s kill worker 0"), lab, tmp_path) == {}  # pyrefly: ignore
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+@pytest.mark.parametrize("shift_s", [7200.0, -86400.5])
+def test_a_process_sees_its_wall_clock_jump_and_sleeps_as_before(tmp_path: Path, shift_s: float) -> None:
+    library, file = clocks.compile_in(tmp_path), tmp_path / "clock"
+    file.write_bytes(clocks.to_bytes(0.0))
+    environ = {**os.environ, "LD_PRELOAD": str(library), "RINGWEAVE_CLOCK": str(file)}
+    said = subprocess.run(
+        [sys.executable, "-c", LOOK, str(file), clocks.to_bytes(shift_s).hex()],
+        env=environ,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert float(said.stdout) == pytest.approx(shift_s, abs=60)
+    assert said.stderr == ""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+def test_a_process_without_the_file_has_the_clock_that_it_is(tmp_path: Path) -> None:
+    environ = {**os.environ, "LD_PRELOAD": str(clocks.compile_in(tmp_path)), "RINGWEAVE_CLOCK": str(tmp_path / "none")}
+    look = [sys.executable, "-c", "import time; print(time.time())"]
+    before_s = time.time()
+    said = subprocess.run(look, env=environ, check=True, capture_output=True, text=True)
+    assert before_s - 1 <= float(said.stdout) <= time.time() + 1
+
+
+def test_a_machine_without_a_compiler_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    expected = (
+        r"clocks that jump: 'no cc', expected a C compiler called cc\. Install a C compiler, or leave clock out\."
+    )
+    with pytest.raises(LabError, match=expected):
+        clocks.compile_in(tmp_path)

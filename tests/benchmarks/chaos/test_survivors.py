@@ -1,0 +1,91 @@
+"""Stalls of survivors and of peers, by hand-made events."""
+
+from typing import Any
+
+import pytest
+
+from ringweave.benchmarks.chaos import survivors
+
+ALL = ["0.0", "1.0", "2.0"]
+
+
+def watched(rank: int, time: float) -> dict[str, Any]:
+    return {"time": time, "kind": "worker_watched", "rank": rank, "node": f"a-{rank}", "pid": 1}
+
+
+def steps(rank: int, *times: float) -> list[dict[str, Any]]:
+    return [{"time": time, "kind": "train_step_done", "rank": rank, "steps_since_start": 0} for time in times]
+
+
+def epoch(time: float, members: list[str], newcomers: list[str], term: int = 1) -> dict[str, Any]:
+    return {"time": time, "kind": "epoch_begun", "term": term, "members": members, "newcomers": newcomers}
+
+
+def fault(line: str, time: float) -> dict[str, Any]:
+    return {"time": time, "kind": "fault_begun", "fault": line, "target": "x"}
+
+
+def job(*more: dict[str, Any]) -> list[dict[str, Any]]:
+    """Three workers that make a step a second up to 5 s; what comes then is the test's."""
+    begin = [*(watched(rank, 0) for rank in range(3)), epoch(0, ALL, ALL)]
+    return sorted([*begin, *(each for rank in range(3) for each in steps(rank, 1, 2, 3, 4, 5)), *more], key=_time)
+
+
+def _time(event: dict[str, Any]) -> float:
+    return event["time"]
+
+
+def killed() -> list[dict[str, Any]]:
+    """Worker 1 is killed at 5.5; the others go on at 7 and 7.2, without it; it is back at 12."""
+    others = [*steps(0, 7.0, 8, 9, 10, 11, 12.6, 13.6), *steps(2, 7.2, 8, 9, 10, 11, 12.5, 13.5)]
+    back = [watched(1, 9), epoch(11.1, ["0.0", "1.1", "2.0"], ["1.1"]), *steps(1, 12.5, 13.5)]
+    return job(fault("at 5.5s kill worker 1", 5.5), epoch(6.0, ["0.0", "2.0"], []), *others, *back)
+
+
+def test_a_survivors_stall_is_its_longest_step_less_the_usual_one() -> None:
+    (toll,) = survivors.tolls(killed())
+    assert (toll.victims, toll.survivors, toll.steps_as_zombie) == ((1,), 2, 0)
+    assert toll.stall_s == pytest.approx(1.2), "5 to 7.2, of which 1 is usual"
+    assert toll.stall_median_s == pytest.approx(1.1)
+    assert toll.epoch_s == pytest.approx(0.5)
+    assert toll.back_s == pytest.approx(7.0)
+
+
+def test_peers_of_a_newcomer_wait_from_the_border_to_their_second_step_with_it() -> None:
+    (joining,) = survivors.joinings(killed())
+    assert (joining.newcomers, joining.peers) == (1, 2)
+    assert joining.usual_s == pytest.approx(1.0)
+    assert joining.stall_s == pytest.approx(0.6)
+
+
+def test_a_survivor_that_makes_no_step_any_more_is_told() -> None:
+    found = survivors.tolls(
+        job(fault("at 5.5s kill worker 1", 5.5), epoch(6.0, ["0.0", "2.0"], []), *steps(0, 7.0, 8.0))
+    )
+    assert found[0].stall_s is None
+    assert found[0].survivors == 2
+
+
+def test_one_that_was_killed_next_is_no_survivor() -> None:
+    both = [fault("at 5.5s kill worker 1", 5.5), fault("at 5.5s kill worker 2", 5.51)]
+    found = survivors.tolls(job(*both, epoch(6.0, ["0.0"], []), *steps(0, 7.0, 8.0)))
+    assert [toll.survivors for toll in found] == [1, 1]
+    assert [toll.stall_s for toll in found] == [pytest.approx(1.0)] * 2
+
+
+def test_steps_of_a_zombie_are_counted_and_its_way_back_is_timed() -> None:
+    """Worker 1 is stopped from 5.5 on; it wakes at 20, ends its step, and comes back as another one."""
+    others = [*steps(0, 7.5, 8.5, *range(10, 30)), *steps(2, 7.5, 8.5, *range(10, 30))]
+    zombie = [*steps(1, 20.1), watched(1, 23), epoch(25.2, ["0.0", "1.1", "2.0"], ["1.1"]), *steps(1, 26, 27)]
+    events = job(fault("at 5.5s pause worker 1 for 14s", 5.5), epoch(7.1, ["0.0", "2.0"], []), *others, *zombie)
+    (toll,) = survivors.tolls(events)
+    assert toll.stall_s == pytest.approx(1.5)
+    assert toll.steps_as_zombie == 1
+    assert toll.back_s == pytest.approx(20.5)
+
+
+def test_a_node_that_is_cut_off_takes_its_workers_along_and_coordinators_are_no_workers() -> None:
+    happens = [fault("at 5.5s cut a-2 in for 9s", 5.5), fault("at 5.6s kill coordinator", 5.6)]
+    found = survivors.tolls(job(*happens, epoch(6.5, ["0.0", "1.0"], [], term=2), *steps(0, 7.0), *steps(1, 7.0)))
+    assert [toll.victims for toll in found] == [(2,)]
+    assert found[0].back_s is None
