@@ -64,10 +64,10 @@ class Run:
         return self.process.wait(timeout=DEADLINE_S)
 
 
-def wait_until(claim: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
+def wait_until(claim: Callable[[], bool], what: str | Callable[[], str], deadline_s: float = DEADLINE_S) -> None:
+    deadline = time.monotonic() + deadline_s
     while not claim():
-        assert time.monotonic() < deadline, f"never came: {what}"
+        assert time.monotonic() < deadline, f"never came: {what if isinstance(what, str) else what()}"
         time.sleep(0.02)
 
 

@@ -1,7 +1,13 @@
 """Jobs on a real Slurm: slurmctld, slurmd, munge, sbatch, srun. GPUs are pretended; they are only counted."""
 
+import json
 import os
+import re
 import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +20,7 @@ from tests.slurm.conftest import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(900)]
 
+TOGETHER = Path(__file__).parents[1] / "launch" / "together.py"
 _AGENT = " -P -m ringweave.launch.slurm.group "
 WAITS = """
 print("began", flush=True)
@@ -155,6 +162,28 @@ def test_what_cannot_be_is_refused_with_what_can(jobs):
         jobs.submit("", gpus=10, nodes="[{name: bigg, capacity: 10}]")
     assert caught.value.exit_code == 2
     assert jobs.service.jobs() == []
+
+
+def test_of_64_processes_one_wins_and_63_are_refused(jobs):
+    (jobs.folder / "train.py").write_text("pass")
+    (jobs.folder / "job.yaml").write_text(
+        "name: text\ngpus: 15\nscript: train.py\nnodes: [{capacity: 10}, {capacity: 5}]\n"
+    )
+    environ = jobs.environ | {"XDG_STATE_HOME": str(jobs.folder / "home")}
+    command = jobs.cluster.command([sys.executable, str(TOGETHER), "64", "slurm", str(jobs.folder / "job.yaml")])
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert Counter(each["code"] for each in told) == {0: 1, 2: 63}, told
+    refusal = re.compile(
+        r"ringweave: error: job name text: 'taken by \w+ \d+ s ago \(\w+\)', expected a free name\. "
+        r"Take another name, or remove that job first with ringweave delete text\.\n"
+    )
+    assert all(refusal.fullmatch(each["err"]) for each in told if each["code"] == 2), told
+    (batch,) = (jobs.folder / "home").rglob("job.json")
+    assert batch.parent.name == "text"
+    numbers = set(jobs.cluster.call("squeue", "-h", "--states=all", "--name=rw-text", "-o", "%A %k").split("\n"))
+    assert len([line for line in numbers if json.loads(batch.read_text())["id"] in line]) == 1, "Slurm was asked once"
 
 
 def test_fifteen_workers_on_ten_and_five_train(jobs):

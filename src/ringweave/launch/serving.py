@@ -1,11 +1,13 @@
 """The parameter server of a run: where it goes, who gets which credentials, its process from begin to end."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from ringweave import telemetry
 from ringweave.errors import LaunchError
@@ -27,6 +29,7 @@ class JobServer:
     def __init__(self, node: str, meeting: Meeting, site: Site, run_dir: RunDir, authority: Authority) -> None:
         self.node, self._meeting, self._site, self._run_dir = node, meeting, site, run_dir
         self._authority = authority
+        self._process: subprocess.Popen[bytes] | None = None
 
     @classmethod
     def of(cls, mode: str | None, cluster: Cluster, site: Site, run_dir: RunDir) -> "JobServer | None":
@@ -48,6 +51,18 @@ class JobServer:
         """`host:port`, for the workers."""
         return f"{self._meeting.host}:{self._meeting.port}"
 
+    @property
+    def exit_code(self) -> int | None:
+        """Of a server that ended, negative if a signal ended it; None while it runs, and before."""
+        return self._process.poll() if self._process is not None else None
+
+    @property
+    def num_peers(self) -> int:
+        """Connections to it that are open now."""
+        if self._process is None or self._process.poll() is not None:
+            return 0
+        return _num_established(self._process.pid, self._meeting.port)
+
     def secret(self, worker: WorkerSpec) -> int:
         """A descriptor of the worker's credentials, for it to inherit."""
         return self._authority.issue("worker", str(worker.global_rank)).to_descriptor()
@@ -60,7 +75,7 @@ class JobServer:
             LaunchError: It could not be started.
         """
         log = telemetry.EventLog(self._run_dir.events)
-        process = self._start(environ)
+        process = self._process = self._start(environ)
         log.write("server_started", node=self.node, pid=process.pid, address=self.address)
         try:
             yield
@@ -113,6 +128,17 @@ class JobServer:
             raise LaunchError(f"parameter server could not be started: {error}. [node {self.node}]") from error
         finally:
             os.close(secret)
+
+
+def _num_established(pid: int, port: int) -> int:
+    """Connections at a port, as the kernel counts them where the process is: it may be in a network of its own."""
+    wanted, established = f":{port:04X}", "01"
+    count = 0
+    for family in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            rows = [line.split() for line in Path(f"/proc/{pid}/net/{family}").read_text(encoding="ascii").splitlines()]
+            count += sum(row[1].endswith(wanted) and row[3] == established for row in rows[1:])
+    return count
 
 
 def _end(process: "subprocess.Popen[bytes]") -> int:

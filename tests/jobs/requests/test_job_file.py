@@ -66,6 +66,14 @@ def test_a_file_on_disk(tmp_path) -> None:
         job_file.load(tmp_path / "jobs.yaml")
 
 
+def test_a_lab_has_no_gpus() -> None:
+    assert job_file.loads(f"{SHORT}lab: two-racks\n").lab == "two-racks"
+    with pytest.raises(
+        JobError, match=r"lab: 'two-racks', expected none for GPUs: a lab limits links and CPU time\. Ask"
+    ):
+        job_file.loads(f"{FULL}lab: two-racks\n")
+
+
 names = st.from_regex(r"[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?", fullmatch=True)
 lines = st.text(st.characters(categories=["L", "N", "P", "S"]), min_size=1, max_size=20)
 texts = st.text(max_size=20).filter(lambda text: "\0" not in text and text.isprintable())

@@ -8,6 +8,7 @@ from ringweave import units
 from ringweave.jobs.requests.request import Request
 from ringweave.launch.groups import layout
 from ringweave.launch.groups.config import Config, ConfigNode
+from ringweave.launch.services import submitting
 from ringweave.launch.services.views import JobView
 
 BUCKET_BYTES = 25_000_000
@@ -40,7 +41,9 @@ class JobPlan:
     schedule: str
     """What is predicted to be the fastest for a bucket."""
     predicted_s: float
-    """Predicted seconds of an allreduce of a bucket, at assumed rates."""
+    """Predicted seconds of an allreduce of a bucket, at assumed rates; in a lab at those of its cluster file."""
+    server: str | None = None
+    """The node that has the parameter server; None where the mode needs none."""
 
 
 def plan(request: Request, job: JobView) -> JobPlan:
@@ -54,6 +57,8 @@ def plan(request: Request, job: JobView) -> JobPlan:
         mode=job.mode,
         nodes=tuple(ConfigNode(index=index, name=node.name, workers=node.workers) for index, node in used),
         script=request.script,
+        lab=request.lab,
+        cluster=submitting.lab_cluster(request),
     )
     cluster = layout.cluster_of(config, {})
     ranks = [node.name for node in cluster.nodes for _ in node.devices]
@@ -66,6 +71,7 @@ def plan(request: Request, job: JobView) -> JobPlan:
         leaders=tuple(made.leaders),
         schedule=choice.schedule,
         predicted_s=choice.predicted_s,
+        server=layout.server_node(config),
     )
 
 
@@ -83,6 +89,7 @@ def document(made: JobPlan) -> dict[str, Any]:
         "schedule": made.schedule,
         "bytes": BUCKET_BYTES,
         "predicted_s": made.predicted_s,
+        "server": made.server,
     }
 
 
@@ -91,13 +98,16 @@ def lines(made: JobPlan, request: Request, job: JobView) -> list[str]:
     device = "GPUs" if request.device == "cuda" else "CPU workers"
     rows = [f"  {_node(each)}" for each in made.nodes]
     size = units.format_bytes(BUCKET_BYTES)
+    rates = "assumed rates" if request.lab is None else f"the rates of lab {request.lab}"
+    served = [f"server   on {made.server}, which is connected best"] if made.server else []
     return [
         f"job {job.name} on {job.place} for {job.requester}: {job.workers} {device}, {request.script}",
         f"split    {made.why}",
         *rows,
         f"rings    in each node one of its own workers; through all: {_ranks(made.ring)}",
         f"leaders  {_leaders(made)}",
-        f"first    {made.schedule} for {size}, predicted {made.predicted_s * 1e3:.1f} ms at assumed rates; "
+        *served,
+        f"first    {made.schedule} for {size}, predicted {made.predicted_s * 1e3:.1f} ms at {rates}; "
         "they are measured when it runs",
     ]
 

@@ -60,6 +60,9 @@ class RequestEntry(schema.Entry):
     image: Annotated[str | None, schema.GIVEN] = Field(
         default=None, description="a container image", examples=["registry.example/train:1"]
     )
+    lab: Annotated[str | None, schema.GIVEN] = Field(
+        default=None, description="the name of a lab that is up on this machine", examples=["two-racks"]
+    )
     mode: str = Field(default="auto", description=rules.MODE, examples=["auto"])
     nodes: list[NodeEntry] = Field(description="a list of nodes", examples=["[{capacity: 10}, {capacity: 5}]"])
     min_per_node: int = Field(default=MIN_PER_NODE, description=rules.COUNT, examples=["3"])
@@ -121,6 +124,7 @@ def dumps(request: Request) -> str:
         "environment": dict(request.environment) or None,
         "data": request.data,
         "image": request.image,
+        "lab": request.lab,
         "mode": request.mode,
         "nodes": [_node(node) for node in request.nodes],
         "min_per_node": request.min_per_node,
@@ -195,7 +199,7 @@ def _build(value: Any) -> Request:
         raise ProblemsError(tuple({problem.path: problem for problem in reversed(placed)}.values())) from error
 
 
-_AS_THEY_ARE = {"script", "directory", "environment", "data", "image", "mode", "min_per_node", "suspend"}
+_AS_THEY_ARE = {"script", "directory", "environment", "data", "image", "lab", "mode", "min_per_node", "suspend"}
 
 
 def _early_problems(entry: RequestEntry) -> Iterator[Problem]:

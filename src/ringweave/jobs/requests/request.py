@@ -86,6 +86,8 @@ class Request:
     """Where the training data is; workers see it as RINGWEAVE_DATA. None where the script knows."""
     image: str | None = None
     """The container image; None where the place has what is needed."""
+    lab: str | None = None
+    """A lab of this machine that is up, whose nodes are the job's; None where nodes are worker groups only."""
     mode: str = "auto"
     """How to train."""
     min_per_node: int = MIN_PER_NODE
@@ -115,11 +117,14 @@ def _problems(request: Request) -> Iterator[Problem]:
     yield from _count(("num_workers",), "GPUs in all", request.num_workers, (1, MAX_WORKERS), COUNT)
     yield from _count(("min_per_node",), "minimum per node", request.min_per_node, (1, MAX_WORKERS), COUNT)
     yield from _path(("script",), "script", request.script, "a path, such as train.py")
-    for key in ("directory", "data", "image"):
+    for key in ("directory", "data", "image", "lab"):
         if getattr(request, key) is not None:
             yield from _path((key,), key, getattr(request, key), "text on one line")
     if request.device not in ("cpu", "cuda"):
         yield _wrong(("device",), "device", request.device, "one of cpu, cuda", "Write cpu for workers without a GPU")
+    if request.lab is not None and request.device == "cuda":
+        do = "Ask for cpu_workers, or leave lab out"
+        yield _wrong(("lab",), "lab", request.lab, "none for GPUs: a lab limits links and CPU time", do)
     if request.mode not in MODES:
         do = closest(request.mode, MODES) or "Leave it out for auto"
         yield _wrong(("mode",), "mode", request.mode, MODE, do)

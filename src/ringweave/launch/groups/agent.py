@@ -35,17 +35,20 @@ class Agent:
         *,
         offer: Callable[[], Meeting],
         start: Callable[[Opening], Crew],
+        offer_server: Callable[[int], Meeting | None] = lambda round_: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Needs a post and two hands.
+        """Needs a post and hands.
 
         Args:
             post: Where orders come from and reports go.
             offer: Finds where workers could meet on this node; called anew for every round.
             start: Starts this node's workers for an opening of the gate.
+            offer_server: Finds where the parameter server of a round will listen; None where this node has none.
             clock: Seconds since 1970.
         """
         self._post, self._offer, self._start, self._clock = post, offer, start, clock
+        self._offer_server = offer_server
         self._report = Report(round=0, phase=Phase.PENDING, pid=os.getpid())
         self._crew: Crew | None = None
         self._told_s = 0.0
@@ -104,12 +107,12 @@ class Agent:
 
     def _gather(self, round_: int) -> None:
         try:
-            meeting = self._offer()
-        except RingweaveError as error:
+            meeting, server = self._offer(), self._offer_server(round_)
+        except (RingweaveError, OSError) as error:
             self._end(Outcome(phase=Phase.FAILED, cause=Cause.PLACE, text=str(error)))
             return
         kept = {"iterations": self._report.iterations, "last_loss": self._report.last_loss}
-        self._tell(Report(round=round_, phase=Phase.READY, pid=os.getpid(), meeting=meeting, **kept))
+        self._tell(Report(round=round_, phase=Phase.READY, pid=os.getpid(), meeting=meeting, server=server, **kept))
 
     def _begin(self, opening: Opening) -> None:
         try:
@@ -117,12 +120,12 @@ class Agent:
         except (RingweaveError, OSError) as error:
             self._end(Outcome(phase=Phase.FAILED, cause=Cause.PLACE, text=str(error)))
             return
-        self._tell(replace(self._report, phase=Phase.RUNNING, meeting=None))
+        self._tell(replace(self._report, phase=Phase.RUNNING, meeting=None, server=None))
 
     def _end(self, outcome: Outcome) -> None:
         ended = {"phase": outcome.phase, "exit_code": outcome.exit_code, "text": outcome.text}
         cause = outcome.cause if outcome.phase is Phase.FAILED else None
-        self._tell(replace(self._report, **ended, cause=cause, ended_s=self._clock(), meeting=None))
+        self._tell(replace(self._report, **ended, cause=cause, ended_s=self._clock(), meeting=None, server=None))
 
     def _tell_result(self) -> None:
         now_s = self._clock()

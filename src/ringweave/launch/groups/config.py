@@ -9,6 +9,8 @@ from pydantic import TypeAdapter
 from ringweave.errors import JobError, explain
 from ringweave.jobs.life.records import Job
 
+SERVED = ("ps-hra", "ps")
+"""Ways of training with a parameter server."""
 MAX_BYTES = 2**20
 """Of a script that travels with the job: what a ConfigMap can hold."""
 
@@ -43,6 +45,15 @@ class Config:
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     data: str | None = None
+    lab: str | None = None
+    """Name of the lab whose nodes these are; None where they are in none."""
+    cluster: str | None = None
+    """Text of the cluster file that the nodes are of; None where nobody described what connects them."""
+
+    @property
+    def is_served(self) -> bool:
+        """Its way of training needs a parameter server."""
+        return self.mode in SERVED
 
     @property
     def world_size(self) -> int:
@@ -54,13 +65,14 @@ class Config:
         return next(node for node in self.nodes if node.index == index)
 
 
-def of_job(job: Job, *, directory: str | None, script_text: str | None) -> Config:
+def of_job(job: Job, *, directory: str | None, script_text: str | None, cluster: str | None = None) -> Config:
     """The config of a job.
 
     Args:
         job: As admitted.
         directory: Where the job's directory is in its place; None if the request has none.
         script_text: The script, where it is alone; see `read_script`.
+        cluster: Text of the cluster file that its nodes are of.
     """
     request = job.request
     return Config(
@@ -76,6 +88,8 @@ def of_job(job: Job, *, directory: str | None, script_text: str | None) -> Confi
         arguments=request.arguments,
         environment=dict(request.environment),
         data=request.data,
+        lab=request.lab,
+        cluster=cluster,
     )
 
 

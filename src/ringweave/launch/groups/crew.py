@@ -9,6 +9,7 @@ from ringweave.jobs.life.observing import Cause, Phase, cause_of_exit
 from ringweave.launch.books import Books
 from ringweave.launch.causes import Death, first_cause
 from ringweave.launch.groups.results import Result, Results
+from ringweave.launch.groups.serving import RoundServer
 from ringweave.launch.launcher import WorkerState
 from ringweave.launch.local.launcher import LocalLauncher
 from ringweave.launch.supervision import Patience, Supervision
@@ -38,22 +39,28 @@ class Crew:
         launcher: LocalLauncher,
         books: Books,
         results: Results,
+        server: RoundServer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts them.
+        """Starts them, after the parameter server of this round where it is this node's.
 
         Raises:
             LaunchError: One could not be started; none is left then.
         """
         self._nodes = {worker.global_rank: worker.node for worker in group.workers}
         self._launcher, self._books, self._results, self._clock = launcher, books, results, clock
+        self._server = server
+        self._server_death = ""
         self._supervision = Supervision(Patience())
         self._interrupts: list[signal.Signals] = []
         self._reported: set[int] = set()
         try:
+            if server is not None:
+                server.start()
             launcher.start(group)
         except BaseException as error:
             launcher.__exit__(None, None, None)
+            self._end_server()
             books.close(outcome="failed", exit_code=1, cause=str(error))
             raise
         books.workers_started(launcher.pid)
@@ -74,7 +81,8 @@ class Crew:
             if state.exit and state.global_rank not in self._reported:
                 self._reported.add(state.global_rank)
                 self._books.worker_exited(state)
-        if self._supervision.is_over(states, now_s):
+        self._watch_server()
+        if self._supervision.is_over(states, now_s) and not self._is_server_wanted(states, now_s):
             return self._close(states)
         if any(_is_settled(state) for state in states):
             self.end(signal.SIGKILL)
@@ -83,10 +91,29 @@ class Crew:
             self._launcher.stop(how)
         return None
 
+    def _watch_server(self) -> None:
+        """Its death is the round's: nobody can go on."""
+        if self._server is not None and not self._server_death and (death := self._server.death):
+            self._server_death = death
+            self.end(signal.SIGKILL)
+
+    def _is_server_wanted(self, states: Sequence[WorkerState], now_s: float) -> bool:
+        """All is well here, and workers of other nodes still train with the server that is here."""
+        if self._server is None or self._interrupts or not all(state.exit and state.exit.is_good for state in states):
+            return False
+        return self._server.is_wanted(now_s)
+
+    def _end_server(self) -> None:
+        if self._server is not None:
+            self._server.end()
+
     def _close(self, states: Sequence[WorkerState]) -> Outcome:
         self._launcher.__exit__(None, None, None)
+        self._end_server()
         deaths = [self._death(state) for state in states if state.exit and not state.exit.is_good]
         outcome = conclude(deaths)
+        if self._server_death:
+            outcome = Outcome(phase=Phase.FAILED, cause=Cause.PLACE, text=self._server_death)
         told = {Phase.SUCCEEDED: "done", Phase.STOPPED: "interrupted"}.get(outcome.phase, "failed")
         self._books.close(outcome=told, exit_code=int(told != "done"), cause=outcome.text or None)
         return outcome

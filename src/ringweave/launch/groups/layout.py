@@ -17,11 +17,14 @@ from ringweave.topology import Cluster, Device, Nic, Node
 def cluster_of(config: Config, addresses: Mapping[str, str]) -> Cluster:
     """The cluster that the split makes: its nodes with as many devices as workers.
 
-    What connects them is not known; their rate is assumed as for `ringweave run --workers`, and probing measures it.
+    Where nobody described what connects them their rate is assumed as for `ringweave run --workers`, and probing
+    measures it.
 
     Raises:
-        ClusterError: A name cannot be a node's.
+        ClusterError: A name cannot be a node's, or is none of the cluster that was described.
     """
+    if config.cluster is not None:
+        return _part_of(topology.loads(config.cluster), config, addresses)
     nics = (Nic(name="lo", rate_bytes_per_s=topology.ASSUMED_RATE_BYTES_PER_S),)
     device = Device(kind=config.device)
     nodes = [
@@ -29,6 +32,27 @@ def cluster_of(config: Config, addresses: Mapping[str, str]) -> Cluster:
         for node in config.nodes
     ]
     return Cluster(name=config.job, nodes=tuple(nodes))
+
+
+def _part_of(whole: Cluster, config: Config, addresses: Mapping[str, str]) -> Cluster:
+    """The nodes that the job has, with the devices that it uses and the switches above them."""
+    nodes = []
+    for each in config.nodes:
+        node = whole.node(each.name)
+        address = addresses.get(each.name, node.address)
+        nodes.append(replace(node, devices=node.devices[: each.workers], address=address))
+    above = {switch for node in nodes for switch in whole.ancestors(node.name)}
+    switches = tuple(switch for switch in whole.switches if switch.name in above)
+    return replace(whole, nodes=tuple(nodes), switches=switches)
+
+
+def server_node(config: Config) -> str | None:
+    """The node that has the parameter server: the one that is connected best; None where the job needs none."""
+    if not config.is_served:
+        return None
+    from ringweave.planning import central  # brings numpy, which most jobs need not wait for
+
+    return central.best_connected(cluster_of(config, {})).node
 
 
 def workers_of(
@@ -50,6 +74,7 @@ def workers_of(
         run_dir=run_dir.root,
         mode=None if config.mode == "auto" else config.mode,
         data=config.data,
+        server=f"{opening.server.host}:{opening.server.port}" if opening.server else None,
     )
     cluster = cluster_of(config, opening.addresses)
     argv = program.argv(python)

@@ -13,17 +13,18 @@ from ringweave import topology
 from ringweave.jobs.life.observing import Phase
 from ringweave.launch import records
 from ringweave.launch.books import Books
-from ringweave.launch.groups import layout
+from ringweave.launch.groups import layout, serving
 from ringweave.launch.groups.agent import Agent
 from ringweave.launch.groups.config import Config
 from ringweave.launch.groups.crew import Crew
 from ringweave.launch.groups.posts import Opening, Post
 from ringweave.launch.groups.results import Results
+from ringweave.launch.groups.serving import ServerDesk
 from ringweave.launch.local.launcher import LocalLauncher
 from ringweave.launch.local.merging import Console, Stream
 from ringweave.launch.local.sites import Site
 from ringweave.launch.run_dirs import RunDir
-from ringweave.launch.workers import Program, WorkerGroup
+from ringweave.launch.workers import Program, WorkerGroup, WorkerSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +43,8 @@ class Assignment:
     """How processes are put onto the node."""
     guard_holds: Sequence[int] = ()
     """Descriptors that stay open until nothing of the group can run any more, whoever is killed."""
+    secrets: Path | None = None
+    """Folder that the groups of the job share, for credentials of its workers; None where a server is not to be had."""
     shows_output: bool = True
     """What workers print goes to this process's own output too, with the rank in front."""
 
@@ -60,10 +63,12 @@ def lead(assignment: Assignment, post: Post, environ: Mapping[str, str]) -> Phas
         environ: What workers inherit; the job's own variables are put over it.
     """
     node = assignment.config.node(assignment.node)
+    desk = _server_desk(assignment)
     agent = Agent(
         post,
         offer=lambda: assignment.site.meeting(node.name),
-        start=lambda opening: _start(assignment, opening, {**environ, **assignment.config.environment}),
+        start=lambda opening: _start(assignment, opening, {**environ, **assignment.config.environment}, desk),
+        offer_server=lambda round_: desk.offer(round_) if desk else None,
     )
 
     def leave(number: int, _: FrameType | None) -> None:
@@ -74,7 +79,17 @@ def lead(assignment: Assignment, post: Post, environ: Mapping[str, str]) -> Phas
     return agent.serve()
 
 
-def _start(assignment: Assignment, opening: Opening, environ: Mapping[str, str]) -> Crew:
+def _server_desk(assignment: Assignment) -> ServerDesk | None:
+    """What makes the server of each round, where that is this node's to do."""
+    name = assignment.config.node(assignment.node).name
+    if assignment.secrets is None or layout.server_node(assignment.config) != name:
+        return None
+    return ServerDesk(assignment.config, name, assignment.site, assignment.secrets)
+
+
+def _start(
+    assignment: Assignment, opening: Opening, environ: Mapping[str, str], desk: ServerDesk | None = None
+) -> Crew:
     run_dir = round_dir(assignment.home, opening.round)
     (run_dir.root / "logs").mkdir(parents=True, exist_ok=True)
     config = assignment.config
@@ -88,10 +103,18 @@ def _start(assignment: Assignment, opening: Opening, environ: Mapping[str, str])
         Console(outputs if assignment.shows_output else {}, environ),
         environ,
         enter=assignment.site.enter,
+        secret=lambda worker: _secret(assignment, opening, worker),
         guard_holds=assignment.guard_holds,
     )
     books = Books(run_dir, group, _record(assignment, opening, program))
-    return Crew(group, launcher, books, Results(run_dir.events))
+    server = desk.server(opening.round, run_dir, environ) if desk else None
+    return Crew(group, launcher, books, Results(run_dir.events), server)
+
+
+def _secret(assignment: Assignment, opening: Opening, worker: WorkerSpec) -> int | None:
+    if opening.server is None or assignment.secrets is None:
+        return None
+    return serving.take_secret(assignment.secrets, opening.round, worker.global_rank)
 
 
 def _placed(assignment: Assignment, opening: Opening, run_dir: RunDir, program: Program) -> WorkerGroup:
@@ -127,6 +150,7 @@ def _record(assignment: Assignment, opening: Opening, program: Program) -> dict[
         "schedule": None,
         "tuning": None,
         "mode": config.mode,
+        "server": {"address": f"{opening.server.host}:{opening.server.port}"} if opening.server else None,
         "order": "block",
         "lab": assignment.site.lab_name,
     }

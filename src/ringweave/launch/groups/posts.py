@@ -17,6 +17,8 @@ class Opening:
     round: int
     meeting: Meeting
     """What the first node of the config offered when it was ready for this round."""
+    server: Meeting | None = None
+    """Where the job's parameter server of this round listens; None where it has none."""
     addresses: Mapping[str, str] = field(default_factory=dict)
     """Node name -> address; for nodes that are not found by their names alone. Left out where all share a machine."""
 
@@ -45,6 +47,8 @@ class Report:
     """The agent's process."""
     meeting: Meeting | None = None
     """Of a group that is ready: where workers could meet."""
+    server: Meeting | None = None
+    """Of a group that is ready and has the job's parameter server: where that will listen."""
     cause: Cause | None = None
     """Of one that failed: why."""
     exit_code: int | None = None

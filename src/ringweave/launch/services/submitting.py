@@ -8,17 +8,18 @@ from pathlib import Path
 
 import platformdirs
 
+from ringweave import lab, topology
 from ringweave.errors import JobError, explain
-from ringweave.files.problems import closest
+from ringweave.files.problems import closest, listed
 from ringweave.jobs.admission import policy
 from ringweave.jobs.admission.policy import Policy
 from ringweave.jobs.life.records import Job
 from ringweave.jobs.requests.request import Request
 from ringweave.launch.groups import config as configs
+from ringweave.launch.groups.config import Config
 from ringweave.launch.services.service import LogQuery
 
 POLICY = "policy.yaml"
-SERVED = ("ps-hra", "ps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +32,13 @@ class Origin:
     """The script, where it is alone; None where it lies in the directory."""
     environ: dict[str, str]
     """What its workers inherit."""
+    cluster: str | None = None
+    """Text of the cluster file that its nodes are of; None where they are worker groups only."""
+
+    def config(self, job: Job) -> Config:
+        """What the groups of the job have to know."""
+        words = {"directory": self.directory, "script_text": self.script_text, "cluster": self.cluster}
+        return configs.of_job(job, **words)
 
 
 def rules_here() -> Policy:
@@ -75,16 +83,40 @@ def origin_of(request: Request, base: Path, environ: Mapping[str, str]) -> Origi
     return Origin(directory=str(directory), script_text=None, environ=dict(environ))
 
 
-def check_mode(request: Request) -> None:
-    """Refuse a way of training that needs a parameter server, which jobs do not start.
+def lab_cluster(request: Request) -> str | None:
+    """Text of the cluster file of the lab that the request names; None if it names none.
 
     Raises:
-        JobError: It is one.
+        JobError: A node is none of the lab's, or may run more than it has devices.
+        UsageError: The lab is not up.
     """
-    if request.mode in SERVED:
-        do = "Leave mode out, or run it with ringweave run --mode, which starts a parameter server"
-        expected = "auto, sync or balanced, which need no parameter server"
-        raise JobError(explain("mode", got=request.mode, expected=expected, do=do, where=request.name))
+    if request.lab is None:
+        return None
+    cluster = lab.find(request.lab).cluster
+    names = [node.name for node in cluster.nodes]
+    for node in request.nodes:
+        if node.name not in names:
+            do = closest(node.name, names) or "Name nodes of the lab"
+            expected = f"a node of lab {request.lab}: {listed(names, len(names))}"
+            raise JobError(explain("node", got=node.name, expected=expected, do=do, where=request.name))
+        num_devices = cluster.node(node.name).num_devices
+        if node.capacity > num_devices:
+            expected = f"at most {num_devices}, its devices in lab {request.lab}"
+            do = "Give it less, or the node more devices in the lab's cluster file"
+            what = f"capacity of node {node.name}"
+            raise JobError(explain(what, got=node.capacity, expected=expected, do=do, where=request.name))
+    return topology.dumps(cluster)
+
+
+def refuse_lab(request: Request, place: str) -> None:
+    """Refuse a lab in a place that has no labs.
+
+    Raises:
+        JobError: The request names one.
+    """
+    if request.lab is not None:
+        do = "Leave lab out, or submit it --on local"
+        raise JobError(explain("lab", got=request.lab, expected=f"none on {place}", do=do, where=request.name))
 
 
 def check_query(job: Job, which: LogQuery) -> None:

@@ -22,7 +22,6 @@ from ringweave.jobs.life.actions import Action
 from ringweave.jobs.life.observing import Observed
 from ringweave.jobs.life.reconciling import reconcile
 from ringweave.jobs.life.states import JobState
-from ringweave.launch.groups import config as configs
 from ringweave.launch.local.jobs import locks
 from ringweave.launch.local.jobs.folders import JobFolder
 from ringweave.launch.services import farewells
@@ -44,8 +43,8 @@ Reached = Callable[[str], None]
 
 def place_of(registry: Registry, entry: Entry, grant: Grant | None, means: Means) -> SlurmPlace:
     """The job's place, in its allocation or without one."""
-    config = configs.of_job(entry.job, directory=entry.origin.directory, script_text=entry.origin.script_text)
-    return SlurmPlace(registry.folder(entry.job.request.name), config, entry.components, grant, means)
+    folder, config = registry.folder(entry.job.request.name), entry.origin.config(entry.job)
+    return SlurmPlace(folder, config, entry.components, grant, means)
 
 
 def means_of(slurm: Slurm, environ: Mapping[str, str], patience: Patience) -> Means:

@@ -36,6 +36,7 @@ def main(root: Path, node: int, attempt: int, key: str, lease_s: float) -> None:
         cpus_shared_by=config.node(node).workers,
         site=ThisMachine(address_towards(os.environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))),
         guard_holds=(lock,),
+        secrets=folder.secrets,
         shows_output=False,
     )
     os.chdir(config.directory or root)

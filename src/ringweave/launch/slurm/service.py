@@ -65,7 +65,7 @@ class SlurmService(Service):
 
     def submit(self, request: Request, *, base: Path, dry_run: bool = False) -> Submission:
         """Admit the request, record its job, and ask Slurm for its allocation."""
-        submitting.check_mode(request)
+        submitting.refuse_lab(request, "slurm")
         origin = submitting.origin_of(request, base, self._environ)
         hosts = self._slurm.hosts(self._environ)
 
@@ -169,7 +169,7 @@ class SlurmService(Service):
         return tended is None or tended.entry.job.record.state.is_end
 
     def _objects(self, entry: Entry) -> tuple[Rendered, ...]:
-        config = configs.of_job(entry.job, directory=entry.origin.directory, script_text=entry.origin.script_text)
+        config = entry.origin.config(entry.job)
         return (
             Rendered(name="batch script", text=self._tending.script(entry)),
             Rendered(name="config.json", text=configs.dumps(config)),

@@ -14,7 +14,7 @@ from ringweave.errors import JobError
 from ringweave.jobs.requests.request import NodeRequest, Request
 from ringweave.launch.local.jobs.service import LocalService
 from ringweave.launch.services.views import JobView
-from tests.launch.conftest import wait_until
+from tests.launch.conftest import DEADLINE_S, wait_until
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,9 @@ class Here:
     def submit(self, script: str, *capacities: int, name: str = "job", **more: object) -> None:
         (self.folder / "script.py").write_text(textwrap.dedent(script))
         options = {key: more.pop(key) for key in ("max_retries", "deletion") if key in more}
-        nodes = tuple(NodeRequest(name=f"n{i}", capacity=each, **options) for i, each in enumerate(capacities))
+        names = more.pop("names", None) or [f"n{index}" for index in range(len(capacities))]
+        pairs = zip(names, capacities, strict=True)
+        nodes = tuple(NodeRequest(name=name, capacity=capacity, **options) for name, capacity in pairs)
         request = Request(
             name=name,
             num_workers=sum(capacities),
@@ -61,7 +63,7 @@ class Here:
         )
         self.service.submit(request, base=self.folder)
 
-    def wait(self, claim: Callable[[JobView], bool], name: str = "job") -> JobView:
+    def wait(self, claim: Callable[[JobView], bool], name: str = "job", deadline_s: float = DEADLINE_S) -> JobView:
         """The job as soon as the claim holds."""
         seen: list[JobView] = []
 
@@ -69,7 +71,7 @@ class Here:
             seen.append(self.service.job(name))
             return claim(seen[-1])
 
-        wait_until(holds, f"the claim about {name}; last seen {seen[-1] if seen else None}")
+        wait_until(holds, lambda: f"the claim about {name}; last seen {seen[-1]}", deadline_s)
         return seen[-1]
 
     def wait_state(self, state: str, name: str = "job") -> JobView:

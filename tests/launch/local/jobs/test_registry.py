@@ -113,10 +113,6 @@ def test_only_own_jobs_are_listed_without_a_rule_for_all(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        (
-            {"mode": "ps-hra"},
-            r"mode: 'ps-hra', expected auto, sync or balanced, which need no parameter server\.",
-        ),
         ({"directory": "nosuch"}, r"script: '.*nosuch/s\.py', expected the path of a Python file\. Correct the script"),
         ({"num_workers": 9}, r"split: 9, expected a total that nodes of \(8\) can share"),
     ],

@@ -6,6 +6,7 @@ STATE/jobs/ID/                                all of one job; ID is its name and
     bell                                      wakes the supervisor
     supervisor.lock, supervisor.log           held while it runs; what it could not tell anybody
     config.json, gate.json                    node names, counts, script; the last opening of the gate
+    secrets/round-1/worker-0.json             for a worker that trains with a parameter server; gone when it starts
     groups/NODE.ATTEMPT/                      a worker group that exists (NODE: index in the request)
         alive                                 locked until nothing of the group can run any more
         orders.json, report.json, bell        what is wanted of it, what it says
@@ -99,6 +100,11 @@ class JobFolder:
     def gate(self) -> Path:
         """The last opening of the gate."""
         return self.root / "gate.json"
+
+    @property
+    def secrets(self) -> Path:
+        """Credentials of workers that have not started yet, where there is a parameter server."""
+        return self.root / "secrets"
 
     def group(self, node: int, attempt: int) -> GroupFolder:
         """A worker group's folder."""

@@ -11,13 +11,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from ringweave import lab
 from ringweave.launch.groups import config as configs
 from ringweave.launch.groups.config import Config
 from ringweave.launch.groups.leading import Assignment, lead
 from ringweave.launch.local.jobs import locks, supervisor
 from ringweave.launch.local.jobs.folders import JobFolder
 from ringweave.launch.local.jobs.post import FilePost
-from ringweave.launch.local.sites import ThisMachine
+from ringweave.launch.local.sites import InLab, ThisMachine
 
 
 def main(root: Path, node: int, attempt: int) -> None:
@@ -34,8 +35,9 @@ def main(root: Path, node: int, attempt: int) -> None:
         attempt=attempt,
         home=folder.runs(config.node(node).name, attempt),
         cpus_shared_by=config.world_size,
-        site=ThisMachine(),
+        site=InLab(lab.find(config.lab)) if config.lab else ThisMachine(),
         guard_holds=(locks.INHERITED,),
+        secrets=folder.secrets,
         shows_output=False,
     )
     os.chdir(config.directory or root)

@@ -118,15 +118,17 @@ class FolderPlace(abc.ABC):
 
     def _open(self, round_: int) -> None:
         """Let all start where the first node offered to meet."""
-        offers = {}
+        offers, server = {}, None
         for folder in self._folder.groups():
             report, _ = folder.read()
             if report and report.round == round_ and report.meeting:
                 offers[self._config.node(folder.node).name] = report.meeting
+                server = server or report.server
         first = offers.get(self._config.nodes[0].name)
         if first is not None:
             hosts = {name: meeting.host for name, meeting in offers.items()}
-            opening = Opening(round=round_, meeting=first, addresses=hosts if len(set(hosts.values())) > 1 else {})
+            addresses = hosts if len(set(hosts.values())) > 1 else {}
+            opening = Opening(round=round_, meeting=first, server=server, addresses=addresses)
             replace_text(self._folder.gate, posts.dump_opening(opening))
         self._reached("gate opened")
         for folder in self._folder.groups():

@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import platformdirs
@@ -59,8 +60,8 @@ class LocalService(Service):
 
     def submit(self, request: Request, *, base: Path, dry_run: bool = False) -> Submission:
         """Admit the request, register its job, and start its supervisor."""
-        submitting.check_mode(request)
         origin = submitting.origin_of(request, base, self._environ)
+        origin = replace(origin, cluster=submitting.lab_cluster(request))
         if dry_run:
             entry = self._admitted(request, origin, [each.job for each in self._registry.all()])
         else:
@@ -121,7 +122,7 @@ class LocalService(Service):
             gpus_in_use=admitting.gpus_in_use(there, self._requester),
             now=self._clock(),
         )
-        layout.cluster_of(configs.of_job(job, directory=None, script_text=None), {})
+        layout.cluster_of(configs.of_job(job, directory=None, script_text=None, cluster=origin.cluster), {})
         return Entry(id=f"{request.name}-{secrets.token_hex(4)}", job=job, origin=origin)
 
     def _find(self, name: str, verb: str) -> Entry:
@@ -170,7 +171,7 @@ def open_service(environ: Mapping[str, str]) -> LocalService:
 
 def _objects(entry: Entry) -> tuple[Rendered, ...]:
     job, origin = entry.job, entry.origin
-    config = configs.of_job(job, directory=origin.directory, script_text=origin.script_text)
+    config = origin.config(job)
     cluster = topology.dumps(layout.cluster_of(config, {}))
     return (
         Rendered(name="config.json", text=configs.dumps(config)),

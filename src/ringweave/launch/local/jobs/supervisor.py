@@ -17,7 +17,6 @@ from ringweave.jobs.life import actions
 from ringweave.jobs.life.actions import Action
 from ringweave.jobs.life.observing import Observed
 from ringweave.jobs.life.reconciling import reconcile
-from ringweave.launch.groups import config as configs
 from ringweave.launch.local.jobs import bells, locks
 from ringweave.launch.local.jobs.bells import Bell
 from ringweave.launch.local.jobs.folders import REGISTRY, job_folder
@@ -118,7 +117,7 @@ class Supervisor:
         self._reached(f"after {name}")
 
     def _place(self, entry: Entry) -> LocalPlace:
-        config = configs.of_job(entry.job, directory=entry.origin.directory, script_text=entry.origin.script_text)
+        config = entry.origin.config(entry.job)
         return LocalPlace(self._folder, config, agent=self._agent, environ=entry.origin.environ, reached=self._reached)
 
     def _clear(self) -> None:
