@@ -85,6 +85,11 @@ class Pipeline:
         return self._runner.order
 
     @property
+    def loss_fn(self) -> LossFunction:
+        """Of the output and target of a microbatch."""
+        return self._runner.loss_fn
+
+    @property
     def stopwatch(self) -> Stopwatch:
         """Times what this rank's stage computes, apart from waiting, once it is turned on."""
         return self._runner.stopwatch

@@ -10,6 +10,7 @@ from ringweave.pipeline.virtual import TimedBlock, VirtualDevice
 from tests.pipeline.adapting.adapting_functions import Ticks
 from tests.pipeline.pipeline_functions import make_optimizer
 
+NUM = 3
 SPEEDS, WORK_S = (1.0, 0.5), 0.02
 
 
@@ -35,3 +36,22 @@ def measure() -> dict[str, Any]:
         "step_s": profiling.predict(profile, links, pipeline.layout.splits, pipeline.order).step_s,
         "best": profiling.partition(profile, links, num_microbatches=3).splits,
     }
+
+
+def rehearse(schedule: str) -> dict[str, Any]:
+    """Overheads by a clock that only waits move on, and by a real one."""
+    torch.manual_seed(0)
+    ticks = Ticks()
+    blocks: list[nn.Module] = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)) for _ in range(4)]
+    settings = Settings(num_microbatches=NUM, schedule=schedule)
+    pipeline = Pipeline(blocks, nn.CrossEntropyLoss(), make_optimizer, torch.empty(4 * NUM, 8), settings)
+    links = profiling.measure_links(pipeline.layout, pipeline.groups, pipeline.device, 1000, rounds=1)
+    x, y = torch.randn(4 * NUM, 8), torch.zeros(4 * NUM, dtype=torch.int64)
+    pipeline.train_step(x, target=y)
+    before, drawn = str(list(pipeline.blocks[pipeline.blocks.held[0]].state_dict().items())), torch.get_rng_state()
+    ideal = profiling.rehearse(pipeline, links, rounds=1, clock=ticks, sleep=ticks.sleep)
+    real = profiling.rehearse(pipeline, links, target=y, rounds=2)
+    after = str(list(pipeline.blocks[pipeline.blocks.held[0]].state_dict().items()))
+    is_untouched = before == after and torch.equal(drawn, torch.get_rng_state())
+    pipeline.train_step(x, target=y)
+    return {"ideal": ideal, "real": real, "is_untouched": is_untouched}

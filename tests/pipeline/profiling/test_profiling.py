@@ -1,11 +1,14 @@
 """Measured blocks and links of two virtual devices, and what follows from them."""
 
+from dataclasses import replace
+
 import pytest
 
 from ringweave.errors import UsageError
 from ringweave.pipeline.profiling import BlockCost, Link, Profile, partition, predict
 from ringweave.pipeline.profiling.predicting import transfers_of
 from ringweave.sim import pipelines
+from ringweave.sim.pipelines import Overheads
 from ringweave.testing.ranks import run_ranks
 from tests.pipeline.profiling import profiling_functions
 from tests.pipeline.profiling.profiling_functions import WORK_S
@@ -35,6 +38,20 @@ def test_kinds_are_measured_once_on_each_device_and_nothing_moves() -> None:
     assert first["best"] == second["best"]
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "1f1b-overlap"])
+def test_a_rehearsal_finds_what_actions_take_beside_their_blocks(schedule: str) -> None:
+    found = run_ranks(profiling_functions.rehearse, 2, schedule)
+    assert found[0] == found[1]
+    assert found[0]["is_untouched"]
+    assert found[0]["ideal"] == Overheads(action_s=(0.0, 0.0)), "by a clock on which nothing but waits takes time"
+    real = found[0]["real"]
+    assert min(real.action_s) > 0
+    assert real.step_s > 0
+    assert 0 <= real.message_s <= 0.02
+
+
 def a_profile(forward_s: tuple[tuple[float, ...], ...]) -> Profile:
     return Profile(
         blocks=tuple(
@@ -42,6 +59,7 @@ def a_profile(forward_s: tuple[tuple[float, ...], ...]) -> Profile:
                 kind="",
                 forward_s=each,
                 backward_s=tuple(2 * one for one in each),
+                update_s=tuple(0.0 for _ in each),
                 forward_bytes=100,
                 backward_bytes=50,
                 state_bytes=10,
@@ -65,6 +83,18 @@ def test_a_step_is_that_of_the_simulated_order() -> None:
         found = predict(profile, links, (1, 2, 3), order, transfers=transfers_of(name))
         assert found.step_s == pytest.approx(step_s)
         assert found.bound_s == pytest.approx(111)
+
+
+def test_updates_and_overheads_are_part_of_a_predicted_step() -> None:
+    """One microbatch through two stages, there and back: 9 s of blocks, 4 actions, 4 ends of messages on the way."""
+    profile = a_profile(((1.0, 1.0), (2.0, 2.0)))
+    links, order = ((FREE,), (FREE,)), pipelines.generate("gpipe", 2, 1)
+    assert predict(profile, links, (1,), order, transfers="blocking").step_s == pytest.approx(9)
+    slow = Profile(blocks=tuple(replace(cost, update_s=(5.0, 5.0)) for cost in profile.blocks))
+    assert predict(slow, links, (1,), order, transfers="blocking").step_s == pytest.approx(14)
+    overheads = Overheads(action_s=(0.5, 0.25), message_s=0.125, step_s=1.0)
+    found = predict(profile, links, (1,), order, transfers="blocking", overheads=overheads)
+    assert found.step_s == pytest.approx(9 + 2 * (0.5 + 0.25) + 2 * 0.125 + 1)
 
 
 def test_the_partition_of_the_spec() -> None:

@@ -106,6 +106,34 @@ def test_a_move_that_does_not_help_is_taken_back() -> None:
     assert len(late) <= 4, "cooldowns do not grow"
 
 
+@pytest.mark.parametrize("drifts", [False, True])
+def test_what_drifts_during_the_trial_does_not_save_a_move_that_does_not_help(drifts: bool) -> None:
+    """Behind the move, in its trial, another device slows a little: it is still worse than the partition before."""
+    work, start = workload(), (3, 6, 9)
+    slow = slowed(0, 2)
+    other = Conditions(speeds=(0.5, 1.0, 1.0, 0.8), rates=EVEN.rates)
+    train = world(
+        work,
+        changing({0: slow, 11: other if drifts else slow}),
+        splits=start,
+        believed=EVEN,
+        surcharge_s=lambda splits: 0.0 if splits == start else 5.0,
+    )
+    train.run(40)
+    assert train.rulings[1][1].is_return
+    assert train.rulings[1][1].splits == start
+
+
+def test_a_move_that_helps_stays_when_all_slows_in_its_trial() -> None:
+    """All steps take longer than before the move, since another device slowed: that is not the move's doing."""
+    work, start = workload(), (3, 6, 9)
+    both = Conditions(speeds=(0.5, 1.0, 1.0, 0.3), rates=EVEN.rates)
+    train = world(work, changing({0: slowed(0, 2), 11: both}), splits=start, believed=EVEN)
+    train.run(60)
+    assert not any(ruling.is_return for _, ruling in train.rulings)
+    assert train.splits == best_step_s(work, both)[0]
+
+
 def test_a_failed_move_leaves_the_partition_and_is_tried_later() -> None:
     work = workload()
     train = world(work, lambda _: slowed(0, 2), splits=(3, 6, 9), believed=EVEN, fails=lambda step: step < 50)

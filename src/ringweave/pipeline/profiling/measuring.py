@@ -28,6 +28,8 @@ class BlockCost:
     """Measured, of each device: one number for each stage of the pipeline."""
     backward_s: tuple[float, ...]
     """Likewise."""
+    update_s: tuple[float, ...]
+    """Likewise: of the optimizer's step, once for each train step."""
     forward_bytes: int
     """Activations that leave it for the next block."""
     backward_bytes: int
@@ -86,6 +88,7 @@ def profile(
                 kind=kind,
                 forward_s=times[kind][0],
                 backward_s=times[kind][1],
+                update_s=times[kind][2],
                 forward_bytes=leaving.forward_bytes,
                 backward_bytes=leaving.backward_bytes,
                 state_bytes=found[kind][1].state,
@@ -109,14 +112,15 @@ class _Bytes:
 
 
 def _of_all_devices(
-    pipeline: Pipeline, found: Mapping[str, tuple[tuple[float, float], _Bytes]]
-) -> dict[str, tuple[tuple[float, ...], tuple[float, ...]]]:
-    """(forward, backward) of each kind: a number for each stage, of what its ranks measured."""
+    pipeline: Pipeline, found: Mapping[str, tuple[tuple[float, float, float], _Bytes]]
+) -> dict[str, tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]]:
+    """(forward, backward, update) of each kind: a number for each stage, of what its ranks measured."""
     own = torch.tensor([seconds for seconds, _ in found.values()], dtype=torch.float64)
     table = torch.zeros(pipeline.layout.num_stages, *own.shape, dtype=torch.float64)
     table[pipeline.stage] = own
     by_kind = pipeline.groups.greatest(table).permute(1, 2, 0).tolist()
-    return {kind: (tuple(by_kind[place][0]), tuple(by_kind[place][1])) for place, kind in enumerate(found)}
+    rows = [(tuple(forward), tuple(backward), tuple(update)) for forward, backward, update in by_kind]
+    return dict(zip(found, rows, strict=True))
 
 
 class _Bench:
@@ -132,8 +136,8 @@ class _Bench:
         """What a block gets and gives."""
         return self._pipeline.boundaries[index], self._pipeline.boundaries[index + 1]
 
-    def measure(self, index: int) -> tuple[tuple[float, float], _Bytes]:
-        """(seconds of forward and backward, bytes) of a block."""
+    def measure(self, index: int) -> tuple[tuple[float, float, float], _Bytes]:
+        """(seconds of forward, backward and update, bytes) of a block."""
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             block = filling.copy_of(self._pipeline.blocks[index], self._device)
@@ -141,9 +145,10 @@ class _Bench:
             side = {name: filling.like(value, self._device) for name, value in self._pipeline.side_forms.items()}
             given = sides.wanted(block, side)
             laps = [self._lap(block, values, given) for _ in range(self._rounds + 1)]
-            num_bytes = _Bytes(state=self._state_bytes(block), stash=_stash_bytes(block, values, given))
+            update_s, state = self._update(block)
+            num_bytes = _Bytes(state=state, stash=_stash_bytes(block, values, given))
         forward, backward = zip(*laps[1:], strict=True)
-        return (statistics.median(forward), statistics.median(backward)), num_bytes
+        return (statistics.median(forward), statistics.median(backward), update_s), num_bytes
 
     def _lap(self, block: nn.Module, values: tuple[Tensor, ...], side: dict[str, Tensor]) -> tuple[float, float]:
         begun_s = self._now_s()
@@ -159,16 +164,22 @@ class _Bench:
             torch.cuda.synchronize(self._device)
         return self._clock()
 
-    def _state_bytes(self, block: nn.Module) -> int:
+    def _update(self, block: nn.Module) -> tuple[float, int]:
+        """(seconds of the optimizer's step, bytes of all that is kept of a block between steps)."""
         parameters = [parameter for parameter in block.parameters() if parameter.requires_grad]
         total = sum(tensor.nbytes for tensor in (*block.parameters(), *block.buffers()))
         total += sum(parameter.nbytes for parameter in parameters)
         if not has_parameters(block):
-            return total
+            return 0.0, total
         optimizer = self._make(block)
-        optimizer.step()
+        laps = [self._timed(optimizer.step) for _ in range(self._rounds + 1)]
         kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-        return total + sum(tensor.nbytes for tensor in kept)
+        return statistics.median(laps[1:]), total + sum(tensor.nbytes for tensor in kept)
+
+    def _timed(self, action: Callable[[], object]) -> float:
+        begun_s = self._now_s()
+        action()
+        return self._now_s() - begun_s
 
 
 def _stash_bytes(block: nn.Module, values: tuple[Tensor, ...], side: dict[str, Tensor]) -> int:

@@ -7,14 +7,20 @@ from ringweave.pipeline.profiling.measuring import Profile
 from ringweave.planning import partitioning
 from ringweave.planning.partitioning import Memory, Partition, Problem
 from ringweave.sim import pipelines
-from ringweave.sim.pipelines import Order, PipelineSimulation, StageTimes
+from ringweave.sim.pipelines import Order, Overheads, PipelineSimulation, StageTimes
 
 Links = tuple[Sequence[Link], Sequence[Link]]
 """Forward, and backward, from each stage but the last to the next one and back."""
 
 
 def predict(
-    profile: Profile, links: Links, splits: tuple[int, ...], order: Order, *, transfers: str = "asynchronous"
+    profile: Profile,
+    links: Links,
+    splits: tuple[int, ...],
+    order: Order,
+    *,
+    transfers: str = "asynchronous",
+    overheads: Overheads | None = None,
 ) -> PipelineSimulation:
     """A step of these stages on virtual time.
 
@@ -25,8 +31,10 @@ def predict(
         order: What each stage computes, one after the other.
         transfers: `blocking` for torch's own loops of gpipe and 1f1b, `asynchronous` for orders as data;
             `transfers_of` says which.
+        overheads: As `rehearse` gave them; None: a step takes nothing beside blocks and links.
     """
-    return pipelines.simulate(order, stage_times(profile, links, splits), transfers)
+    times = stage_times(profile, links, splits).beside(overheads or Overheads())
+    return pipelines.simulate(order, times, transfers)
 
 
 def stage_times(profile: Profile, links: Links, splits: tuple[int, ...]) -> StageTimes:
@@ -37,6 +45,10 @@ def stage_times(profile: Profile, links: Links, splits: tuple[int, ...]) -> Stag
     return StageTimes(
         forward_s=tuple(forward for forward, _ in own),
         backward_s=tuple(backward for _, backward in own),
+        before_s=tuple(
+            sum(profile.blocks[block].update_s[stage] for block in range(edges[stage], edges[stage + 1]))
+            for stage in range(profile.num_devices)
+        ),
         forward_transfer_s=tuple(
             link.transfer_s(_crossing(profile, cut, "forward_bytes"))
             for link, cut in zip(forward_links, splits, strict=True)

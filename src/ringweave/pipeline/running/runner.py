@@ -25,7 +25,7 @@ class Runner:
     def __init__(
         self, layout: Layout, settings: Settings, loss_fn: LossFunction, groups: Groups, device: torch.device
     ) -> None:
-        self._settings, self._loss_fn, self._groups, self._device = settings, loss_fn, groups, device
+        self._settings, self.loss_fn, self._groups, self._device = settings, loss_fn, groups, device
         self._precision = Precision(device=device, autocast=settings.autocast)
         self._index, self._num_stages = layout.stage_of(groups.rank), layout.num_stages
         keys = Keys(seed=settings.seed, replica=layout.replica_of(groups.rank))
@@ -104,6 +104,6 @@ class Runner:
     def _scaled_loss(self, output: Tensor, target: Tensor) -> Tensor:
         """What backward begins with; the loss itself is kept, to the bit."""
         with self._precision.apply():
-            loss = self._loss_fn(output, target)
+            loss = self.loss_fn(output, target)
             self._losses.append(loss.detach())
             return loss * self._scale

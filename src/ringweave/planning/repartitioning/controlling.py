@@ -45,6 +45,16 @@ class Note(NamedTuple):
     fields: dict[str, object]
 
 
+class _Before(NamedTuple):
+    """What there was before the last move."""
+
+    splits: Splits
+    measured_s: float
+    """Of a train step."""
+    predicted_s: float
+    """The same, simulated under the conditions of then."""
+
+
 class Controller:
     """Decides on the partition of one pipeline."""
 
@@ -63,7 +73,7 @@ class Controller:
         self._pending = "training begins"
         self._refused: set[Splits] = set()
         self._ruling: Ruling | None = None
-        self._before: tuple[Splits, float] = (splits, math.inf)
+        self._before = _Before(splits, math.inf, math.inf)
         self._quiet_until = 0
         self._thinking_s = 0.0
         self._num_vain = 0
@@ -95,9 +105,10 @@ class Controller:
         self._save_up(len(window.step_s) * step_s)
         if self.state is State.TRIAL:
             self.state = State.WATCHING
-            if not drifted and step_s >= self._before[1] and not self._policy.unconditional:
-                return self._return(step_s)
-            self._num_vain = 0 if step_s < self._before[1] else self._num_vain
+            before_s = self._before_s(is_other=bool(drifted))
+            if step_s >= before_s and not self._policy.unconditional:
+                return self._return(step_s, before_s)
+            self._num_vain = 0 if step_s < before_s else self._num_vain
         elif drifted:
             self._refused.clear()
         self._pending = drifted or self._pending
@@ -210,7 +221,7 @@ class Controller:
         )
         if verdict != _MOVE:
             return self._stay(verdict)
-        self._before = self.splits, step_s
+        self._before = _Before(self.splits, step_s, now_s)
         return self._rule(
             Ruling(
                 splits=best.splits,
@@ -241,9 +252,16 @@ class Controller:
         by_formula = pause_s(self._workload, made, conditions, step_s)
         return max(by_formula, self._s_per_byte * moved_bytes(self._workload, made))
 
-    def _return(self, step_s: float) -> Ruling:
+    def _before_s(self, *, is_other: bool) -> float:
+        """What a step took before the last move; under other conditions changed as much as it is simulated to be."""
+        before = self._before
+        if not is_other or before.predicted_s == math.inf:
+            return before.measured_s
+        return before.measured_s * self._workload.step_s(before.splits, self.conditions) / before.predicted_s
+
+    def _return(self, step_s: float, before_s: float) -> Ruling:
         """Take the last move back."""
-        splits, before_s = self._before
+        splits = self._before.splits
         conditions = self.conditions
         return self._rule(
             Ruling(

@@ -3,7 +3,7 @@
 from ringweave.sim.pipelines.actions import Action, Kind, parse_action
 from ringweave.sim.pipelines.orders import NAMES, Order, generate, parse_order, warm_up
 from ringweave.sim.pipelines.simulation import ComputeSpan, PipelineSimulation, simulate
-from ringweave.sim.pipelines.times import StageTimes
+from ringweave.sim.pipelines.times import Overheads, StageTimes
 
 __all__ = [
     "NAMES",
@@ -11,6 +11,7 @@ __all__ = [
     "ComputeSpan",
     "Kind",
     "Order",
+    "Overheads",
     "PipelineSimulation",
     "StageTimes",
     "generate",

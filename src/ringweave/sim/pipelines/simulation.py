@@ -69,7 +69,7 @@ def simulate(order: Order, times: StageTimes, transfers: str = "asynchronous") -
     run = _Run(times, programs(order, transfers))
     run.finish()
     return PipelineSimulation(
-        step_s=max(run.now_s),
+        step_s=max(run.now_s) + times.after_s,
         bound_s=times.bound_s(order.num_microbatches),
         busy_s=tuple(order.num_microbatches * (f + b) for f, b in zip(times.forward_s, times.backward_s, strict=True)),
         peak_in_flight=order.peak_in_flight,
@@ -81,7 +81,7 @@ class _Run:
     """Programs while they are followed."""
 
     def __init__(self, times: StageTimes, stages: list[list[Instruction]]) -> None:
-        self.now_s = [0.0] * len(stages)
+        self.now_s = list(times.before_s or (0.0,) * len(stages))
         self.spans: list[ComputeSpan] = []
         self._times = times
         self._stages = stages
@@ -128,6 +128,7 @@ class _Run:
 
     def _begin(self, stage: int, action: Action) -> None:
         """The second of a transfer's two ends lets it start."""
+        self.now_s[stage] += self._times.message_s
         key = _transfer(action)
         if key not in self._begun:
             self._begun[key] = self.now_s[stage]

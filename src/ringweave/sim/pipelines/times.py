@@ -1,9 +1,22 @@
 """How long the stages of a pipeline compute and the links between them transfer, for one microbatch."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import add
 
 from ringweave.errors import UsageError, explain
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overheads:
+    """Seconds that a step takes beside computing blocks and moving bytes: those of the host that runs it."""
+
+    action_s: tuple[float, ...] = ()
+    """Of each stage: a forward or a backward, beside its blocks; empty: nothing."""
+    message_s: float = 0.0
+    """Of a stage, for each transfer that it begins."""
+    step_s: float = 0.0
+    """Of a step, when all stages are done."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,11 +35,20 @@ class StageTimes:
     """Of activations, from each stage but the last to the next one; empty: no time."""
     backward_transfer_s: tuple[float, ...] = ()
     """Of gradients, to each stage but the last from the next one; empty: no time."""
+    before_s: tuple[float, ...] = ()
+    """Of each stage, before its first action: the update that follows from the step before; empty: nothing."""
+    message_s: float = 0.0
+    """Of a stage's own time, for each transfer that it begins, sending or receiving."""
+    after_s: float = 0.0
+    """When all stages are done: until all know the loss."""
 
     def __post_init__(self) -> None:
         num_links = len(self.forward_s) - 1
         _check("backward_s", self.backward_s, len(self.forward_s))
         _check("forward_s", self.forward_s, max(1, len(self.forward_s)))
+        if self.before_s:
+            _check("before_s", self.before_s, self.num_stages)
+        _check("message_s and after_s", (self.message_s, self.after_s), 2)
         for what in ("forward_transfer_s", "backward_transfer_s"):
             if getattr(self, what):
                 _check(what, getattr(self, what), num_links)
@@ -35,6 +57,22 @@ class StageTimes:
     def num_stages(self) -> int:
         """S."""
         return len(self.forward_s)
+
+    def beside(self, overheads: Overheads) -> "StageTimes":
+        """The same with what a step takes beside computing blocks and moving bytes.
+
+        Raises:
+            UsageError: Overheads for another number of stages.
+        """
+        actions = overheads.action_s or (0.0,) * self.num_stages
+        _check("action_s", actions, self.num_stages)
+        return replace(
+            self,
+            forward_s=tuple(map(add, self.forward_s, actions)),
+            backward_s=tuple(map(add, self.backward_s, actions)),
+            message_s=self.message_s + overheads.message_s,
+            after_s=self.after_s + overheads.step_s,
+        )
 
     def transfer_s(self, link: int) -> tuple[float, float]:
         """Forward and backward, between stages `link` and `link + 1`."""
