@@ -98,7 +98,7 @@ def train(contenders: dict[str, Contender], options: argparse.Namespace, control
             each.losses.append(held_out_loss(each.model, options))
 
 
-LEARNING_RATE = 0.1
+LEARNING_RATE = 0.05
 
 
 def chosen_by_auto(options: argparse.Namespace) -> list[str]:
