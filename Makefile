@@ -72,7 +72,7 @@ bench: bench-setup
 
 # Goes on where it was interrupted; the folder's results have to be removed to begin anew.
 bench-unequal: setup
-	$(BIN)/python bench/unequal/table.py --out runs/unequal
+	$(BIN)/python bench/unequal/table.py
 
 clean:
 	rm -rf $(VENV) $(PEERS:%=.venv-%) runs

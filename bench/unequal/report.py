@@ -10,25 +10,29 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
-from rows import CONTENDERS, ROWS
+from rows import CONTENDERS, ROWS, WITHIN_STEPS
 
 OURS = CONTENDERS[1:]
 MOST_BEHIND = 1.01
 """Times DDP's final loss."""
-TITLES = ("cluster", "seeds", "DDP + Gloo samples/s", "balanced", "ps-hra", "x", "bar", "x", "bar", "ideal")
+LEAST_OF_BETTER = 0.95
+"""Of the better mode's samples per second, what `auto` has to choose at least."""
+TITLES = ("cluster", "seeds", "DDP + Gloo samples/s", *OURS, "x", "bar", "x", "bar", "ideal")
+LATER = ("final loss: DDP, balanced, ps-hra", "ps-hra / DDP (1.01)", "auto chooses, of the better (0.95)")
 
 
 def to_text(rows: Sequence[dict[str, Any]]) -> str:
     """A table: samples per second, their ratios, final held-out losses."""
-    lines = [f"| {' | '.join(TITLES)} | final loss: DDP, balanced, ps-hra | ps-hra / DDP |"]
-    lines.append("|" + "---|" * (len(TITLES) + 2))
-    for name, runs in by_row(rows):
-        lines.append(_line(name, runs))
+    lines = [f"| {' | '.join((*TITLES, *LATER))} |", "|" + "---|" * (len(TITLES) + len(LATER))]
+    lines += [_line(name, runs) for name, runs in by_row(rows)]
     accounts = sum(run["accounts"] for run in rows)
     are_exact = all(run["accounts_exact"] for run in rows)
     words = "every sample exactly once" if are_exact else "SAMPLES WERE LOST OR DOUBLED"
+    took_s = sum(run["took_s"] for run in rows)
+    commits = sorted({run["machine"]["commit"] for run in rows})
     lines.append(f"\nMedians over epochs (measured), but the ideal (predicted). {accounts} accounts: {words}.")
-    lines.append("x is times DDP; in the row `changed` a fraction of the ideal after the change.")
+    lines.append(f"x is times DDP; in the row `changed` a fraction of the ideal from {WITHIN_STEPS} steps after the ")
+    lines[-1] += f"change on. A number below its bar has an *. It took {took_s:.0f} s; at {', '.join(commits)}."
     return "\n".join(lines)
 
 
@@ -40,10 +44,25 @@ def by_row(rows: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any
 
 
 def rate(run: dict[str, Any], name: str) -> float:
-    """Samples per second: the median epoch, without the first; in `changed` those after the change."""
-    seconds = run["measured"][name]["seconds"]
-    counted = seconds[len(seconds) // 2 + 1 :] if ROWS[run["row"]].later_speeds else seconds[1:]
-    return run["samples"] / statistics.median(counted)
+    """Samples per second: the median epoch without the first; in `changed` all from ten steps after the change on."""
+    if ROWS[run["row"]].later_speeds:
+        return rate_after(run, name)
+    return run["samples"] / statistics.median(run["measured"][name]["seconds"][1:])
+
+
+def rate_after(run: dict[str, Any], name: str) -> float:
+    """Samples per second once the first train steps after the change are over, whatever epoch that is in."""
+    measured, turned = run["measured"][name], run["epochs"] // 2
+    left_out, num_samples, seconds = WITHIN_STEPS * run["batch"], 0, 0.0
+    for epoch in range(turned, run["epochs"]):
+        begin_s = 0.0
+        for _, end_s, samples in (mark for mark in measured["marks"] if mark[0] == epoch):
+            if left_out > 0:
+                left_out, begin_s = left_out - samples, end_s
+            else:
+                num_samples += samples
+        seconds += measured["seconds"][epoch] - begin_s if left_out <= 0 else 0.0
+    return num_samples / seconds
 
 
 def _line(name: str, runs: Sequence[dict[str, Any]]) -> str:
@@ -53,12 +72,25 @@ def _line(name: str, runs: Sequence[dict[str, Any]]) -> str:
     cells = [name, str(len(runs)), *(f"{rates[each]:.0f}" for each in CONTENDERS)]
     for each, bar in zip(OURS, row.bars, strict=True):
         gain = statistics.median(rate(run, each) / rate(run, "gloo") for run in runs)
-        cells += [f"{gain / row.ideal if row.later_speeds else gain:.2f}", "" if bar is None else f"{bar:g}"]
+        gain = gain / row.ideal if row.later_speeds else gain
+        cells += [_marked(gain, is_met=bar is None or gain >= bar), "" if bar is None else f"{bar:g}"]
     behind = losses["ps-hra"] / losses["gloo"]
-    verdict = f"{behind:.3f}" + ("" if behind <= MOST_BEHIND else " (more than 1.01)")
-    return (
-        f"| {' | '.join(cells)} | {row.ideal:g} | {', '.join(f'{loss:.4f}' for loss in losses.values())} | {verdict} |"
-    )
+    cells += [f"{row.ideal:g}", ", ".join(f"{loss:.4f}" for loss in losses.values())]
+    cells += [_marked(behind, is_met=behind <= MOST_BEHIND, digits=3), ", ".join(map(_by_auto, runs))]
+    return f"| {' | '.join(cells)} |"
+
+
+def _by_auto(run: dict[str, Any]) -> str:
+    """The mode, and its speed beside that of the better one; nothing is known of one that did not run."""
+    mode = run["auto"][0]
+    if mode not in OURS:
+        return mode
+    part = rate(run, mode) / max(rate(run, each) for each in OURS)
+    return f"{mode} {_marked(part, is_met=part >= LEAST_OF_BETTER)}"
+
+
+def _marked(value: float, *, is_met: bool, digits: int = 2) -> str:
+    return f"{value:.{digits}f}{'' if is_met else '*'}"
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 EIGHT = (1.0,) * 8
-CORES = 1.6
-"""Of all workers together; the rest of the machine moves the data."""
+CORES = 1.4
+SERVER_CORES = 0.2
+"""Of all workers together, and of the parameter server beside them: 1.6 in all; the rest of the machine moves data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,5 +38,8 @@ ROWS = {
     "changed": Row(later_speeds=(1.0,) * 6 + (0.25,) * 2, ideal=3.25, bars=(0.85, 0.8)),
 }
 """In `changed` the bars are fractions of the ideal, which is that of the speeds of the second half."""
+
+WITHIN_STEPS = 10
+"""Train steps after a change of speeds that do not count yet."""
 
 CONTENDERS = ("gloo", "balanced", "ps-hra")

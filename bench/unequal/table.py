@@ -1,12 +1,12 @@
 """The table of unequal workers: DDP on Gloo, balanced and ps-hra on seven clusters, held-out loss against wall time.
 
     python bench/unequal/table.py                    # needs root; at most 90 minutes; make bench-unequal
-    python bench/unequal/table.py --short            # ten minutes: one seed, few epochs
+    python bench/unequal/table.py --short            # twelve minutes: one seed, few epochs
     python bench/unequal/table.py --rows equal,stalls --seeds 0,1
 
 Each row and seed is a lab of eight nodes with CPU quotas and one job in it, in which the three take turns of epochs.
 What it measured is written to OUT/ROW-SEED.json at once; a run that is started again goes on with those that are
-missing. The server has no quota of its own: it takes what the quotas leave of the machine.
+missing. The parameter server has a quota of its own. `auto` is what `prepare` would choose there before the first step.
 """
 
 import argparse
@@ -21,21 +21,21 @@ from typing import Any
 
 import report
 import torch
-from rows import CORES, ROWS, Row
+from rows import CORES, ROWS, SERVER_CORES, Row
 from worker import READY, TURNED
 
 from ringweave import lab, topology
-from ringweave.lab import Lab
+from ringweave.lab import Lab, cgroups
 from ringweave.lab.quotas import PERIOD_US
 from ringweave.telemetry import read
 
 RATE_BITS_PER_S = 400e6
 RUN_TIMEOUT_S = 1200
 SIZES = {
-    False: {"epochs": 12, "samples": 8192, "batch": 512, "channels": 32},
-    True: {"epochs": 6, "samples": 2048, "batch": 512, "channels": 16},
+    False: {"epochs": 16, "samples": 16384, "batch": 1024, "channels": 32},
+    True: {"epochs": 8, "samples": 10240, "batch": 2048, "channels": 32},
 }
-"""By whether it is short. Training goes on until the loss hardly changes, since the end is what is compared."""
+"""By whether it is short. The long one goes on until the loss hardly changes, since the end is what is compared."""
 SEEDS = {False: "0,1,2", True: "0"}
 
 
@@ -47,8 +47,10 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="few epochs of a smaller model")
     for name in SIZES[False]:
         parser.add_argument(f"--{name}", type=int, help="in the place of the table's own")
-    parser.add_argument("--out", type=Path, default=Path("runs/unequal"), help="folder for results and runs")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/unequal"), help="folder for results")
+    parser.add_argument("--runs", type=Path, default=Path("runs/unequal"), help="folder for what the jobs leave behind")
     options = parser.parse_args()
+    options.out = options.out / "short" if options.short else options.out
     options.out.mkdir(parents=True, exist_ok=True)
     sizes = {name: getattr(options, name) or value for name, value in SIZES[options.short].items()}
     for seed in (options.seeds or SEEDS[options.short]).split(","):
@@ -56,12 +58,14 @@ def main() -> None:
             path = options.out / f"{name}-{seed}.json"
             if not path.exists():
                 started_s = time.monotonic()
-                found = run_row(name, int(seed), sizes, options.out.absolute())
+                found = run_row(name, int(seed), sizes, options.runs.absolute())
                 found |= {"took_s": round(time.monotonic() - started_s, 1), "machine": machine()}
                 path.write_text(json.dumps(found) + "\n")
                 print(f"{name}, seed {seed}: {found['took_s']} s", file=sys.stderr, flush=True)
     rows = [json.loads(path.read_text()) for path in sorted(options.out.glob("*-*.json"))]
-    print(report.to_text(rows))
+    text = report.to_text(rows)
+    print(text)
+    (options.out / "table.md").write_text(text + "\n")
     report.draw(rows, options.out / "unequal.png")
 
 
@@ -85,6 +89,7 @@ def run_row(name: str, seed: int, sizes: dict[str, int], root: Path) -> dict[str
     own = {"row": name, "seed": seed, "out": out, **sizes}
     command = [sys.executable, "-m", "ringweave", "lab", "run", "--lab", place.name, "--mode", "ps-hra", "--no-tuning"]
     command += ["--run-dir", str(out / "run"), str(Path(__file__).with_name("worker.py"))]
+    server = f"{place.name}-server"
     try:
         limit(place, row.speeds, of_one=PERIOD_US)  # importing torch takes minutes on 0.05 of a core
         with (out / "output").open("w") as output:
@@ -94,19 +99,21 @@ def run_row(name: str, seed: int, sizes: dict[str, int], root: Path) -> dict[str
             if speeds:
                 wait_for(out / moment, running)
                 limit(place, speeds)
+                limit_server(server, out / "run" / "events.jsonl")
                 (out / f"{moment}.done").touch()
         code = running.wait(RUN_TIMEOUT_S)
     finally:
         lab.down(place.name)
+        cgroups.remove(hierarchy(), server)
     if code != 0:
         raise SystemExit(f"workers: exit code {code}, expected 0.\n{(out / 'output').read_text()}")
     events = list(read(out / "run" / "events.jsonl"))
-    server = [event for event in events if event["kind"] == "params_counted"][-1]
+    counted = [event for event in events if event["kind"] == "params_counted"][-1]
     rings = [event for event in events if event["kind"] == "rings_formed"][-1]["rings"]
     accounts = [event["exact"] for event in events if event["kind"] == "samples_accounted"]
-    measured = json.loads((out / "measured.json").read_text())
-    said = {"row": name, "seed": seed, **sizes, "server": server, "rings": rings}
-    return {**said, "accounts": len(accounts), "accounts_exact": all(accounts), "measured": measured}
+    said = {"row": name, "seed": seed, **sizes, "server": counted, "rings": rings}
+    said |= {"accounts": len(accounts), "accounts_exact": all(accounts)}
+    return said | json.loads((out / "measured.json").read_text())
 
 
 def cluster_of(row: Row) -> str:
@@ -123,6 +130,22 @@ def limit(place: Lab, speeds: tuple[float, ...], of_one: float | None = None) ->
     share = CORES * PERIOD_US / sum(speeds)
     for node, speed in zip(place.cluster.nodes, speeds, strict=True):
         place.set_quota(node.name, 0, int(of_one or max(1000, speed * share)))
+
+
+def limit_server(name: str, events: Path) -> None:
+    """Give the parameter server its quota, in a control group of its own; once, and it stays there."""
+    if cgroups.members(hierarchy(), name):
+        return
+    pid = next(event["pid"] for event in read(events) if event["kind"] == "server_started")
+    cgroups.make(hierarchy(), name, {"server": (int(SERVER_CORES * PERIOD_US),)})
+    (hierarchy().of_device(name, "server", 0) / "cgroup.procs").write_text(str(pid))
+
+
+def hierarchy() -> cgroups.Hierarchy:
+    """Where quotas can be set; the lab has refused to come up where they cannot."""
+    found = cgroups.find()
+    assert found is not None, "quotas of the lab"
+    return found
 
 
 def wait_for(path: Path, running: "subprocess.Popen[bytes]") -> None:

@@ -21,7 +21,12 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import ringweave
+from ringweave.environment import WorkerEnvironment
+from ringweave.planning import modes
 from ringweave.training import Asynchronous
+from ringweave.training.choosing import forecasting
+from ringweave.training.control import Control
+from ringweave.training.loading import orders
 
 READY, TURNED = "ready", "turned"
 """Files by which rank 0 asks for quotas."""
@@ -37,6 +42,8 @@ class Contender:
     loader: Iterable[Any]
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    marks: list[tuple[int, float, int]] = field(default_factory=list)
+    """(epoch, seconds since its begin, samples) of each batch of this rank, at its end."""
 
 
 def main() -> None:
@@ -51,11 +58,21 @@ def main() -> None:
     dist.init_process_group("ringweave")
     control = dist.new_group(backend="gloo")
     signal(options.out / READY, control)  # before prepare, which tries out how fast everybody is
+    auto = chosen_by_auto(options)
     contenders = {name: MAKERS[name](options) for name in CONTENDERS}
     train(contenders, options, control)
+    marks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(marks, {name: each.marks for name, each in contenders.items()}, group=control)
     if dist.get_rank() == 0:
-        found = {name: {"seconds": each.seconds, "losses": each.losses} for name, each in contenders.items()}
-        (options.out / "measured.json").write_text(json.dumps(found) + "\n")
+        found: dict[str, Any] = {
+            name: {
+                "seconds": each.seconds,
+                "losses": each.losses,
+                "marks": sorted(mark for of_rank in marks for mark in of_rank[name]),
+            }
+            for name, each in contenders.items()
+        }
+        (options.out / "measured.json").write_text(json.dumps({"auto": auto, "measured": found}) + "\n")
     dist.barrier(group=control)
     dist.destroy_process_group()
 
@@ -75,13 +92,26 @@ def train(contenders: dict[str, Contender], options: argparse.Namespace, control
             started_s = time.perf_counter()
             if isinstance(sampler := getattr(each.loader, "sampler", None), DistributedSampler):
                 sampler.set_epoch(epoch)  # as torch's documentation has it: another order in each epoch
-            one_epoch(each, stalling(options, epoch))
+            one_epoch(each, epoch)
             dist.barrier(group=control)
             each.seconds.append(time.perf_counter() - started_s)
             each.losses.append(held_out_loss(each.model, options))
 
 
-LEARNING_RATE = 0.02
+LEARNING_RATE = 0.05
+
+
+def chosen_by_auto(options: argparse.Namespace) -> list[str]:
+    """What `prepare` would choose here if it were free to, and why: no other contender has to run for it."""
+    model, optimizer, samples, _ = make(options)
+    loader = DataLoader(samples, batch_size=options.batch, shuffle=True)
+    reading, messages = orders.read(loader), Control()
+    environment = WorkerEnvironment.from_environ(os.environ)
+    own = forecasting.own_prospects(model, loader, reading, environment, is_needed=True)
+    own |= {"optimizer": type(optimizer).__name__, "cap": None, "batch_samples": reading.batch_samples}
+    said = messages.gather_json(own)
+    decided = modes.decide(modes.AUTO, modes.AUTO, messages.world_size)
+    return list(forecasting.decide(decided, said, None, is_open=True)[:2])
 
 
 def make(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer, Dataset[Any], TensorDataset]:
@@ -96,6 +126,8 @@ def make(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer,
     if ROWS[options.row].is_communication_bound:
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU())
         model = nn.Sequential(model, nn.Linear(1024, 10))
+    if ROWS[options.row].stall:
+        model = Stalling(model, ROWS[options.row].stall, random.Random(f"{options.seed} {dist.get_rank()}"))
     samples = TensorDataset((images.float() / 16).view(-1, 1, 8, 8), labels)
     # Every fifth image is held out; the others come again and again until there are enough.
     train_on = [index for index in range(NUM_IMAGES) if index % 5]
@@ -132,28 +164,30 @@ def prepared(mode: str) -> Callable[[argparse.Namespace], Contender]:
 MAKERS = {"gloo": on_gloo, "balanced": prepared("balanced"), "ps-hra": prepared("ps-hra")}
 
 
-def one_epoch(each: Contender, stall: Callable[[nn.Module, Any, Any], None]) -> None:
+def one_epoch(each: Contender, epoch: int) -> None:
     """One pass."""
+    began_s = time.perf_counter()
     for images, labels in each.loader:
         each.optimizer.zero_grad()
-        stall(each.model, images, labels)
         nn.functional.cross_entropy(each.model(images), labels).backward()
         each.optimizer.step()
+        each.marks.append((epoch, round(time.perf_counter() - began_s, 4), len(labels)))
 
 
-def stalling(options: argparse.Namespace, epoch: int) -> Callable[[nn.Module, Any, Any], None]:
-    """Now and then the work of a step three times more, on a copy of the model, before the step itself."""
-    chance = ROWS[options.row].stall
-    draw = random.Random(hash((options.seed, epoch, dist.get_rank())))
+class Stalling(nn.Module):
+    """A model that now and then does the work of a step three times more, before the step itself."""
 
-    def stall(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> None:
-        if not chance or draw.random() >= chance:
-            return
-        twin = copy.deepcopy(getattr(model, "module", model))
-        for _ in range(3):
-            nn.functional.cross_entropy(twin(images), labels).backward()
+    def __init__(self, model: nn.Module, chance: float, draw: random.Random) -> None:
+        super().__init__()
+        self.model, self._chance, self._draw = model, chance, draw
 
-    return stall
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """The model's output."""
+        if torch.is_grad_enabled() and self._draw.random() < self._chance:
+            twin = copy.deepcopy(self.model)
+            for _ in range(3):
+                twin(images).square().mean().backward()
+        return self.model(images)
 
 
 @torch.no_grad()

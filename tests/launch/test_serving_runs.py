@@ -58,10 +58,10 @@ def test_a_run_in_rings(tmp_path):
     kinds = [event["kind"] for event in events]
     assert {"server_started", "rings_formed", "server_exited"} <= set(kinds)
     counted = [event for event in events if event["kind"] == "params_counted"][-1]
-    [formed] = [event for event in events if event["kind"] == "rings_formed"]
+    formed = [event for event in events if event["kind"] == "rings_formed"]  # several if the machine was busy
     assert counted["samples"] == 390
     # Two, unless the machine was so busy that speeds differed.
-    assert 2 <= counted["most_peers"] <= len(formed["rings"])
+    assert 2 <= counted["most_peers"] <= max(len(event["rings"]) for event in formed)
     check_no_secrets(tmp_path / "run", tmp_path / "secrets")
 
 
@@ -79,6 +79,41 @@ def check_no_secrets(run_dir: Path, secrets: Path) -> None:
         assert "PRIVATE KEY" not in content
         assert not [secret for secret in hidden if secret in content], path
         assert path.stat().st_mode & 0o022 == 0, path
+
+
+BREAKS_OFF = """
+import os, torch, ringweave
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+x = torch.randn(400, 6)
+model = torch.nn.Linear(6, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(x, x[:, :2]), batch_size=40, shuffle=True)
+model, optimizer, loader = ringweave.prepare(model, optimizer, loader)
+for epoch in range(3):
+    count = 0
+    for a, b in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(a), b).backward()
+        optimizer.step()
+        count += len(a)
+        if epoch < 2 and os.environ["RANK"] == "0":
+            break
+    torch.distributed.barrier()  # a script that evaluates: nobody may wait for rank 0 elsewhere
+print("sum", sum(p.sum().item() for p in model.parameters()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_ring_that_breaks_off_its_epochs_holds_nobody_up(tmp_path):
+    done = run(tmp_path, BREAKS_OFF, "--workers", "2", "--mode", "ps-hra")
+    assert done.returncode == 0, done.stderr
+    sums = {line.split()[-1] for line in done.stdout.splitlines() if " sum " in line}
+    assert len(sums) == 1
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    accounts = [event for event in events if event["kind"] == "samples_accounted"]
+    assert [(each["epoch"], each["samples"], each["exact"]) for each in accounts] == [(2, 400, True)]
 
 
 @pytest.mark.slow

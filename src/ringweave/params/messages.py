@@ -150,6 +150,18 @@ class Leave(wire.Message):
     """It has done its last push."""
 
 
+class Regroup(wire.Message):
+    """Ranks form other rings from here on, while all of them rest; pushes and tickets are counted from 1 again."""
+
+    kind: ClassVar[str] = "params.regroup"
+
+    term: Count
+    ring: Count
+    """Of the caller, as the rings still are."""
+    rings: list[list[Count]]
+    """Of all ranks that there are; the first of each is its representative."""
+
+
 class Status(wire.Message):
     """What the server has done so far."""
 

@@ -34,8 +34,14 @@ class Control:
 
     def gather_accounts(self, own: Account) -> list[Account]:
         """What each rank has trained on."""
-        found = self._gather(torch.tensor([own.num_samples, own.fingerprint - _HALF]))
-        return [Account(num_samples=int(pair[0]), fingerprint=int(pair[1]) + _HALF) for pair in found]
+        found = self.start_accounts(own).wait()
+        assert found is not None, "all ranks tell theirs"
+        return found
+
+    def start_accounts(self, own: Account | None) -> "AccountExchange":
+        """Begin to tell all ranks what this one has trained on; None if it has broken off its pass."""
+        values = (-1, 0) if own is None else (own.num_samples, own.fingerprint - _HALF)
+        return AccountExchange(*self._start(torch.tensor(values)))
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """The tensor of one rank, which all others get in the place of theirs."""
@@ -45,16 +51,18 @@ class Control:
     def start_exchange(self, own: Speed | None) -> "SpeedExchange":
         """Begin to tell all ranks how fast this one is."""
         values = (math.nan,) * 3 if own is None else (own.s_per_sample, own.overhead_samples, own.noise)
-        message = torch.tensor(values, dtype=torch.float64)
-        found = [torch.empty_like(message) for _ in range(self.world_size)]
-        work = dist.all_gather(found, message, group=self._group, async_op=True)
-        assert work is not None
-        return SpeedExchange(work, found)
+        return SpeedExchange(*self._start(torch.tensor(values, dtype=torch.float64)))
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
-        found = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(found, tensor, group=self._group)
+        work, found = self._start(tensor)
+        work.wait()
         return found
+
+    def _start(self, tensor: Tensor) -> tuple[dist.Work, list[Tensor]]:
+        found = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        work = dist.all_gather(found, tensor, group=self._group, async_op=True)
+        assert work is not None
+        return work, found
 
 
 class SpeedExchange:
@@ -70,6 +78,21 @@ class SpeedExchange:
         if any(math.isnan(each_s) for each_s, _, _ in values):
             return None
         return [Speed(s_per_sample=each_s, overhead_samples=q, noise=noise) for each_s, q, noise in values]
+
+
+class AccountExchange:
+    """Accounts of all ranks, on their way."""
+
+    def __init__(self, work: dist.Work, found: list[Tensor]) -> None:
+        self._work, self._found = work, found
+
+    def wait(self) -> list[Account] | None:
+        """What each rank has trained on; None if one of them has broken off its pass."""
+        self._work.wait()
+        pairs = [found.tolist() for found in self._found]
+        if any(num_samples < 0 for num_samples, _ in pairs):
+            return None
+        return [Account(num_samples=samples, fingerprint=mixed + _HALF) for samples, mixed in pairs]
 
 
 def check_alike(said: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> None:

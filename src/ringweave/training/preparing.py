@@ -29,7 +29,8 @@ from ringweave.training.recording import Recorder
 from ringweave.training.reducing import GradientReducer, SampleWeights
 from ringweave.training.rings import preparing as ring_preparing
 from ringweave.training.rings.loader import RingLoader
-from ringweave.training.rings.preparing import Asked, Asynchronous
+from ringweave.training.rings.preparing import Asked
+from ringweave.training.rings.settings import Asynchronous
 from ringweave.training.timing import CudaTimeline, HostTimeline, StepTimer
 
 REDUCTIONS = ("mean", "sum")

@@ -2,7 +2,7 @@ import pytest
 
 from ringweave.errors import TrainingError
 from ringweave.training.rings.forming import rings_of, speeds_of
-from ringweave.training.rings.preparing import Asynchronous
+from ringweave.training.rings.settings import Asynchronous
 
 
 @pytest.mark.parametrize(

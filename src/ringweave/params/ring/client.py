@@ -9,7 +9,21 @@ from typing_extensions import Buffer
 
 from ringweave import wire
 from ringweave.errors import ConnectionLostError, DeadlineError, WireError
-from ringweave.params.messages import Ask, Leave, Option, Pull, Pulled, Push, Pushed, Setup, Start, Status, Take, Taken
+from ringweave.params.messages import (
+    Ask,
+    Leave,
+    Option,
+    Pull,
+    Pulled,
+    Push,
+    Pushed,
+    Regroup,
+    Setup,
+    Start,
+    Status,
+    Take,
+    Taken,
+)
 
 _T = TypeVar("_T")
 _BREATH_S = 0.2
@@ -120,6 +134,11 @@ class RingClient:
         taken = self._call(lambda client: client.call(message, timeout_s=self._patience_s)).message
         assert isinstance(taken, Taken), "the class of the reply"
         return taken.first, taken.num_samples
+
+    def regroup(self, rings: Sequence[Sequence[int]]) -> None:
+        """Have other rings from here on; all of them rest, and each has new clients afterwards."""
+        message = Regroup(term=self._term, ring=self._ring, rings=[list(ring) for ring in rings])
+        self._call(lambda client: client.call(message, timeout_s=self._patience_s))
 
     def status(self) -> Status:
         """What the server has done."""

@@ -143,6 +143,14 @@ class Member:
         if self._place.client:
             self._place.client.leave(is_for_good=False)
 
+    def retire(self) -> None:
+        """Hang up: the ring is one no more, and rests."""
+        self._finish()
+        if self._thread:
+            self._thread.shutdown()
+        if self._place.client:
+            self._place.client.close()
+
     def leave(self) -> None:
         """Finish what is under way and leave the server. Talks to nobody else, so the ring may be gone already."""
         self._finish()

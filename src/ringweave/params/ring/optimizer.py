@@ -42,6 +42,19 @@ class PushedOptimizer(Optimizer):
         self._member.push_gradients(self._taken(), [optimizers.options_of(group) for group in self.param_groups])
         return found
 
+    def move(self, member: Member, local_steps: int) -> None:
+        """Belong to another ring from here on; the one before rests."""
+        self._member, self._local_steps = member, local_steps
+
+    def break_off(self) -> None:
+        """Compute nothing until the member's next `refresh`; local steps that are not pushed yet are lost.
+
+        Waits for no other rank of the ring: it may have failed.
+        """
+        self._num_since = 0
+        self._samples.clear()
+        self._member.rest()
+
     def rest(self) -> None:
         """Push local steps that are not pushed yet, and compute nothing until the member's next `refresh`.
 

@@ -164,6 +164,11 @@ class Ledger:
         state.num_since = 0
 
     @property
+    def computing(self) -> tuple[int, ...]:
+        """Rings that hold parameters which they have not pushed for."""
+        return tuple(ring for ring, state in enumerate(self._rings) if state.grants)
+
+    @property
     def _depth(self) -> int:
         return 1 if self.policy.overlaps else 0
 

@@ -11,9 +11,9 @@ from ringweave import wire
 from ringweave.errors import DeadlineError, RefusedError, TrainingError, explain
 from ringweave.params import flat
 from ringweave.params.flat import Flat
-from ringweave.params.messages import Ask, Leave, Pull, Pulled, Push, Pushed, Setup, Start, Status, Take, Taken
+from ringweave.params.messages import Ask, Leave, Pull, Pulled, Push, Pushed, Regroup, Setup, Start, Status, Take, Taken
 from ringweave.params.rules import Leads, Ledger, Receipt, StalenessPolicy, Tempo, TicketOffice
-from ringweave.params.serving import snapshots
+from ringweave.params.serving import regrouping, snapshots
 from ringweave.params.serving.model import GatheredModel
 from ringweave.params.serving.rooms import Lanes
 from ringweave.params.serving.snapshots import Snapshot
@@ -98,6 +98,7 @@ class ParameterService:
             Handler(message=Pull, handle=self._pull),
             Handler(message=Take, handle=self._take),
             Handler(message=Leave, handle=self._leave),
+            Handler(message=Regroup, handle=self._regroup),
             Handler(message=Ask, handle=lambda _: self.status()),
         ]
 
@@ -276,6 +277,16 @@ class ParameterService:
             self._changed.notify_all()
         return Done()
 
+    def _regroup(self, call: Call) -> Done:
+        message: Regroup = call.message
+        job = self._find(message.term, message.ring, call.peer)
+        with self._changed:
+            setup = regrouping.regrouped(job.setup, message.rings, job.ledger.computing)
+            if setup != job.setup:  # else it is said again, on a new connection
+                job.model.setup = setup
+                self._job = _begin(setup, job.model, version=job.ledger.version, pushed={})
+        return Done()
+
     def _find(self, term: int, ring: int, peer: wire.Identity) -> _Job:
         """The job, if that peer may speak for that ring."""
         self._check_term(term)
@@ -328,13 +339,8 @@ def _is_due(job: _Job, pull: Pull) -> bool:
 
 
 def _check_buffers(setup: Setup, sizes: Sequence[int]) -> None:
-    expected = flat.sizes_of(setup.tensors)
-    if tuple(sizes) != expected:
+    if tuple(sizes) != (expected := flat.sizes_of(setup.tensors)):
+        wanted = f"{list(expected)}, those of the model"
         raise TrainingError(
-            explain(
-                "bytes of a push",
-                got=list(sizes),
-                expected=f"{list(expected)}, those of the model",
-                do="Train the same model",
-            )
+            explain("bytes of a push", got=list(sizes), expected=wanted, do="Train the same model"),
         )

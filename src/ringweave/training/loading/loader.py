@@ -15,6 +15,7 @@ from ringweave.training.control import Control
 from ringweave.training.loading import orders
 from ringweave.training.loading.orders import Reading
 from ringweave.training.loading.portions import Portion, portion
+from ringweave.training.loading.prepared import PreparedLoader
 from ringweave.training.loading.sources import IndexedSource, Source, StreamSource
 from ringweave.training.reducing import SampleWeights
 from ringweave.training.timing import StepTimer
@@ -53,7 +54,7 @@ class Parts:
     """Called on every rank with the account of each epoch."""
 
 
-class SharedLoader:
+class SharedLoader(PreparedLoader):
     """Iterates like the DataLoader that it was made of; each pass is an epoch, with an order of its own.
 
     A pass ends for all ranks at the same batch. Its position and the order depend on no number of ranks, so a state
@@ -61,8 +62,8 @@ class SharedLoader:
     """
 
     def __init__(self, loader: DataLoader, reading: Reading, seed: int, parts: Parts) -> None:
-        self._loader, self._reading, self._seed = loader, reading, seed
-        self._parts = parts
+        super().__init__(loader, reading, parts.weights)
+        self._seed, self._parts = seed, parts
         self._source: Source = (
             StreamSource(loader, self._portion, reading.batch_samples)
             if reading.num_samples is None
@@ -73,21 +74,6 @@ class SharedLoader:
         self._epoch, self._position = 0, 0
         self.account: EpochAccount | None = None
         """That of the last epoch that was completed."""
-
-    @property
-    def dataset(self) -> Any:
-        """The data set."""
-        return self._loader.dataset
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of a train step over all ranks."""
-        return self._reading.batch_samples
-
-    @property
-    def fraction(self) -> float:
-        """This rank's part of the present batch: weigh a mean by it before a sum over ranks, to log the true mean."""
-        return self._parts.weights.fraction
 
     @property
     def shares(self) -> tuple[int, ...]:

@@ -6,9 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringweave.planning import grouping, modes
+from ringweave.planning.balancing import Speed
 
 _DIFFERENT = 1.25
 """Workers whose speeds differ by less are of one kind."""
+
+_MOST_NOISE = 0.5
+"""However noisy the times, rings whose throughput can be raised by half are formed anew."""
+
+_ALONE = grouping.Model(exchange_s=lambda _size, _count: 0.0, efficiency=lambda _count: 1.0)
+"""Borders follow speeds alone: what a round takes beside computing is not known before the first one."""
 
 _WRONG = 2.0
 """Trials this far from what the cluster file says are believed."""
@@ -35,9 +42,27 @@ def rings_of(speeds: Sequence[float], mode: str, num_rings: int | None) -> tuple
         for rank in sorted(range(len(speeds)), key=lambda rank: (-speeds[rank], rank)):
             queue.report(rank)
         return queue.rings
-    # What a round takes beside computing is not known before the first one, so that borders follow speeds alone.
-    model = grouping.Model(exchange_s=lambda _size, _count: 0.0, efficiency=lambda _count: 1.0)
-    return grouping.split([1 / speed for speed in speeds], model, wanted).rings
+    return grouping.split([1 / speed for speed in speeds], _ALONE, wanted).rings
+
+
+def better_rings(
+    rings: Sequence[Sequence[int]], speeds: Sequence[Speed], num_rings: int | None
+) -> tuple[tuple[int, ...], ...] | None:
+    """Other rings, if workers are no longer in rings of their speed; None if the present ones may stay.
+
+    Shares follow speeds in any rings, but only at the ends of epochs: in rings of equal speed those who slow down
+    together wait for nobody meanwhile. So what counts is the throughput if every worker computed as many samples.
+
+    Args:
+        rings: The present ones.
+        speeds: Of each rank, measured.
+        num_rings: How many are asked for; None leaves it to the speeds.
+    """
+    round_s = [speed.s_per_sample for speed in speeds]
+    found = rings_of([1 / each_s for each_s in round_s], modes.PS_HRA, num_rings)
+    before, after = (grouping.throughput(each, round_s, _ALONE) for each in (rings, found))
+    noise = min(max(speed.noise for speed in speeds), _MOST_NOISE)
+    return found if after >= before * (1 + max(grouping.MIN_GAIN, noise)) else None
 
 
 def speeds_of(said: Sequence[Mapping[str, Any]]) -> list[float]:

@@ -1,7 +1,7 @@
 """The loader of a rank in a ring: its part of the samples that its ring takes from the queue of all rings."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,20 +10,21 @@ from torch.utils.data import DataLoader
 
 from ringweave.errors import TrainingError, explain
 from ringweave.params.ring.member import Samples
+from ringweave.params.ring.optimizer import PushedOptimizer
 from ringweave.planning import balancing
-from ringweave.planning.balancing import Account
+from ringweave.planning.balancing import Account, Speed
 from ringweave.planning.balancing.epochs import Indices
-from ringweave.training.control import Control
+from ringweave.training.control import AccountExchange, Control
 from ringweave.training.loading import orders, sources
 from ringweave.training.loading.loader import EpochAccount, subset
 from ringweave.training.loading.orders import Reading
 from ringweave.training.loading.portions import Portion, portion
+from ringweave.training.loading.prepared import PreparedLoader
 from ringweave.training.reducing import SampleWeights
+from ringweave.training.rings.seating import Seating
 from ringweave.training.rings.sharing import RingShares
 
 _NO_MORE = object()
-Take = Callable[[int, int, int], tuple[int, int]]
-"""(epoch, samples wanted, samples of the epoch) -> (first, how many); the same on all ranks of a ring."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,21 +34,22 @@ class RingParts:
     control: Control
     weights: SampleWeights
     samples: Samples
-    take: Take
+    places: Seating
     shares: RingShares
-    ring_rank: int
-    settle: Callable[[], None]
-    """Called at the end of an epoch: whatever the ring has computed is pushed, and nobody has to wait for it."""
-    refresh: Callable[[], None]
-    """Called when all rings have done so: take the newest parameters."""
+    pushed: PushedOptimizer
+    regroup: Callable[[Sequence[Speed] | None], None]
+    """Called where all rings meet and rest, with the speeds of all ranks."""
     note: Callable[[EpochAccount], object]
 
 
-class RingLoader:
+class RingLoader(PreparedLoader):
     """Iterates over this rank's parts of its ring's tickets; a pass is an epoch of all rings together.
 
     A pass ends when the samples of the epoch are used up, so rings have different numbers of batches. At the end of
     each epoch all rings meet, prove that every sample was taken once, and take the same parameters.
+
+    Who breaks off a pass ends it for all rings: they get no further batch, and have no account of it. Rings that break
+    off take the newest parameters at the begin of their next pass, the others at the end of this one.
     """
 
     def __init__(self, loader: DataLoader, reading: Reading, seed: int, parts: RingParts) -> None:
@@ -56,32 +58,22 @@ class RingLoader:
             raise TrainingError(
                 explain("data of mode ps-hra", got="a stream", expected="a data set with an index", do=do)
             )
-        self._loader, self._reading, self._seed, self._parts = loader, reading, seed, parts
+        super().__init__(loader, reading, parts.weights)
+        self._seed, self._parts = seed, parts
         self._tickets = _Tickets(self._draw)
         self._source = sources.with_batch_sampler(loader, self._tickets)
         self._next_epoch = 0
+        self._running: object = None
+        """Stands for the pass that has not ended."""
+        self._broken: AccountExchange | None = None
+        """How other rings are told of a pass that was broken off."""
         self.account: EpochAccount | None = None
         """That of the last epoch that was completed."""
-
-    @property
-    def dataset(self) -> Any:
-        """The data set."""
-        return self._loader.dataset
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of a train step over all rings."""
-        return self._reading.batch_samples
 
     @property
     def shares(self) -> tuple[int, ...]:
         """Samples of each rank of the ring in a whole ticket."""
         return self._parts.shares.of_ring
-
-    @property
-    def fraction(self) -> float:
-        """This rank's part of its ring's present batch."""
-        return self._parts.weights.fraction
 
     def __len__(self) -> int:
         """Train steps of all rings together in an epoch; each ring has fewer or more batches, as fast as it is."""
@@ -90,24 +82,25 @@ class RingLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's batches of the next epoch."""
-        parts, epoch = self._parts, self._next_epoch
+        self._leave_behind()
+        epoch = self._next_epoch
         self._next_epoch += 1
-        indices = orders.indices_of(self._loader, self._reading, self._seed, epoch, parts.control.broadcast)
-        self._tickets.begin(epoch, indices[: self._epoch_samples])
-        given, batches = Account(), iter(self._source)
-        while True:
-            parts.shares.begin()
-            batch = next(batches, _NO_MORE)
-            if batch is _NO_MORE:
-                break
-            first, own = self._tickets.given.popleft()
-            given += Account.of(own.indices)
-            parts.weights.set(len(own.indices), own.num_total)
-            parts.samples.add(own.num_total, self._share(first, own.num_total))
-            parts.shares.give(len(own.indices))
-            yield batch
-        parts.settle()
-        self._meet(epoch, given, Account.of(indices[: self._epoch_samples]))
+        indices = orders.indices_of(self._loader, self._reading, self._seed, epoch, self._parts.control.broadcast)
+        expected = indices[: self._epoch_samples]
+        self._tickets.begin(epoch, expected)
+        given, own_pass = Account(), object()
+        self._running = own_pass
+        try:
+            for batch, own in self._batches():
+                given += Account.of(own.indices)
+                yield batch
+        except GeneratorExit:
+            if self._running is own_pass:
+                self._break_off()
+            raise
+        self._running = None
+        self._parts.pushed.rest()
+        self._meet(epoch, given, Account.of(expected))
 
     def set_epoch(self, epoch: int) -> None:
         """Which epoch the next pass is; without it passes count up from 0."""
@@ -135,26 +128,65 @@ class RingLoader:
         whole = max(0, min(first + count, whole_end) - first)
         return whole / size + ((count - whole) / (total - whole_end) if count > whole else 0.0)
 
+    def _batches(self) -> Iterator[tuple[Any, Portion]]:
+        """Batches of a pass, each with what it consists of."""
+        parts, batches = self._parts, iter(self._source)
+        while True:
+            parts.shares.begin()
+            batch = next(batches, _NO_MORE)
+            if batch is _NO_MORE:
+                return
+            first, own = self._tickets.given.popleft()
+            parts.weights.set(len(own.indices), own.num_total)
+            parts.samples.add(own.num_total, self._share(first, own.num_total))
+            parts.shares.give(len(own.indices))
+            yield batch, own
+
+    def _break_off(self) -> None:
+        """Hold nobody up from here on: no ring gets a further batch of this pass.
+
+        Waits for no other rank, since it is not known whether the script has broken off its loop, or failed in it.
+        """
+        self._running = None
+        self._parts.pushed.break_off()
+        self._parts.places.use_up(self._next_epoch - 1, self._epoch_samples)
+        self._broken = self._parts.control.start_accounts(None)
+
+    def _leave_behind(self) -> None:
+        """End a pass that was broken off, or whose iterator was dropped: take the newest parameters."""
+        if self._running is not None:
+            self._break_off()
+        if self._broken is not None:
+            self._broken.wait()
+            self._broken = None
+            self._parts.places.seat.member.refresh()
+
     def _draw(self, epoch: int, indices: Indices) -> tuple[int, Portion] | None:
         parts = self._parts
         shares = parts.shares.of_ring
-        first, count = parts.take(epoch, sum(shares), len(indices))
+        first, count = parts.places.take(epoch, sum(shares), len(indices))
         if count == 0:
             return None
-        return first, portion(indices[first : first + count], shares, parts.ring_rank)
+        own = parts.places.seat.ring.index(parts.control.rank)
+        return first, portion(indices[first : first + count], shares, own)
 
     def _meet(self, epoch: int, given: Account, expected: Account) -> None:
-        by_rank = tuple(self._parts.control.gather_accounts(given))
-        self.account = EpochAccount(epoch=epoch, expected=expected, by_rank=by_rank)
-        self._parts.note(self.account)
+        """All rings are through with the epoch: prove it, look at speeds and rings, take the same parameters."""
+        parts = self._parts
+        by_rank = parts.control.start_accounts(given).wait()
+        if by_rank is None:
+            parts.places.seat.member.refresh()
+            return
+        self.account = EpochAccount(epoch=epoch, expected=expected, by_rank=tuple(by_rank))
+        parts.note(self.account)
         if not self.account.is_exact:
             raise TrainingError(
                 f"account of epoch {epoch}: {self.account.total}, expected {expected}. "
                 "Samples were lost or doubled; this is a bug of ringweave, please report it."
             )
-        self._parts.refresh()
-        self._parts.shares.meet()
-        self._parts.control.gather_accounts(given)  # nobody pushes before all have taken the same parameters
+        parts.regroup(parts.shares.meet())
+        parts.places.seat.member.refresh()
+        parts.control.gather_accounts(given)  # nobody pushes before all have taken the same parameters
 
 
 class _Tickets(Iterable[list[int]]):

@@ -1,13 +1,12 @@
 """What `prepare` does in the modes with a parameter server."""
 
 import atexit
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -15,50 +14,33 @@ from torch.utils.data import DataLoader
 
 from ringweave import wire
 from ringweave.environment import WorkerEnvironment
-from ringweave.errors import TrainingError, UsageError, explain
+from ringweave.errors import UsageError, explain
 from ringweave.params import flat
 from ringweave.params.flat import Flat
 from ringweave.params.messages import Group, Setup
 from ringweave.params.ring.client import RingClient
-from ringweave.params.ring.member import Member, Place, Samples
+from ringweave.params.ring.member import Samples
 from ringweave.params.ring.optimizer import PushedOptimizer
-from ringweave.params.rules import StalenessPolicy, local_steps
+from ringweave.params.rules import StalenessPolicy
 from ringweave.params.serving import optimizers
-from ringweave.planning import balancing
+from ringweave.planning import balancing, modes
 from ringweave.planning.balancing import Speed
+from ringweave.planning.grouping.forecasts import Ring
 from ringweave.training import reducing
 from ringweave.training.control import Control
 from ringweave.training.loading.orders import Reading
 from ringweave.training.recording import Recorder
 from ringweave.training.reducing import GradientReducer, SampleWeights
 from ringweave.training.rings.forming import rings_of, speeds_of
-from ringweave.training.rings.loader import RingLoader, RingParts, Take
+from ringweave.training.rings.loader import RingLoader, RingParts
+from ringweave.training.rings.regrouping import Regrouping
+from ringweave.training.rings.seating import Seating, groups_of, index_of
+from ringweave.training.rings.settings import Asynchronous, local_steps_of
 from ringweave.training.rings.sharing import RingShares
 from ringweave.training.timing import HostTimeline, StepTimer
 
 _START_S = 300.0
 """How long the server may take to start: on a busy node it imports torch for a minute."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Asynchronous:
-    """How rings train beside each other, in modes `ps-hra` and `ps`."""
-
-    rings: int | None = None
-    """How many; None means as many as there are kinds of workers, two at least. Mode `ps` does not look at it."""
-    local_steps: int = 0
-    """Steps that the fastest ring takes on its own from one push to the next, slower rings fewer, all with the
-    script's optimizer; the push is under way meanwhile. 0 pushes the gradients of every step, and waits."""
-    compensation: float = 0.0
-    """Lambda of delay compensation, g + lambda g g (theta_now - theta_base). It costs the server a copy of the
-    parameters for each ring, and changed no loss that was measured; 0.04 is what its authors take."""
-
-    def __post_init__(self) -> None:
-        """Refuse what means nothing."""
-        if self.local_steps < 0:
-            raise TrainingError(
-                explain("local_steps", got=self.local_steps, expected="0 or more", do="Leave it out to push every step")
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,43 +71,59 @@ def prepare(
     (model, optimizer, loader), (environment, control, recorder) = triple, surroundings
     connect = _connector(environment)
     speeds = speeds_of(said)
-    rings = asked.rings or rings_of(speeds, asked.mode, asked.settings.rings)
-    index = next(index for index, ring in enumerate(rings) if control.rank in ring)
-    ring = rings[index]
-    process_group, small_group = _groups(rings, index)
-    weights = SampleWeights(num_ranks=len(ring), is_mean=asked.is_mean)
+    rings, follows = _form(asked, speeds)
+    groups = groups_of(rings, control.rank)
+    index = index_of(rings, control.rank)
+    weights = SampleWeights(num_ranks=len(rings[index]), is_mean=asked.is_mean)
     timer = StepTimer(HostTimeline())
-    reducer = GradientReducer(process_group=process_group, timer=timer)
+    reducer = GradientReducer(process_group=groups[0], timer=timer)
     parallel = reducing.attach(model, weights, reducer, asked.ddp)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     setup = _setup(parallel.module, optimizer, rings, asked)
     _begin(setup, parameters, RingClient(connect, index, reconnect_s=_START_S), control)
-    client = RingClient(connect, index) if control.rank == ring[0] else None
-    place = Place(process_group=process_group, representative=ring[0], client=client)
-    member = Member(place, parameters, overlaps=setup.overlaps)
-    member.refresh()
-    atexit.register(member.leave)
+    places = Seating(connect, control, setup, parameters, groups)
+    places.seat.member.refresh()
+    atexit.register(places.leave)
     # Each as fast as it is, so that all rings push equally often: what a slow ring pushes is no older then.
     caps = [reading.batch_samples if each["cap"] is None else each["cap"] for each in said]
     per_rank = balancing.apportion(reading.batch_samples, [Speed(s_per_sample=1 / speed) for speed in speeds], caps)
     samples = Samples()
-    pushed = PushedOptimizer(optimizer, member, samples, _local_steps(asked, rings, speeds)[index])
+    pushed = PushedOptimizer(
+        optimizer, places.seat.member, samples, local_steps_of(asked.settings, rings, speeds)[index]
+    )
+    shares = RingShares(per_rank, places.seat.ring, timer, control, recorder.shares_changed, caps=caps)
+    regrouping = Regrouping(
+        places=places,
+        settings=asked.settings if follows else None,
+        parallel=parallel,
+        reducer=reducer,
+        weights=weights,
+        optimizer=pushed,
+        shares=shares,
+        recorder=recorder,
+    )
     parts = RingParts(
         control=control,
         weights=weights,
         samples=samples,
-        take=_taker(client, small_group, ring[0]),
-        shares=RingShares(per_rank, ring, timer, control, recorder.shares_changed, caps=caps),
-        ring_rank=ring.index(control.rank),
-        settle=pushed.rest,
-        refresh=member.refresh,
+        places=places,
+        shares=shares,
+        pushed=pushed,
+        regroup=regrouping.look,
         note=recorder.accounted,
     )
     recorder.rings_formed(rings=rings, most_versions=StalenessPolicy(num_rings=len(rings)).most_versions)
     return parallel, pushed, RingLoader(loader, reading, said[0]["seed"], parts)
 
 
-def _connector(environment: WorkerEnvironment) -> Any:
+def _form(asked: Asked, speeds: Sequence[float]) -> tuple[tuple[Ring, ...], bool]:
+    """The rings, and whether they follow speeds: those by links stay as they are, and so do rings of one."""
+    by_speed = rings_of(speeds, asked.mode, asked.settings.rings)
+    rings = asked.rings or by_speed
+    return rings, asked.mode == modes.PS_HRA and sorted(map(sorted, rings)) == sorted(map(sorted, by_speed))
+
+
+def _connector(environment: WorkerEnvironment) -> Callable[[], wire.Client]:
     if environment.server is None or environment.credentials is None:
         raise UsageError(
             explain(
@@ -141,16 +139,6 @@ def _connector(environment: WorkerEnvironment) -> Any:
     credentials = wire.Credentials.from_descriptor(int(number)) if kind == "fd" else wire.Credentials.load(Path(where))
     trust = wire.Tls(credentials)
     return lambda: wire.Client.connect(host, int(port), trust, role="server")
-
-
-def _groups(rings: Sequence[Sequence[int]], index: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """This ring's group for tensors, and one for small numbers that shall not queue behind them."""
-    large = [dist.new_group(list(ring), backend="ringweave") for ring in rings]
-    small = [dist.new_group(list(ring), backend="gloo") for ring in rings]
-    found, small_one = large[index], small[index]
-    assert isinstance(found, dist.ProcessGroup), "a rank is in its own ring"
-    assert isinstance(small_one, dist.ProcessGroup), "a rank is in its own ring"
-    return found, small_one
 
 
 def _setup(module: nn.Module, optimizer: Optimizer, rings: Sequence[Sequence[int]], asked: Asked) -> Setup:
@@ -184,21 +172,3 @@ def _begin(setup: Setup, parameters: Sequence[torch.Tensor], client: RingClient,
         client.start(setup, first.buffers())
         client.close()
     control.broadcast(torch.zeros(1))
-
-
-def _taker(client: RingClient | None, group: dist.ProcessGroup, representative: int) -> Take:
-    """Draws tickets: the representative asks the server, and tells its ring."""
-
-    def take(epoch: int, wanted: int, total: int) -> tuple[int, int]:
-        drawn = torch.tensor(client.take(epoch, wanted, total) if client else (0, 0))
-        dist.broadcast(drawn, representative, group=group)
-        return int(drawn[0]), int(drawn[1])
-
-    return take
-
-
-def _local_steps(asked: Asked, rings: Sequence[Sequence[int]], speeds: Sequence[float]) -> Sequence[int]:
-    most = asked.settings.local_steps
-    if not most:
-        return [0] * len(rings)
-    return local_steps.by_speed(most, [min(speeds[rank] for rank in ring) for ring in rings])

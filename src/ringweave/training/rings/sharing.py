@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from ringweave.planning import balancing
-from ringweave.planning.balancing import Change, SpeedEstimator
+from ringweave.planning.balancing import Change, Speed, SpeedEstimator
 from ringweave.planning.balancing.shares import Shares
 from ringweave.training.control import Control
 from ringweave.training.timing import StepTimer
@@ -12,8 +12,7 @@ from ringweave.training.timing import StepTimer
 class RingShares:
     """Shares of all ranks in a train step of all rings together.
 
-    They are in proportion to speed: in a ring nobody waits for a slower one, and rings push equally often. Rings go
-    on as they are when speeds drift; with the right shares it does not matter in which ring a worker is.
+    They are in proportion to speed: in a ring nobody waits for a slower one, and rings push equally often.
     """
 
     def __init__(
@@ -50,10 +49,15 @@ class RingShares:
         self._num_batches += 1
         self._timer.give(num_samples)
 
-    def meet(self) -> None:
-        """All ranks of all rings call this: the shares from here on."""
+    def sit(self, ring: Sequence[int]) -> None:
+        """This rank is in another ring from here on."""
+        self._ring = tuple(ring)
+
+    def meet(self) -> list[Speed] | None:
+        """All ranks of all rings call this: the shares from here on, and speeds if those of all ranks are known."""
         speeds = self._control.start_exchange(self._estimator.speed).wait()
         change = balancing.rebalance(self._shares, speeds, self._caps) if speeds else None
         if change is not None:
             self._shares = change.shares
             self._on_change(self._num_batches, change)
+        return speeds

@@ -1,0 +1,52 @@
+"""Rings formed anew when speeds have drifted: looked at where all rings meet, by all ranks alike."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.nn.parallel import DistributedDataParallel
+
+from ringweave.params.ring.optimizer import PushedOptimizer
+from ringweave.params.rules import StalenessPolicy
+from ringweave.planning.balancing import Speed
+from ringweave.training.recording import Recorder
+from ringweave.training.reducing import GradientReducer, SampleWeights
+from ringweave.training.rings.forming import better_rings
+from ringweave.training.rings.seating import Seating
+from ringweave.training.rings.settings import Asynchronous, local_steps_of
+from ringweave.training.rings.sharing import RingShares
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Regrouping:
+    """All that belongs to one ring, and has to belong to another one."""
+
+    places: Seating
+    settings: Asynchronous | None
+    """None: rings stay as they are."""
+    parallel: DistributedDataParallel
+    reducer: GradientReducer
+    weights: SampleWeights
+    optimizer: PushedOptimizer
+    shares: RingShares
+    recorder: Recorder
+
+    def look(self, speeds: Sequence[Speed] | None) -> None:
+        """Form other rings if these speeds call for them; every ring rests, and takes parameters afterwards.
+
+        Args:
+            speeds: Of all ranks, the same on all of them; None as long as one of them is not known.
+        """
+        if self.settings is None or speeds is None:
+            return
+        rings = better_rings(self.places.seat.rings, speeds, self.settings.rings)
+        if rings is None:
+            return
+        self.places.move(rings)
+        seat = self.places.seat
+        self.reducer.process_group = seat.process_group
+        self.parallel._update_process_group(seat.process_group)  # buckets are ordered anew, on all ranks alike
+        self.weights.num_ranks = len(seat.ring)
+        relative = [1 / speed.s_per_sample for speed in speeds]
+        self.optimizer.move(seat.member, local_steps_of(self.settings, rings, relative)[seat.index])
+        self.shares.sit(seat.ring)
+        self.recorder.rings_formed(rings=rings, most_versions=StalenessPolicy(num_rings=len(rings)).most_versions)

@@ -1,0 +1,126 @@
+"""This rank's place in the rings: process groups and the representative's connection, also when rings are formed anew.
+
+Rings are formed anew where all of them meet and rest: the server forgets who pushed what and keeps parameters, state of
+the optimizer and version, every rank gets new groups, and the gradients of a model go to the new ring from then on.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ringweave import wire
+from ringweave.params.messages import Setup
+from ringweave.params.ring.client import RingClient
+from ringweave.params.ring.member import Member, Place
+from ringweave.planning.grouping.forecasts import Ring
+from ringweave.training.control import Control
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seat:
+    """A place in one set of rings."""
+
+    rings: tuple[Ring, ...]
+    index: int
+    """Of this rank's ring."""
+    process_group: dist.ProcessGroup
+    small_group: dist.ProcessGroup
+    """For small numbers that shall not queue behind tensors."""
+    client: RingClient | None
+    """Only the representative has it."""
+    member: Member
+
+    @property
+    def ring(self) -> Ring:
+        """Ranks of this rank's ring, the representative first."""
+        return self.rings[self.index]
+
+
+class Seating:
+    """Where this rank sits; `seat` is the present place."""
+
+    def __init__(
+        self,
+        connect: Callable[[], wire.Client],
+        control: Control,
+        setup: Setup,
+        parameters: Sequence[torch.Tensor],
+        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+    ) -> None:
+        """Takes the place that `setup` says.
+
+        Args:
+            connect: Connects to the server.
+            control: Messages among all ranks.
+            setup: The job, which the server knows already.
+            parameters: Those that are trained, in the order of the server's.
+            groups: This ring's, for tensors and for small numbers.
+        """
+        self._connect, self._control, self._parameters = connect, control, list(parameters)
+        self._overlaps = setup.overlaps
+        self.has_left = False
+        self.seat = self._take(tuple(map(tuple, setup.rings)), groups)
+
+    def move(self, rings: Sequence[Ring]) -> None:
+        """Sit in other rings. All ranks call it while every ring rests; parameters are taken by the next `refresh`.
+
+        Args:
+            rings: Ranks of each ring; all ranks are in one.
+        """
+        before, wanted = self.seat, tuple(map(tuple, rings))
+        if self._control.rank == 0:
+            client = RingClient(self._connect, before.index)
+            client.regroup(wanted)
+            client.close()
+        before.member.retire()
+        groups = groups_of(wanted, self._control.rank)
+        self._control.broadcast(torch.zeros(1))  # nobody takes parameters before the server knows
+        self.seat = self._take(wanted, groups)
+
+    def leave(self) -> None:
+        """Leave the server for good."""
+        self.has_left = True
+        self.seat.member.leave()
+
+    def take(self, epoch: int, wanted: int, total: int) -> tuple[int, int]:
+        """The ring's next ticket: the representative asks the server, and tells its ring."""
+        seat = self.seat
+        drawn = torch.tensor(seat.client.take(epoch, wanted, total) if seat.client else (0, 0))
+        dist.broadcast(drawn, seat.ring[0], group=seat.small_group)
+        return int(drawn[0]), int(drawn[1])
+
+    def use_up(self, epoch: int, total: int) -> None:
+        """Take all that is left of an epoch, for nobody: other rings are through with it too. Waits for no rank."""
+        if self.seat.client and not self.has_left:
+            self.seat.client.take(epoch, total, total)
+
+    def _take(self, rings: tuple[Ring, ...], groups: tuple[dist.ProcessGroup, dist.ProcessGroup]) -> Seat:
+        rank = self._control.rank
+        index = index_of(rings, rank)
+        client = RingClient(self._connect, index) if rank == rings[index][0] else None
+        place = Place(process_group=groups[0], representative=rings[index][0], client=client)
+        return Seat(
+            rings=rings,
+            index=index,
+            process_group=groups[0],
+            small_group=groups[1],
+            client=client,
+            member=Member(place, self._parameters, overlaps=self._overlaps),
+        )
+
+
+def index_of(rings: Sequence[Ring], rank: int) -> int:
+    """Which ring a rank is in."""
+    return next(index for index, ring in enumerate(rings) if rank in ring)
+
+
+def groups_of(rings: Sequence[Ring], rank: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """A rank's group for tensors and the one for small numbers; all ranks make all of them."""
+    large = [dist.new_group(list(ring), backend="ringweave") for ring in rings]
+    small = [dist.new_group(list(ring), backend="gloo") for ring in rings]
+    found, small_one = large[index_of(rings, rank)], small[index_of(rings, rank)]
+    assert isinstance(found, dist.ProcessGroup), "a rank is in its own ring"
+    assert isinstance(small_one, dist.ProcessGroup), "a rank is in its own ring"
+    return found, small_one
