@@ -173,6 +173,7 @@ def test_somebody_elses_job_is_left_alone(kube: Kube, operator: OperatorProcess)
         kube.play(name, is_gone(kube, name))
 
 
+@pytest.mark.usefixtures("roles")
 def test_who_may_not_is_refused_with_what_helps(kube: Kube, operator: OperatorProcess) -> None:
     kube.submit("refused", requester={"username": "nobody-knows-me"})
     kube.play("refused", kube.in_state("refused", "Refused"))

@@ -64,7 +64,7 @@ def test_another_uid_is_another_object(kube: Kube) -> None:
         )
     assert caught.value.is_stale
     body = {"metadata": {"uid": "11111111-1111-1111-1111-111111111111"}, "data": {"a": "4"}}
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError, match=r"metadata\.uid") as caught:
         kube.run(kube.client.patch(kinds.CONFIG_MAPS, kube.namespace, "other", body))
     assert caught.value.is_stale
     remove(kube, "other")
@@ -96,6 +96,7 @@ def test_labels_select(kube: Kube) -> None:
     assert found("colour,!size") == []
     by_field = kube.run(kube.client.list(kinds.CONFIG_MAPS, kube.namespace, fieldSelector="metadata.name=blue"))
     assert [item["metadata"]["name"] for item in by_field] == ["blue"]
+    assert "kind" not in by_field[0], "what is built in says its kind in no list"
     remove(kube, "red")
     remove(kube, "blue")
 
@@ -159,6 +160,10 @@ def test_of_status_and_spec_each_is_written_alone(kube: Kube) -> None:
 def test_the_server_says_who_asks(kube: Kube) -> None:
     answer = kube.run(kube.client.create(kinds.SELF_REVIEWS, None, {}))
     assert answer["status"]["userInfo"]["username"]
+
+
+@pytest.mark.usefixtures("roles")
+def test_the_server_says_who_may(kube: Kube) -> None:
     attributes = {"namespace": kube.namespace, "verb": "submit", "group": names.GROUP, "resource": names.PLURAL}
     for groups, is_allowed in ((["system:masters"], True), ([], False)):
         spec = {"user": "nobody-knows-me", "groups": groups, "resourceAttributes": attributes}

@@ -128,7 +128,7 @@ class KubernetesService(Service):
             if asked.delete:
                 await client.delete(kinds.TRAINING_JOBS, namespace, name, preconditions={"uid": metadata["uid"]})
             else:
-                spec = {"suspend": asked.suspend, "stopRun": asked.stop_run, "retryRun": asked.retry_run}
+                spec = reading.changes_of(job.desired, asked)
                 body = {"metadata": {"uid": metadata["uid"]}, "spec": spec}
                 resource = await client.patch(kinds.TRAINING_JOBS, namespace, name, body)
         except ApiError as error:

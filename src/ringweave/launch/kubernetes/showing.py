@@ -9,7 +9,7 @@ from ringweave.files.problems import closest
 from ringweave.jobs.life import records
 from ringweave.jobs.life.records import Job
 from ringweave.jobs.life.states import JobState, Reason
-from ringweave.launch.kubernetes.resource import reading, times
+from ringweave.launch.kubernetes.resource import reading, refusals, times
 from ringweave.launch.kubernetes.resource.definition import REFUSED
 from ringweave.launch.services import views
 from ringweave.launch.services.service import LogQuery
@@ -33,7 +33,7 @@ def job_of(resource: Resource, now: float) -> Job:
     """The job; of one without a record, one that waits for the operator, or that it refused."""
     known = reading.job_of(resource)
     if known is not None:
-        return known
+        return refusals.seen_in(known, resource["status"])
     request = reading.request_of(resource)
     counts = request.split.counts or (0,) * len(request.nodes)
     metadata, status = resource["metadata"], resource.get("status", {})

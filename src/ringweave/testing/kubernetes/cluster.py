@@ -31,7 +31,8 @@ class FakeCluster:
         self.url = ""
         # Over plain HTTP kubectl shows nobody a token.
         self._certificate = certificates.issue(["127.0.0.1"], datetime.now(UTC))
-        self._loop = asyncio.new_event_loop()
+        self.loop = asyncio.new_event_loop()
+        """Of the server; only there may objects be changed."""
         self._thread = threading.Thread(target=self._serve, name="fake-api-server", daemon=True)
         self._started = threading.Event()
         self._stop = asyncio.Event()
@@ -45,7 +46,7 @@ class FakeCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
+        self.loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(_SOON_S)
 
     def call(self, function: Callable[..., _Result], *arguments: Any) -> _Result:
@@ -54,7 +55,7 @@ class FakeCluster:
         async def run() -> _Result:
             return function(*arguments)
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(_SOON_S)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(_SOON_S)
 
     def cut_watches(self) -> None:
         """End every watch, and forget what they could go on from; to be called by `call`."""
@@ -80,15 +81,15 @@ class FakeCluster:
         return path
 
     def _serve(self) -> None:
-        asyncio.set_event_loop(self._loop)
+        asyncio.set_event_loop(self.loop)
         try:
-            self._loop.run_until_complete(self._run())
-            left = asyncio.all_tasks(self._loop)
+            self.loop.run_until_complete(self._run())
+            left = asyncio.all_tasks(self.loop)
             for task in left:
                 task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         finally:
-            self._loop.close()
+            self.loop.close()
 
     async def _run(self) -> None:
         runner = web.AppRunner(self.handler.app(), access_log=None, shutdown_timeout=0.1)

@@ -118,3 +118,11 @@ def test_pods_without_our_labels_are_not_ours() -> None:
     pod = a_pod()
     del pod["metadata"]["labels"][names.NODE_LABEL]
     assert seeing.by_key([pod, a_pod()]).keys() == {(1, 2)}
+
+
+def test_an_end_that_the_desk_heard_of_counts_from_then_whatever_the_clock_of_its_node_says() -> None:
+    ended = {"exitCode": 0, "message": dump_report(said(Phase.SUCCEEDED, ended_s=NOW - 3600.0))}
+    heard = said(Phase.SUCCEEDED, ended_s=NOW - 2.0)
+    assert seeing.group_of(a_pod("Succeeded", report=heard, ended=ended), NOW).ended_s == NOW - 2.0
+    unheard = said(Phase.RUNNING)
+    assert seeing.group_of(a_pod("Succeeded", report=unheard, ended=ended), NOW).ended_s == NOW - 3600.0

@@ -1,9 +1,11 @@
 """A request as a TrainingJob and back."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from ruamel.yaml import YAML
 
+from ringweave.jobs.life.records import Desired
 from ringweave.jobs.requests.request import DeletionPolicy, NodeRequest, Request
 from ringweave.launch.kubernetes.resource import fields, reading
 from ringweave.launch.kubernetes.resource.definition import definition
@@ -83,3 +85,10 @@ def test_the_example_is_legal() -> None:
     resource = YAML(typ="safe", pure=True).load(EXAMPLE)
     request = reading.request_of(stored(resource))
     assert request.split.counts == (10, 5)
+
+
+def test_only_what_a_verb_changes_is_written() -> None:
+    before = Desired(suspend=True, stop_run=1, retry_run=0, delete=False)
+    assert reading.changes_of(before, before) == {}
+    assert reading.changes_of(before, replace(before, stop_run=2)) == {"stopRun": 2}
+    assert reading.changes_of(before, replace(before, suspend=False, retry_run=1)) == {"suspend": False, "retryRun": 1}

@@ -31,12 +31,13 @@ class ApiError(LaunchError):
     @property
     def is_stale(self) -> bool:
         """Somebody else changed the object, or it is another one by now; look again."""
-        return self.status == 409 and not self.is_taken
+        is_another = self.status == 422 and "metadata.uid" in self.message  # what a patch with a uid is told
+        return is_another or (self.status == 409 and not self.is_taken)
 
     @property
     def is_refusal(self) -> bool:
         """The request itself is wrong or not allowed: to send it again does not help."""
-        return self.status in (400, 403, 405, 413, 415, 422)
+        return self.status in (400, 403, 405, 413, 415, 422) and not self.is_stale
 
 
 def from_answer(what: str, status: int, answer: Mapping[str, Any]) -> ApiError:

@@ -57,11 +57,19 @@ def round_of(pod: Pod) -> int:
 
 
 def report_of(pod: Pod) -> Report | None:
-    """What its agent said last: in its last words where it has ended, else in its condition."""
+    """What its agent said last: in its condition, or in its last words where the desk has not heard of its end.
+
+    Both say the same of an end but for its time, which the desk tells by the operator's clock.
+    """
+    conditions = pod.get("status", {}).get("conditions") or ()
+    at_desk = _parsed(item.get("message", "") for item in conditions if item["type"] == names.AT_GATE)
     ended = _terminated(pod)
-    texts = [ended.get("message", "")] if ended else []
-    conditions = pod.get("status", {}).get("conditions", ())
-    texts += [item.get("message", "") for item in conditions if item["type"] == names.AT_GATE]
+    if at_desk is not None and (ended is None or not at_desk.phase.is_alive):
+        return at_desk
+    return _parsed([ended.get("message", "")] if ended else []) or at_desk
+
+
+def _parsed(texts: Iterable[str]) -> Report | None:
     for text in texts:
         try:
             return posts.parse_report(text)

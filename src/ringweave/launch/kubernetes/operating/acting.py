@@ -23,8 +23,23 @@ from ringweave.launch.kubernetes.objects.pods import PodSettings
 from ringweave.launch.kubernetes.objects.seeing import Pod
 from ringweave.launch.kubernetes.operating import looking
 from ringweave.launch.kubernetes.operating.looking import Look
-from ringweave.launch.kubernetes.resource import reading, telling, times
+from ringweave.launch.kubernetes.resource import reading, refusals, telling, times
+from ringweave.launch.kubernetes.resource.refusals import Refusal
 from ringweave.launch.workers import Meeting
+
+_WARNINGS = ("AttemptProgram", "AttemptPlace", "Failed", *refusals.CODES)
+
+
+class RefusedError(LaunchError):
+    """Objects of a job are refused: by a quota, by PodSecurity, by a webhook."""
+
+    def __init__(self, refused: list[Refusal]) -> None:
+        super().__init__(f"objects of the job: {len(refused)} refused, expected none: {refused[0].message}")
+        self.refusals = refused
+
+
+class UnreadLogError(LaunchError):
+    """The log of a Pod that is to go cannot be read now; the Pod stays for it a while."""
 
 
 class Actor:
@@ -33,15 +48,37 @@ class Actor:
     def __init__(self, client: Client, settings: PodSettings, clock: Callable[[], float]) -> None:
         """`clock` tells seconds since 1970."""
         self._client, self._settings, self._clock = client, settings, clock
+        self._unread: dict[str, float] = {}
+        """uid of a Pod -> when its log was first not to be had."""
 
     async def do(self, look: Look, wanted: Sequence[Action]) -> None:
-        """All of them; the first that fails ends it.
+        """All of them; where some fail, those of the same kind are done, and no later ones.
 
         Raises:
-            ApiError: The API server refused one; `is_stale` where somebody else was faster.
+            RefusedError: The API server refuses to make something, and will again.
+            UnreadLogError: A log cannot be read; everything else was done.
+            ApiError: It refused something else; `is_stale` where somebody else was faster.
         """
+        unread: UnreadLogError | None = None
         for _, alike in itertools.groupby(wanted, type):
-            await asyncio.gather(*(self._do(look, action) for action in alike))
+            chosen = list(alike)
+            done = await asyncio.gather(*(self._do(look, action) for action in chosen), return_exceptions=True)
+            failed = {action: found for action, found in zip(chosen, done, strict=True) if found is not None}
+            unread = next((error for error in failed.values() if isinstance(error, UnreadLogError)), unread)
+            _raise({action: error for action, error in failed.items() if not isinstance(error, UnreadLogError)})
+        if unread is not None:
+            raise unread
+
+    async def tell_refused(self, look: Look, refused: "RefusedError") -> None:
+        """Have the status and an event say what the API server refuses, where they do not say so yet."""
+        status = refusals.with_refusals(look.status, look.job, refused.refusals, self._clock())
+        if status == look.status:
+            return
+        look.resource = await self.write_status(look.resource, status)
+        why = refusals.reason_of(look.job, refused.refusals)
+        await self._post(
+            look, actions.Event(key=f"round{look.job.record.round}/{why.code}", kind=why.code, text=str(why))
+        )
 
     async def _do(self, look: Look, action: Action) -> None:
         match action:
@@ -153,7 +190,8 @@ class Actor:
             # The kubelet ends a Pod whose deadline has passed, and keeps it to be looked at.
             await self._annotate(pod, {names.STOPPED: "true"}, {"spec": {"activeDeadlineSeconds": 1}})
         else:
-            await self._keep_log(look, pod)
+            if not look.job.record.deleting:  # kept logs go with the job
+                await self._keep_log(look, pod)
             await self._delete(kinds.PODS, pod)
 
     async def _annotate(self, pod: Pod, annotations: dict[str, str], more: Object) -> None:
@@ -171,12 +209,32 @@ class Actor:
             return
         metadata = pod["metadata"]
         path = kinds.PODS.path(metadata["namespace"], metadata["name"], "log")
-        params = {"limitBytes": str(keeping.MAX_BYTES), "tailLines": str(keeping.MAX_LINES)}
+        log = keeping.Tail()
         try:
-            lines = [line async for line in self._client.lines(path, params)]
-        except LaunchError:
-            return  # its node is gone, and the log with it
-        await self._create_or_adopt(look, kinds.CONFIG_MAPS, keeping.log_map(look.owner, pod, lines))
+            # Not with limitBytes: that cuts off the end of what tailLines chose.
+            async with asyncio.timeout(keeping.READ_S):
+                async for line in self._client.lines(path, {"tailLines": str(keeping.MAX_LINES)}):
+                    log.add(line)
+        except (LaunchError, TimeoutError) as error:
+            if isinstance(error, ApiError) and error.status in (400, 404):
+                return  # nothing ran, or nothing is left of it
+            self._give_up_later(metadata["uid"], error)
+            log.add(keeping.unread(error))
+        self._unread.pop(metadata["uid"], None)
+        await self._create_or_adopt(look, kinds.CONFIG_MAPS, keeping.log_map(look.owner, pod, log.lines))
+
+    def _give_up_later(self, uid: str, error: Exception) -> None:
+        """Its node does not answer: perhaps not now, perhaps never again.
+
+        Raises:
+            UnreadLogError: It has not been tried for long.
+        """
+        now = self._clock()
+        since_s = self._unread.setdefault(uid, now)
+        if now - since_s < keeping.PATIENCE_S:
+            do = f"It is tried again until {keeping.PATIENCE_S:g} s are over"
+            text = explain(f"log of Pod {uid}", got=str(error) or "no answer", expected="its lines", do=do)
+            raise UnreadLogError(text) from error
 
     async def _delete(self, kind: Kind, found: Pod) -> None:
         metadata = found["metadata"]
@@ -218,7 +276,7 @@ class Actor:
             "involvedObject": involved,
             "reason": event.kind,
             "message": event.text[:1024],
-            "type": "Warning" if event.kind in ("AttemptProgram", "AttemptPlace", "Failed") else "Normal",
+            "type": "Warning" if event.kind in _WARNINGS else "Normal",
             "source": {"component": "ringweave-operator"},
             "firstTimestamp": now,
             "lastTimestamp": now,
@@ -228,6 +286,22 @@ class Actor:
             await self._client.create(kinds.EVENTS, owner.namespace, body)
         except ApiError:
             return
+
+
+def _raise(failed: dict[Action, BaseException]) -> None:
+    """What is to be said of actions that failed together; refusals only where nothing else is the matter."""
+    others = [error for error in failed.values() if not (isinstance(error, ApiError) and error.is_refusal)]
+    if others:
+        raise others[0]
+    found = [
+        Refusal(node=action.node if isinstance(action, actions.CreateGroup) else None, message=error.message)
+        for action, error in failed.items()
+        if isinstance(error, ApiError) and isinstance(action, actions.CreateGroup | actions.CreateConfig)
+    ]
+    if found:
+        raise RefusedError(found) from next(iter(failed.values()))
+    for error in failed.values():
+        raise error
 
 
 def _address(pod: Pod) -> str:

@@ -11,10 +11,10 @@ from ringweave.launch.kubernetes import names
 from ringweave.launch.kubernetes.api import kinds
 from ringweave.launch.kubernetes.api.client import Client, Object
 from ringweave.launch.kubernetes.operating import looking
-from ringweave.launch.kubernetes.operating.acting import Actor
+from ringweave.launch.kubernetes.operating.acting import Actor, RefusedError
 from ringweave.launch.kubernetes.operating.admission import Admission, RefusalError
 from ringweave.launch.kubernetes.operating.looking import Key, Look
-from ringweave.launch.kubernetes.resource import reading, telling
+from ringweave.launch.kubernetes.resource import reading, refusals, telling
 
 Listener = Callable[[Look], None]
 
@@ -117,8 +117,13 @@ class Controller:
         self._listener(look)
         wake_s = min((action.at_s for action in wanted if isinstance(action, actions.Wake)), default=None)
         todo = [action for action in wanted if not isinstance(action, actions.Wake)]
-        await self._actor.do(look, todo)
-        is_told = resource["metadata"]["generation"] == resource["status"].get("observedGeneration")
+        try:
+            await self._actor.do(look, todo)
+        except RefusedError as refused:
+            await self._actor.tell_refused(look, refused)
+            raise
+        is_current = resource["metadata"]["generation"] == resource["status"].get("observedGeneration")
+        is_told = is_current and refusals.reason_in(resource["status"]) is None
         if not is_told and not any(isinstance(action, actions.SaveRecord) for action in todo) and not _is_over(todo):
             await self._actor.save(look, look.job, ())
         return Pass(again=bool(todo) and not _is_over(todo), wake_s=wake_s, is_alive=not _is_over(todo))

@@ -136,6 +136,7 @@ class Desk:
         place = self._places.get(key)
         if place is None:
             return web.Response(status=404, text="no such Pod is known; ask again")
+        report = self._on_our_clock(place, report)
         if self._is_worth_writing(place, report):
             try:
                 await self._write(key, report)
@@ -145,6 +146,14 @@ class Desk:
                 return web.Response(status=503, text=str(error))
             place.told, place.told_s = report, self._clock()
         return web.Response(status=204)
+
+    def _on_our_clock(self, place: _Place, report: Report) -> Report:
+        """An end counts from when it was first heard of: the clock of its node may be another one."""
+        if report.ended_s is None:
+            return report
+        told = place.told
+        is_known = told is not None and (told.round, told.phase) == (report.round, report.phase)
+        return replace(report, ended_s=told.ended_s if told is not None and is_known else self._clock())
 
     def _is_worth_writing(self, place: _Place, report: Report) -> bool:
         told = place.told

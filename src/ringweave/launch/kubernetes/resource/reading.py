@@ -77,6 +77,13 @@ def desired_of(resource: Resource) -> Desired:
     )
 
 
+def changes_of(before: Desired, after: Desired) -> dict[str, Any]:
+    """The fields of a spec that differ, and no others: somebody else (Kueue) may have set those meanwhile."""
+    fields = {"suspend": "suspend", "stop_run": "stopRun", "retry_run": "retryRun"}
+    known = {theirs: (getattr(before, ours), getattr(after, ours)) for ours, theirs in fields.items()}
+    return {name: wanted for name, (was, wanted) in known.items() if was != wanted}
+
+
 def requester_of(resource: Resource) -> str:
     """Name of the Kubernetes user who asked; empty where nobody recorded it."""
     return resource["spec"].get("requester", {}).get("username", "")

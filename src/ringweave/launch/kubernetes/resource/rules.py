@@ -16,8 +16,9 @@ _TOTAL = "(has(self.gpus) ? self.gpus : has(self.cpuWorkers) ? self.cpuWorkers :
 _USABLE = "self.nodes.filter(n, n.capacity >= self.minPerNode)"
 _ROOM = f"{_USABLE}.map(n, n.capacity).sum()"
 _ROOM_OF_LARGEST = (
-    f"{_USABLE}.all(t, {_TOTAL} <= ({_TOTAL} / self.minPerNode) * t.capacity + "
-    f"{_USABLE}.map(n, n.capacity > t.capacity ? n.capacity - t.capacity : 0).sum())"
+    # An n that is not usable is smaller than t and adds nothing; a filter for them would cost as much again.
+    f"self.nodes.all(t, t.capacity < self.minPerNode || {_TOTAL} <= ({_TOTAL} / self.minPerNode) * t.capacity + "
+    "self.nodes.map(n, n.capacity > t.capacity ? n.capacity - t.capacity : 0).sum())"
 )
 OPTIONAL = ("gpus", "cpuWorkers", "source", "directory", "data", "image", "ttlSecondsAfterFinished", "managedBy")
 

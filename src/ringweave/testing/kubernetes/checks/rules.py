@@ -57,7 +57,9 @@ def evaluate(text: str, variables: Mapping[str, Any]) -> Any:
 
 
 def problems(schema: Schema, value: Any, old: Any = MISSING, path: str = "") -> Iterator[str]:
-    """Rules of the schema that the value breaks, in the API server's words."""
+    """Rules of the schema that the value breaks, in the API server's words; what has not changed breaks none."""
+    if old is not MISSING and old == value:
+        return
     for rule in schema.get("x-kubernetes-validations", ()):
         yield from _broken(rule, value, old, path)
     if isinstance(value, dict):

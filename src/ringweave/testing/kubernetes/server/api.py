@@ -1,6 +1,5 @@
 """The verbs of the API over the store: create, get, list, replace, patch, delete. No HTTP here."""
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -111,23 +110,25 @@ class Api:
         """
         old = self.get(request)
         body = patching.patched(old.body, patch, content_type, is_custom=request.resource.is_custom)
-        return self._change(request, old, body)
+        return self._change(request, old, body, is_patch=True)
 
-    def _change(self, request: Request, old: Item, body: Object) -> Item:
+    def _change(self, request: Request, old: Item, body: Object, *, is_patch: bool = False) -> Item:
         resource = request.resource
-        new = objects.updated(resource, old.body, body, subresource=request.subresource)
+        new = objects.updated(resource, old.body, body, subresource=request.subresource, is_patch=is_patch)
         is_strict = request.params.get("fieldValidation") == "Strict"
         new = objects.checked(resource, new, old.body, is_strict=is_strict)
         if request.subresource != "status":
             policies.check(self.store, resource, "UPDATE", request.user, new, old.body)
         if resource.plural == "customresourcedefinitions":
             new = self._defined(new)
-        new = copy.deepcopy(new)
+        new = {**new, "metadata": dict(new["metadata"])}  # what the store holds never changes
         if "generation" in new["metadata"] and new.get("spec") != old.body.get("spec"):
             new["metadata"]["generation"] += 1
         if new == old.body or request.is_dry:
             return Item(new)
-        is_let_go = "deletionTimestamp" in new["metadata"] and not new["metadata"].get("finalizers")
+        # A namespace has finalizers in its spec too.
+        finalizers = new["metadata"].get("finalizers") or (new.get("spec") or {}).get("finalizers")
+        is_let_go = "deletionTimestamp" in new["metadata"] and not finalizers
         if is_let_go and not new["metadata"].get("deletionGracePeriodSeconds"):
             return self.store.remove(resource.key, request.key, new)
         return self.store.put(resource.key, request.key, new)

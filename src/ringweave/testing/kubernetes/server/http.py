@@ -122,13 +122,17 @@ class Handler:
             return _json(tables.table(request.resource, [item.body for item in found], version))
         head = {"kind": f"{request.resource.kind}List", "apiVersion": request.resource.api_version}
         start = json.dumps({**head, "metadata": {"resourceVersion": version}})[:-1].encode()
-        text = start + b',"items":[' + b",".join(item.text for item in found) + b"]}"
+        texts = (item.text if request.resource.is_custom else item.bare for item in found)
+        text = start + b',"items":[' + b",".join(texts) + b"]}"
         return web.Response(body=text, content_type="application/json")
 
     async def _watch(self, http: web.Request, request: Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         response.enable_chunked_encoding()
-        await response.prepare(http)
+        try:
+            await response.prepare(http)
+        except ConnectionError:  # it hung up
+            return response
         is_table = tables.is_wanted(http.headers.get("Accept", ""))
         lines = watching.watch(self._api.store, request.resource, _selector(request), request.params, self._bookmark_s)
         sending = asyncio.create_task(self._send(response, request.resource, lines, is_table=is_table))

@@ -73,7 +73,7 @@ def _complete(resource: Resource, new: Object) -> None:
         new.setdefault("type", "Opaque")
 
 
-def updated(resource: Resource, old: Object, body: Object, *, subresource: str) -> Object:
+def updated(resource: Resource, old: Object, body: Object, *, subresource: str, is_patch: bool = False) -> Object:
     """What an update makes of the old object.
 
     Raises:
@@ -84,6 +84,9 @@ def updated(resource: Resource, old: Object, body: Object, *, subresource: str) 
     version, uid = given.get("resourceVersion"), given.get("uid")
     if version and version != old["metadata"]["resourceVersion"]:
         raise refusing.conflict(resource.plural, resource.group, name, refusing.CHANGED)
+    if uid and uid != old["metadata"]["uid"] and is_patch:
+        problem = f'metadata.uid: Invalid value: "{uid}": field is immutable'
+        raise refusing.invalid(resource.kind, resource.group, name, [problem])
     if uid and uid != old["metadata"]["uid"]:
         why = f"Precondition failed: UID in precondition: {uid}, UID in object meta: {old['metadata']['uid']}"
         raise refusing.conflict(resource.plural, resource.group, name, why)

@@ -19,6 +19,7 @@ class Item:
 
     body: Object
     _text: bytes | None = None
+    _bare: bytes | None = None
 
     @property
     def version(self) -> int:
@@ -31,6 +32,14 @@ class Item:
         if self._text is None:
             self._text = json.dumps(self.body, separators=(",", ":")).encode()
         return self._text
+
+    @property
+    def bare(self) -> bytes:
+        """As JSON without its kind, as lists of what is built in have it."""
+        if self._bare is None:
+            bare = {key: value for key, value in self.body.items() if key not in ("apiVersion", "kind")}
+            self._bare = json.dumps(bare, separators=(",", ":")).encode()
+        return self._bare
 
 
 @dataclass(slots=True)

@@ -1,0 +1,100 @@
+"""What the API server refuses of a job's objects (a quota, PodSecurity, a webhook), as a reason that people see.
+
+It stands in the status beside the record and not in it: the job still waits for its nodes, and is tried again.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ringweave.files.problems import listed
+from ringweave.jobs.life.records import Job
+from ringweave.jobs.life.states import Reason
+from ringweave.launch.kubernetes.resource import times
+
+Status = dict[str, Any]
+_OTHER = "ObjectRefused"
+_KINDS = {
+    "QuotaExceeded": (
+        r"exceeded quota|failed quota|maximum .* usage per",
+        "Free some of it (kubectl describe resourcequota, limitrange), or ask for a larger quota; it is tried again",
+    ),
+    "PodSecurityRefused": (
+        r"violates PodSecurity",
+        "Have the namespace allow such Pods (its labels pod-security.kubernetes.io/*), or submit it in another one",
+    ),
+    "WebhookRefused": (
+        r"admission webhook|ValidatingAdmissionPolicy|denied the request",
+        "Ask whoever runs the cluster what this policy wants; it is tried again",
+    ),
+    "OperatorForbidden": (
+        r"cannot \w+ resource",
+        "Apply deploy/base again: the operator's role is not what it has to be",
+    ),
+    "ObjectInvalid": (
+        r"is invalid",
+        "Correct what is named there: delete the job and submit it anew",
+    ),
+    _OTHER: (r"", "Ask whoever runs the cluster; it is tried again"),
+}
+"""Code -> what the API server's words match, in this order, and what helps."""
+CODES = tuple(_KINDS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """One object that was not made."""
+
+    node: int | None
+    """Of whose Pod; None: the ConfigMap, the Secret or the Service."""
+    message: str
+    """What the API server says."""
+
+
+def reason_of(job: Job, refusals: list[Refusal]) -> Reason:
+    """Of all of them, in the words of the first."""
+    message = refusals[0].message
+    code = next(code for code, (pattern, _) in _KINDS.items() if re.search(pattern, message))
+    nodes = [job.node_name(refusal.node) for refusal in refusals if refusal.node is not None]
+    plural = "s" if len(nodes) > 1 else ""
+    what = f"the Pod{plural} of node{plural} {listed(nodes, len(nodes))}" if nodes else "its config"
+    return Reason(code=code, text=f"the API server refuses {what}: {message}", helps=_KINDS[code][1])
+
+
+def with_refusals(status: Mapping[str, Any], job: Job, refusals: list[Refusal], now: float) -> Status:
+    """The status that says so; the same one where it says so already."""
+    why = reason_of(job, refusals)
+    told = {"reason": why.code, "message": why.text, "helps": why.helps}
+    refused = {refusal.node for refusal in refusals}
+    nodes = [{**node, **told} if index in refused else node for index, node in enumerate(status["nodes"])]
+    conditions = [
+        {**item, "reason": why.code, "message": str(why)} if item["type"] == "Running" else item
+        for item in status["conditions"]
+    ]
+    whole = {**status, **told, "nodes": nodes, "conditions": conditions}
+    key = f"round{job.record.round}/{why.code}"
+    if key not in {event["key"] for event in status["events"]}:
+        event = {"key": key, "time": times.show(now), "kind": why.code, "text": str(why)}
+        whole["events"] = [*status["events"], event]
+    return whole
+
+
+def reason_in(told: Mapping[str, Any]) -> Reason | None:
+    """The refusal that a status, or the status of a node, tells of; None where it tells of none."""
+    if told.get("reason") not in CODES:
+        return None
+    return Reason(code=told["reason"], text=told["message"], helps=told["helps"])
+
+
+def seen_in(job: Job, status: Mapping[str, Any]) -> Job:
+    """The job as people are to see it: with what the API server refuses."""
+    why = reason_in(status)
+    if why is None:
+        return job
+    record = job.record
+    reasons = [reason_in(node) for node in status["nodes"]]
+    nodes = tuple(
+        replace(known, reason=reason) if reason else known for known, reason in zip(record.nodes, reasons, strict=True)
+    )
+    return replace(job, record=replace(record, reason=why, nodes=nodes))

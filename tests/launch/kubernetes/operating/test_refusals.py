@@ -1,0 +1,212 @@
+"""Pods that a quota or a policy refuses are told of, and made once they are allowed; logs survive errors."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from ringweave.jobs.life.observing import Cause
+from ringweave.jobs.life.states import JobState
+from ringweave.launch.kubernetes import names, showing
+from ringweave.launch.kubernetes.api import connecting, kinds
+from ringweave.launch.kubernetes.api.client import Client, Object
+from ringweave.launch.kubernetes.objects import keeping, seeing
+from ringweave.launch.kubernetes.objects.pods import PodSettings
+from ringweave.launch.kubernetes.operating.acting import Actor, RefusedError, UnreadLogError
+from ringweave.launch.kubernetes.operating.admission import Admission
+from ringweave.launch.kubernetes.operating.controller import Controller
+from ringweave.launch.kubernetes.resource import refusals
+from ringweave.testing.kubernetes.cluster import FakeCluster
+from ringweave.testing.kubernetes.kubelet import PlayedKubelet
+from ringweave.testing.kubernetes.server.refusing import Refused
+
+SPEC: dict[str, Any] = {
+    "cpuWorkers": 6,
+    "script": "a.py",
+    "source": "pass",
+    "nodes": [{"name": "n0", "capacity": 3}, {"name": "n1", "capacity": 3}],
+    "requester": {"username": "admin", "groups": ["system:masters"]},
+}
+QUOTA = 'pods "{}" is forbidden: exceeded quota: compute, requested: pods=1, used: pods=3, limited: pods=3'
+
+
+class World:
+    """One job and the parts of an operator, without a queue."""
+
+    def __init__(self, client: Client, name: str) -> None:
+        self.client, self.name, self.now_s = client, name, time.time()
+        settings = PodSettings(image="example/train:1")
+        self.actor = Actor(client, settings, lambda: self.now_s)
+        self.controller = Controller(
+            client, self.actor, Admission(client, settings, lambda: self.now_s), lambda: self.now_s
+        )
+        self.kubelet = PlayedKubelet(client, "default")
+
+    async def settle(self) -> None:
+        """As many passes as it takes until there is nothing to do."""
+        while (await self.controller.reconcile(("default", self.name))).again:
+            pass
+
+    async def job(self) -> Object:
+        return await self.client.get(kinds.TRAINING_JOBS, "default", self.name)
+
+    async def pods(self) -> list[str]:
+        return [pod["metadata"]["name"] for pod in (await self.kubelet.pods(self.name)).values()]
+
+
+def play(kubeconfig: Path, name: str, test: Callable[[World], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
+            world = World(client, name)
+            await client.create(kinds.TRAINING_JOBS, "default", {"metadata": {"name": name}, "spec": SPEC})
+            await test(world)
+            await client.delete(kinds.TRAINING_JOBS, "default", name)
+            await world.settle()
+            assert await world.pods() == []
+
+    asyncio.run(run())
+
+
+@pytest.fixture(autouse=True)
+def _as_before(cluster: FakeCluster) -> Iterator[None]:
+    yield
+    cluster.handler.delay = None
+    cluster.handler.logs = lambda _pod, _params: None
+
+
+def refuse(cluster: FakeCluster, method: str, ending: str, refused: Callable[[str], Refused]) -> None:
+    """Refuse some requests; those that make a Pod by its name."""
+
+    async def look(http: web.Request) -> None:
+        if http.method == method and http.path.endswith("/pods" if method == "POST" else ending):
+            body = (await http.json())["metadata"]["name"] if method == "POST" else http.path
+            if method != "POST" or body.endswith(ending):
+                raise refused(body)
+
+    cluster.handler.delay = look
+
+
+def test_a_quota_that_refuses_one_pod_is_told_of_until_it_allows_it(cluster: FakeCluster, kubeconfig: Path) -> None:
+    refuse(cluster, "POST", "-1-1", lambda name: Refused(403, "Forbidden", QUOTA.format(name)))
+
+    async def test(world: World) -> None:
+        with pytest.raises(RefusedError, match=r"1 refused, expected none: .*exceeded quota: compute"):
+            await world.settle()
+        assert await world.pods() == ["limited-0-1"], "those that are allowed are made"
+        job = await world.job()
+        status = job["status"]
+        assert (status["state"], status["reason"]) == ("Pending", "QuotaExceeded")
+        assert status["message"].startswith("the API server refuses the Pod of node n1: pods")
+        assert "kubectl describe resourcequota" in status["helps"]
+        running = next(item for item in status["conditions"] if item["type"] == "Running")
+        assert (running["status"], running["reason"]) == ("False", "QuotaExceeded")
+        assert [node.get("reason") for node in status["nodes"]][1] == "QuotaExceeded"
+        assert [event["kind"] for event in status["events"]][-1] == "QuotaExceeded"
+        events = await world.client.list(kinds.EVENTS, "default")
+        assert [each["type"] for each in events if each["reason"] == "QuotaExceeded"] == ["Warning"]
+        shown = showing.view(job, world.now_s)
+        assert shown.state is JobState.PENDING
+        assert shown.reason is not None
+        assert shown.reason.code == "QuotaExceeded"
+
+        with pytest.raises(RefusedError):
+            await world.settle()
+        await world.job()
+        with pytest.raises(RefusedError):
+            await world.settle()
+        again = await world.job()
+        with pytest.raises(RefusedError):
+            await world.settle()
+        assert (await world.job())["metadata"]["resourceVersion"] == again["metadata"]["resourceVersion"]
+
+        cluster.handler.delay = None
+        await world.settle()
+        status = (await world.job())["status"]
+        assert sorted(await world.pods()) == ["limited-0-1", "limited-1-1"]
+        assert status["reason"] not in refusals.CODES
+        assert not {node.get("reason") for node in status["nodes"]} & set(refusals.CODES)
+
+    play(kubeconfig, "limited", test)
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        (QUOTA.format("a-0-1"), "QuotaExceeded"),
+        ('pods "a" is forbidden: failed quota: q: must specify limits.cpu', "QuotaExceeded"),
+        ('pods "a" is forbidden: maximum cpu usage per Container is 1, but limit is 8', "QuotaExceeded"),
+        ('pods "a" is forbidden: violates PodSecurity "restricted:latest": runAsNonRoot != true', "PodSecurityRefused"),
+        ('admission webhook "validate.kyverno.svc-fail" denied the request: no', "WebhookRefused"),
+        ('pods is forbidden: User "system:serviceaccount:a:b" cannot create resource "pods"', "OperatorForbidden"),
+        ('Pod "a" is invalid: spec.containers[0].image: Required value', "ObjectInvalid"),
+        ('pods "a" is forbidden: error looking up service account x/default', "ObjectRefused"),
+    ],
+)
+def test_each_refusal_has_its_word_and_what_helps(message: str, code: str) -> None:
+    why = refusals.reason_of(None, [refusals.Refusal(node=None, message=message)])  # type: ignore[arg-type]
+    assert why.code == code
+    assert str(why).startswith(f"the API server refuses its config: {message}. ")
+    assert why.helps
+
+
+async def told(*texts: str) -> AsyncIterator[bytes]:
+    for text in texts:
+        yield text.encode()
+
+
+def test_the_end_of_a_long_log_is_what_is_kept(cluster: FakeCluster, kubeconfig: Path) -> None:
+    asked: list[Mapping[str, str]] = []
+
+    def logs(_: Any, params: Mapping[str, str]) -> AsyncIterator[bytes]:
+        asked.append(dict(params))
+        return told(*(f"[0] line {index} {'x' * 500}\n" for index in range(3000)), "[0] the last words\n")
+
+    cluster.handler.logs = logs
+
+    async def test(world: World) -> None:
+        await fail_a_node(world)
+        await world.settle()
+        kept = await world.client.get(kinds.CONFIG_MAPS, "default", "wordy-1-1-log")
+        text = kept["data"][keeping.LOG]
+        assert text.endswith("[0] the last words")
+        assert keeping.MAX_BYTES - 1000 < len(text) <= keeping.MAX_BYTES
+        assert asked == [{"tailLines": str(keeping.MAX_LINES)}]
+
+    play(kubeconfig, "wordy", test)
+
+
+def test_a_log_that_cannot_be_read_now_is_tried_again_and_holds_nothing_else_up(
+    cluster: FakeCluster, kubeconfig: Path
+) -> None:
+    refuse(cluster, "GET", "/log", lambda _: Refused(500, "InternalError", "dial tcp 10.0.0.5:10250: no route to host"))
+
+    async def test(world: World) -> None:
+        await fail_a_node(world)
+        with pytest.raises(UnreadLogError, match="no route to host"):
+            await world.settle()
+        assert set(await world.pods()) == {"silent-0-1", "silent-1-1"}, "it stays for its log"
+        called_back = (await world.kubelet.pods("silent"))[0, 1]
+        assert seeing.round_of(called_back) == 2, "the other one is not held up"
+        world.now_s += keeping.PATIENCE_S
+        await world.settle()
+        assert set(await world.pods()) == {"silent-0-1", "silent-1-2"}
+        kept = await world.client.get(kinds.CONFIG_MAPS, "default", "silent-1-1-log")
+        assert "the rest of this log could not be read: " in kept["data"][keeping.LOG]
+        assert names.JOB_LABEL in kept["metadata"]["labels"]
+
+    play(kubeconfig, "silent", test)
+
+
+async def fail_a_node(world: World) -> None:
+    """Both nodes run, then the second one fails, and the time to judge is over."""
+    await world.settle()
+    for _ in range(2):
+        await world.kubelet.step(world.name)
+        await world.settle()
+    pods = await world.kubelet.pods(world.name)
+    await world.kubelet.fail(pods[1, 1], Cause.PLACE)
+    world.now_s += 60.0
