@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--for", dest="until_s", type=float, default=120.0)
     parser.add_argument("--calm", type=float, default=20.0, help="seconds before the first kill")
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--systems", default="ringweave,torchrun")
+    parser.add_argument("--systems", default="ringweave,torchrun", help="also torchft, see docs/chaos.md")
     options = parser.parse_args()
     happens = faults.draw(
         [faults.KILL],

@@ -23,6 +23,7 @@ from ringweave import telemetry, topology
 from ringweave.benchmarks.chaos import faults, session, survivors, times
 from ringweave.benchmarks.chaos.accounts import Report
 from ringweave.benchmarks.chaos.faults import Fault
+from ringweave.benchmarks.chaos.jobs import TORCHFT
 from ringweave.benchmarks.chaos.session import Plan
 from ringweave.benchmarks.chaos.survivors import Toll
 from ringweave.errors import UsageError
@@ -103,6 +104,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--workers", type=int, default=8)
     made.add_argument("--rate", default="25Mbit/s", help="of every node's NIC")
     made.add_argument("--width", type=int, default=384, help="of the model's layers; its square sets the bytes")
+    made.add_argument("--again", action="store_true", help="run nothing: judge anew what --keep has kept")
     made.add_argument("--keep", type=Path, help="folder for events and logs; default: a temporary one")
     made.add_argument(
         "--out", type=Path, help=f"where the JSON document goes; default: {RESULTS.name}/ of bench/results"
@@ -133,6 +135,8 @@ def run(  # noqa: PLR0913 - one for each thing that a bench may want otherwise
     kept = options.keep / name if options.keep else Path(tempfile.mkdtemp(prefix="ringweave-faults-"))
     checks = kept / "checks"
     script = [str(JOB), "{disk}", "--width", str(options.width), "--checks", str(checks)]
+    if system == TORCHFT:
+        script = [str(JOB.with_name("torchft_job.py")), "--width", str(options.width), "--mended"]
     script += ["--fresh"] if elastic else []
     script += ["--steps", str(steps)] if steps else []
     plan = Plan(
@@ -144,11 +148,14 @@ def run(  # noqa: PLR0913 - one for each thing that a bench may want otherwise
         until_s=until_s,
         restart_s=restart_s,
     )
-    found = session.run(plan, cluster(options), lambda text: print(text, file=sys.stderr, flush=True))
+    hit = cluster(options)
+    if not options.again:
+        session.run(plan, hit, lambda text: print(text, file=sys.stderr, flush=True))
+    events = times.steady(list(telemetry.read(kept / "events.jsonl")))
     end = checks / "end.json"
     return Ended(
-        report=found,
-        events=times.steady(list(telemetry.read(kept / "events.jsonl"))),
+        report=session.judge(events, hit, restart_s),
+        events=events,
         checks=checks,
         end=json.loads(end.read_text(encoding="ascii")) if end.exists() else None,
     )

@@ -28,7 +28,7 @@ from ringweave.errors import UsageError
 @click.option(
     "--restart-after", "restart_s", type=float, default=0.0, help="Seconds from a failure to the next attempt."
 )
-@click.option("--system", default=jobs.RINGWEAVE, help="ringweave (default) or torchrun.")
+@click.option("--system", default=jobs.RINGWEAVE, help="ringweave (default), torchrun or torchft.")
 @click.option(
     "--option", "options", multiple=True, help="One of ringweave run, or torchrun, such as --option=--mode=sync."
 )

@@ -7,9 +7,10 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from ringweave import environment
+from ringweave.benchmarks.chaos import notes
 from ringweave.errors import UsageError, explain
 from ringweave.files.problems import closest
 from ringweave.lab import Lab
@@ -17,10 +18,12 @@ from ringweave.launch.local import bootstrap
 from ringweave.launch.local.sites import InLab
 
 WATCHED = Path(__file__).parents[1] / "programs" / "watched.py"
-RINGWEAVE, TORCHRUN = "ringweave", "torchrun"
-SYSTEMS = (RINGWEAVE, TORCHRUN)
+LIGHTHOUSE = WATCHED.with_name("lighthouse.py")
+RINGWEAVE, TORCHRUN, TORCHFT = "ringweave", "torchrun", "torchft"
+SYSTEMS = (RINGWEAVE, TORCHRUN, TORCHFT)
 MOST_RESTARTS = 100_000
 _END_S = 20.0
+_TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
 def check_system(name: str) -> None:
@@ -30,8 +33,8 @@ def check_system(name: str) -> None:
         UsageError: There is none of that name.
     """
     if name not in SYSTEMS:
-        do = closest(name, SYSTEMS) or "torchrun is the one to compare with"
-        raise UsageError(explain("--system", got=name, expected=" or ".join(SYSTEMS), do=do))
+        do = closest(name, SYSTEMS) or "torchrun and torchft are there to compare with"
+        raise UsageError(explain("--system", got=name, expected=", ".join(SYSTEMS), do=do))
 
 
 class Job:
@@ -72,7 +75,8 @@ def commands(
     """(command line, environment) of each process that the job consists of.
 
     Args:
-        system: `ringweave`: one `ringweave lab run`. `torchrun`: an agent on each node.
+        system: `ringweave`: one `ringweave lab run`. `torchrun`: an agent on each node. `torchft`: its lighthouse on
+            the first node, and on each an agent that starts its workers again.
         lab: Where it runs.
         script: Path of the script, and its arguments.
         out: Where the events and logs go.
@@ -83,19 +87,56 @@ def commands(
     if system == RINGWEAVE:
         run = [sys.executable, "-m", "ringweave", "lab", "run", "--lab", lab.name, "--run-dir", str(out), *options]
         return [([*run, *watched], {**os.environ, **told})]
+    told = {**told, environment.EVENTS: str(out / "events.jsonl"), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    made = _by_torchrun(lab, options) if system == TORCHRUN else _by_torchft(lab, options)
+    return [
+        (lab.command(node, [*argv, *(watched if is_agent else ())]), {**os.environ, **environ, **told})
+        for node, argv, environ, is_agent in made
+    ]
+
+
+def _by_torchrun(lab: Lab, options: Sequence[str]) -> "list[_Made]":
+    """One agent on each node; those that are left meet again."""
     site, nodes = InLab(lab), lab.cluster.nodes
     meeting = site.meeting(nodes[0].name)
     job_id = f"chaos-{random.SystemRandom().randrange(10**9)}"
+    shared = [f"--rdzv-id={job_id}", "--rdzv-backend=c10d", f"--rdzv-endpoint={meeting.host}:{meeting.port}"]
     found = []
     for node_rank, node in enumerate(nodes):
-        agent = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(nodes)}", f"--node-rank={node_rank}"]
-        agent += [f"--nproc-per-node={node.num_devices}", f"--rdzv-id={job_id}", "--rdzv-backend=c10d"]
-        agent += [f"--rdzv-endpoint={meeting.host}:{meeting.port}", f"--max-restarts={MOST_RESTARTS}", *options]
-        mended = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        events = {environment.EVENTS: str(out / "events.jsonl")}
-        environ = {**os.environ, **site.environ(node.name), **mended, **events, **told}
-        found.append((lab.command(node.name, [*agent, *watched]), environ))
+        agent = [*_TORCHRUN, f"--nnodes={len(nodes)}", f"--node-rank={node_rank}", *shared]
+        agent += [f"--nproc-per-node={node.num_devices}", f"--max-restarts={MOST_RESTARTS}", *options]
+        mended = {**site.environ(node.name), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        found.append(_Made(node.name, agent, mended, is_agent=True))
     return found
+
+
+def _by_torchft(lab: Lab, options: Sequence[str]) -> "list[_Made]":
+    """Each worker is a replica of its own, with an agent of its own."""
+    site, nodes = InLab(lab), lab.cluster.nodes
+    meeting = site.meeting(nodes[0].name)
+    quick = ["--min_replicas", "1", "--quorum_tick_ms", "50", "--join_timeout_ms", "5000"]
+    quick += ["--heartbeat_timeout_ms", "1000"]
+    lighthouse = [sys.executable, str(LIGHTHOUSE), "--bind", f"[::]:{meeting.port}", *quick]
+    found = [_Made(nodes[0].name, lighthouse, site.environ(nodes[0].name), is_agent=False)]
+    workers = [node.name for node in nodes for _ in range(node.num_devices)]
+    for rank, node in enumerate(workers):
+        own = site.meeting(node)
+        agent = [*_TORCHRUN, "--nnodes=1", "--nproc-per-node=1", f"--max-restarts={MOST_RESTARTS}", *options]
+        agent += [f"--master-addr={own.host}", f"--master-port={own.port}"]
+        told = {"TORCHFT_LIGHTHOUSE": f"http://{meeting.host}:{meeting.port}"}
+        told |= {"NUM_WORKERS": str(len(workers)), notes.RANK: str(rank)}
+        found.append(_Made(node, agent, {**site.environ(node), **told}, is_agent=True))
+    return found
+
+
+class _Made(NamedTuple):
+    """A process on a node."""
+
+    node: str
+    argv: Sequence[str]
+    environ: Mapping[str, str]
+    is_agent: bool
+    """The job's script and its arguments follow."""
 
 
 def _start(argv: Sequence[str], environ: Mapping[str, str], output: IO[bytes]) -> "subprocess.Popen[bytes]":

@@ -7,6 +7,10 @@ OFFSET = "RINGWEAVE_CHAOS_OFFSET_S"
 """Environment variable: seconds since 1970, less the monotonic clock, when chaos began."""
 
 
+RANK = "RINGWEAVE_CHAOS_RANK"
+"""Environment variable: rank among all workers, where each of them is told that it is rank 0 of 1."""
+
+
 def path(events: Path, rank: int) -> Path:
     """Where the note to a rank lies."""
     return events.parent / "faults" / str(rank)

@@ -17,7 +17,7 @@ from ringweave.benchmarks.chaos.hands import Crew, Hands, LabHands
 from ringweave.benchmarks.chaos.jobs import Job
 from ringweave.errors import LaunchError, explain
 from ringweave.lab import Lab, processes
-from ringweave.telemetry import EventLog
+from ringweave.telemetry import Event, EventLog
 from ringweave.topology import Cluster
 
 POLL_S = 0.02
@@ -100,12 +100,17 @@ def run(plan: Plan, cluster: Cluster, progress: Callable[[str], None]) -> Report
             return Job(jobs.commands(plan.system, place, script, plan.out, plan.options, told), plan.out / "job.log")
 
         play(plan, start, does, EventLog(events), progress)
+    return judge(list(telemetry.read(events)), cluster, plan.restart_s)
+
+
+def judge(events: Sequence[Event], cluster: Cluster, restart_s: float) -> Report:
+    """What the faults cost a job on a cluster."""
     nodes = cluster.nodes
     return accounts.report(
-        times.steady(list(telemetry.read(events))),
+        times.steady(events),
         num_workers=sum(node.num_devices for node in nodes),
         workers_on={node.name: node.num_devices for node in nodes},
-        restart_s=plan.restart_s,
+        restart_s=restart_s,
     )
 
 

@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
     """Run the script as if nobody watched."""
     path = WorkerEnvironment.from_environ(os.environ).events_path
     assert path is not None, "chaos says where events go"
-    steps = Steps(EventLog(path, steady_clock(os.environ)), int(os.environ["RANK"]))
+    steps = Steps(EventLog(path, steady_clock(os.environ)), int(os.environ.get(notes.RANK) or os.environ["RANK"]))
     steps.watched()
     register_optimizer_step_post_hook(steps.done)
     sys.argv, sys.path[0] = argv, str(Path(argv[0]).resolve().parent)

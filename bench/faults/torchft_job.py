@@ -1,0 +1,78 @@
+"""The job of job.py by torchft, its steps counted in the same way: to be compared with, see goodput.py.
+
+As shipped (0.2.0), all survivors of a kill end by an assertion of its DistributedDataParallel on Gloo: --mended puts a
+hook in its place that hands the bucket back, for the step is given up anyway. Time limits are short, since the defaults
+of a minute are for other machines. Each worker is a replica of its own, with its part of the batch.
+"""
+
+import argparse
+import logging
+import os
+from datetime import timedelta
+
+import job
+import torch
+from torch.nn import functional
+from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+from ringweave import environment
+from ringweave.benchmarks.chaos import notes
+from ringweave.telemetry import EventLog
+
+
+def mended(manager: Manager, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The mean of a bucket, or the bucket as it is where the step is lost."""
+    work = manager.allreduce(bucket.buffer())
+    if work.wait():
+        future = getattr(work.get_future(), "_fut", None)
+        if future is not None:
+            return future
+    given: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    given.set_result(bucket.buffer())
+    return given
+
+
+def main() -> None:
+    """Train until it is ended."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--mended", action="store_true")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    images, labels = job.read()
+    network = job.make(options.width)
+    rank, num_workers = int(os.environ[notes.RANK]), int(os.environ["NUM_WORKERS"])
+    log = EventLog(os.environ[environment.EVENTS])
+    inner = torch.optim.AdamW(network.parameters(), lr=1e-4)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=4)),
+        min_replica_size=1,
+        load_state_dict=lambda state: (
+            network.load_state_dict(state["model"]),
+            inner.load_state_dict(state["optimizer"]),
+        ),
+        state_dict=lambda: {"model": network.state_dict(), "optimizer": inner.state_dict()},
+        replica_id=f"worker_{rank}",
+        timeout=timedelta(seconds=8),
+        quorum_timeout=timedelta(seconds=20),
+        connect_timeout=timedelta(seconds=5),
+    )
+    if options.mended:
+        DistributedDataParallel._comm_hook = staticmethod(mended)
+    parallel, optimizer = DistributedDataParallel(manager, network), Optimizer(manager, inner)
+    own = job.BATCH // num_workers
+    draw = torch.Generator().manual_seed(rank)
+    while True:
+        before = manager.current_step()
+        chosen = torch.randint(job.NUM_SAMPLES, (own,), generator=draw)
+        optimizer.zero_grad()
+        functional.cross_entropy(parallel(images[chosen]), labels[chosen]).backward()
+        optimizer.step()
+        there = manager.num_participants()
+        if manager.current_step() > before and there < num_workers and manager.participating_rank() == 0:
+            lost = (num_workers - there) * own
+            log.write("samples_lost", rank=0, reduction=before, members=[], samples=there * own, lost=lost)
+
+
+if __name__ == "__main__":
+    main()
