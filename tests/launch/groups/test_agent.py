@@ -9,7 +9,7 @@ from ringweave.jobs.life.observing import Cause, Phase
 from ringweave.launch.groups import agent as agents
 from ringweave.launch.groups.agent import Agent
 from ringweave.launch.groups.crew import Outcome
-from ringweave.launch.groups.posts import Opening, Orders, Post, Report
+from ringweave.launch.groups.posts import Offer, Opening, Orders, Post, Report
 from ringweave.launch.groups.results import Result
 from ringweave.launch.workers import Meeting
 
@@ -63,7 +63,7 @@ class FakePost(Post):
 class Scene:
     def __init__(self) -> None:
         self.post, self.crews, self.time_s = FakePost(), [], 100.0
-        self.agent = Agent(self.post, offer=lambda: HERE, start=self.start, clock=lambda: self.time_s)
+        self.agent = Agent(self.post, offer=lambda _: Offer(meeting=HERE), start=self.start, clock=lambda: self.time_s)
 
     def start(self, opening: Opening) -> FakeCrew:
         self.crews.append(FakeCrew())
@@ -176,7 +176,7 @@ def test_what_cannot_be_started_is_the_places_doing() -> None:
         raise LaunchError("no room")
 
     post.happenings = [lambda: post.open(1)]
-    assert Agent(post, offer=lambda: HERE, start=refuse).serve() is Phase.FAILED
+    assert Agent(post, offer=lambda _: Offer(meeting=HERE), start=refuse).serve() is Phase.FAILED
     assert (post.told[-1].cause, post.told[-1].text) == (Cause.PLACE, "no room")
     post = FakePost()
     assert Agent(post, offer=refuse, start=refuse).serve() is Phase.FAILED

@@ -15,8 +15,7 @@ from dataclasses import replace
 from ringweave.errors import RingweaveError
 from ringweave.jobs.life.observing import Cause, Phase
 from ringweave.launch.groups.crew import Crew, Outcome
-from ringweave.launch.groups.posts import Opening, Orders, Post, Report
-from ringweave.launch.workers import Meeting
+from ringweave.launch.groups.posts import Offer, Opening, Orders, Post, Report
 
 RUNNING_S = 0.05
 """Between two looks at workers."""
@@ -33,22 +32,19 @@ class Agent:
         self,
         post: Post,
         *,
-        offer: Callable[[], Meeting],
+        offer: Callable[[int], Offer],
         start: Callable[[Opening], Crew],
-        offer_server: Callable[[int], Meeting | None] = lambda round_: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Needs a post and hands.
+        """Needs a post and two hands.
 
         Args:
             post: Where orders come from and reports go.
-            offer: Finds where workers could meet on this node; called anew for every round.
+            offer: Makes ready for a round, and finds where workers could meet on this node.
             start: Starts this node's workers for an opening of the gate.
-            offer_server: Finds where the parameter server of a round will listen; None where this node has none.
             clock: Seconds since 1970.
         """
         self._post, self._offer, self._start, self._clock = post, offer, start, clock
-        self._offer_server = offer_server
         self._report = Report(round=0, phase=Phase.PENDING, pid=os.getpid())
         self._crew: Crew | None = None
         self._told_s = 0.0
@@ -107,12 +103,12 @@ class Agent:
 
     def _gather(self, round_: int) -> None:
         try:
-            meeting, server = self._offer(), self._offer_server(round_)
+            offer = self._offer(round_)
         except (RingweaveError, OSError) as error:
             self._end(Outcome(phase=Phase.FAILED, cause=Cause.PLACE, text=str(error)))
             return
-        kept = {"iterations": self._report.iterations, "last_loss": self._report.last_loss}
-        self._tell(Report(round=round_, phase=Phase.READY, pid=os.getpid(), meeting=meeting, server=server, **kept))
+        ready = Report(round=round_, phase=Phase.READY, pid=os.getpid(), meeting=offer.meeting, server=offer.server)
+        self._tell(replace(ready, iterations=self._report.iterations, last_loss=self._report.last_loss))
 
     def _begin(self, opening: Opening) -> None:
         try:

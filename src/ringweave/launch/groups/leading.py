@@ -17,14 +17,14 @@ from ringweave.launch.groups import layout, serving
 from ringweave.launch.groups.agent import Agent
 from ringweave.launch.groups.config import Config
 from ringweave.launch.groups.crew import Crew
-from ringweave.launch.groups.posts import Opening, Post
+from ringweave.launch.groups.posts import Offer, Opening, Post
 from ringweave.launch.groups.results import Results
 from ringweave.launch.groups.serving import ServerDesk
 from ringweave.launch.local.launcher import LocalLauncher
 from ringweave.launch.local.merging import Console, Stream
 from ringweave.launch.local.sites import Site
 from ringweave.launch.run_dirs import RunDir
-from ringweave.launch.workers import Program, WorkerGroup, WorkerSpec
+from ringweave.launch.workers import Meeting, Program, WorkerGroup, WorkerSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,13 +63,13 @@ def lead(assignment: Assignment, post: Post, environ: Mapping[str, str]) -> Phas
         environ: What workers inherit; the job's own variables are put over it.
     """
     node = assignment.config.node(assignment.node)
-    desk = _server_desk(assignment)
-    agent = Agent(
-        post,
-        offer=lambda: assignment.site.meeting(node.name),
-        start=lambda opening: _start(assignment, opening, {**environ, **assignment.config.environment}, desk),
-        offer_server=lambda round_: desk.offer(round_) if desk else None,
-    )
+    workers = _Workers(assignment, environ)
+
+    def offer(round_: int) -> Offer:
+        workers.prepare(round_)
+        return Offer(meeting=assignment.site.meeting(node.name), server=workers.offer_server(round_))
+
+    agent = Agent(post, offer=offer, start=workers.start)
 
     def leave(number: int, _: FrameType | None) -> None:
         agent.leave(f"it got {signal.Signals(number).name}")
@@ -87,28 +87,50 @@ def _server_desk(assignment: Assignment) -> ServerDesk | None:
     return ServerDesk(assignment.config, name, assignment.site, assignment.secrets)
 
 
-def _start(
-    assignment: Assignment, opening: Opening, environ: Mapping[str, str], desk: ServerDesk | None = None
-) -> Crew:
-    run_dir = round_dir(assignment.home, opening.round)
-    (run_dir.root / "logs").mkdir(parents=True, exist_ok=True)
-    config = assignment.config
-    cluster = layout.cluster_of(config, opening.addresses)
-    run_dir.cluster.write_text(topology.dumps(cluster), encoding="utf-8")
-    program = layout.program_of(config, assignment.home)
-    group = _placed(assignment, opening, run_dir, program)
-    outputs: dict[Stream, BinaryIO] = {"stdout": sys.stdout.buffer, "stderr": sys.stderr.buffer}
-    launcher = LocalLauncher(
-        run_dir.log,
-        Console(outputs if assignment.shows_output else {}, environ),
-        environ,
-        enter=assignment.site.enter,
-        secret=lambda worker: _secret(assignment, opening, worker),
-        guard_holds=assignment.guard_holds,
-    )
-    books = Books(run_dir, group, _record(assignment, opening, program))
-    server = desk.server(opening.round, run_dir, environ) if desk else None
-    return Crew(group, launcher, books, Results(run_dir.events), server)
+class _Workers:
+    """Starts the workers of each round. What does not depend on where they meet is done before the gate opens."""
+
+    def __init__(self, assignment: Assignment, environ: Mapping[str, str]) -> None:
+        self._assignment, self._config = assignment, assignment.config
+        self._environ = {**environ, **self._config.environment}
+        self._versions = records.versions()
+        self._desk = _server_desk(assignment)
+        self._program = Program(target=self._config.script)
+
+    def prepare(self, round_: int) -> None:
+        """Files of the round, and all that takes time only once."""
+        run_dir = round_dir(self._assignment.home, round_)
+        (run_dir.root / "logs").mkdir(parents=True, exist_ok=True)
+        self._program = layout.program_of(self._config, self._assignment.home)
+        self._describe(run_dir, {})
+
+    def offer_server(self, round_: int) -> Meeting | None:
+        """Where the parameter server of the round will listen, if it is this node's."""
+        return self._desk.offer(round_) if self._desk else None
+
+    def start(self, opening: Opening) -> Crew:
+        """The workers of the round that is open, running."""
+        assignment = self._assignment
+        run_dir = round_dir(assignment.home, opening.round)
+        if opening.addresses:
+            self._describe(run_dir, opening.addresses)
+        group = _placed(assignment, opening, run_dir, self._program)
+        outputs: dict[Stream, BinaryIO] = {"stdout": sys.stdout.buffer, "stderr": sys.stderr.buffer}
+        launcher = LocalLauncher(
+            run_dir.log,
+            Console(outputs if assignment.shows_output else {}, self._environ),
+            self._environ,
+            enter=assignment.site.enter,
+            secret=lambda worker: _secret(assignment, opening, worker),
+            guard_holds=assignment.guard_holds,
+        )
+        books = Books(run_dir, group, self._versions | _record(assignment, opening, self._program))
+        server = self._desk.server(opening.round, run_dir, self._environ) if self._desk else None
+        return Crew(group, launcher, books, Results(run_dir.events), server)
+
+    def _describe(self, run_dir: RunDir, addresses: Mapping[str, str]) -> None:
+        cluster = layout.cluster_of(self._config, addresses)
+        run_dir.cluster.write_text(topology.dumps(cluster), encoding="utf-8")
 
 
 def _secret(assignment: Assignment, opening: Opening, worker: WorkerSpec) -> int | None:
@@ -135,7 +157,6 @@ def _placed(assignment: Assignment, opening: Opening, run_dir: RunDir, program: 
 def _record(assignment: Assignment, opening: Opening, program: Program) -> dict[str, Any]:
     config = assignment.config
     return {
-        **records.versions(),
         "command": program.words(),
         "job": config.job,
         "node": config.node(assignment.node).name,

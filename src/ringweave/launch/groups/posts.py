@@ -11,6 +11,16 @@ from ringweave.launch.workers import Meeting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """What a group that is ready for a round offers."""
+
+    meeting: Meeting
+    """Where workers could meet, if this is the first node."""
+    server: Meeting | None = None
+    """Where the job's parameter server will listen; None where this node has none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Opening:
     """The gate is open for a round: all nodes were ready for it."""
 

@@ -18,7 +18,7 @@ from tests.launch.local.jobs.conftest import processes_of
 TOGETHER = Path(__file__).parents[2] / "together.py"
 REFUSAL = re.compile(
     r"ringweave: error: job name job: 'taken by \w+ \d+ s ago \(Suspended\)', expected a free name\. "
-    r"Take another name, or remove that job first with ringweave delete job\.\n"
+    r"Take another name, or remove that job first with ringweave delete job\."
 )
 
 
@@ -36,7 +36,7 @@ def test_of_64_processes_one_wins_and_63_are_refused(tmp_path: Path) -> None:
     assert Counter(each["code"] for each in told) == {0: 1, 2: 63}, told
     (winner,) = [each for each in told if each["code"] == 0]
     assert winner["out"] == "job: submitted. ringweave status job; ringweave logs -f job\n"
-    refusals = {each["err"] for each in told if each["code"] == 2}
+    refusals = {each["err"].splitlines()[-1] for each in told if each["code"] == 2}  # some had shown their plan by then
     assert all(REFUSAL.fullmatch(text) for text in refusals), refusals
     state = tmp_path / "home" / "ringweave"
     service = LocalService(state, requester=submitting.os_user(), environ=environ)
