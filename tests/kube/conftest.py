@@ -4,6 +4,7 @@ It needs an API server alone: it plays the kubelet itself, wants no controller, 
 """
 
 import asyncio
+import contextlib
 import os
 import secrets
 import subprocess
@@ -135,8 +136,16 @@ def kubeconfig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 @pytest.fixture(scope="session")
 def kube(kubeconfig: Path) -> Iterator[Kube]:
     """With the resource defined and a namespace made; nothing of it is left in the end."""
-    kube = Kube(kubeconfig, f"ringweave-test-{secrets.token_hex(4)}")
-    is_ours = _define(kube)
+    with contextlib.closing(Kube(kubeconfig, f"ringweave-test-{secrets.token_hex(4)}")) as kube:
+        is_ours = _define(kube)
+        _make_namespace(kube)
+        yield kube
+        _remove(kube)
+        if is_ours:
+            kube.run(kube.client.delete(kinds.DEFINITIONS, None, definition()["metadata"]["name"]))
+
+
+def _make_namespace(kube: Kube) -> None:
     for kind, where, name in (
         (kinds.NAMESPACES, None, kube.namespace),
         # Made by a controller elsewhere; Pods are refused without it.
@@ -147,11 +156,6 @@ def kube(kubeconfig: Path) -> Iterator[Kube]:
         except ApiError as error:
             if not error.is_taken:
                 raise
-    yield kube
-    _remove(kube)
-    if is_ours:
-        kube.run(kube.client.delete(kinds.DEFINITIONS, None, definition()["metadata"]["name"]))
-    kube.close()
 
 
 def _remove(kube: Kube) -> None:
