@@ -84,7 +84,7 @@ class Ended:
                 totals[epoch] = totals.get(epoch, Account()) + own
         num_counted = num_lost = 0
         for event in [each for each in self.events if each["kind"] == "samples_accounted"]:
-            found = totals[event["epoch"]]
+            found = totals.get(event["epoch"], Account())
             if (found.num_samples, f"{found.fingerprint:016x}") != (event["samples"], event["fingerprint"]):
                 raise AssertionError(f"epoch {event['epoch']}: processes drew {found}, the books say {event}")
             num_counted, num_lost = num_counted + found.num_samples, num_lost + event["expected"] - found.num_samples
@@ -175,16 +175,22 @@ def toll_rows(found: Sequence[Toll]) -> list[tuple[object, ...]]:
 def summary(ended: Ended, found: Sequence[Toll]) -> dict[str, Any]:
     """What every bench that hurts a job says of it.
 
+    Samples are compared with the books where the job was never started anew, for then its steps count from 1 again.
+
     Raises:
-        AssertionError: Parameters of two members differ by a bit.
+        AssertionError: Parameters of two members differ by a bit, or samples are not those that the books know.
     """
+    attempts = sum(event["kind"] == "run_started" for event in ended.events)
+    num_counted, num_lost = ended.check_samples() if attempts == 1 else (None, None)
     stalls = [toll.stall_s for toll in found if toll.stall_s is not None]
     joins = survivors.joinings(ended.events)
     return {
         "faults": len(found),
         "steps": ended.report.steps,
         "steps_lost": ended.report.steps_lost,
-        "samples_lost": ended.report.samples_lost,
+        "attempts": attempts,
+        "samples_counted": num_counted,
+        "samples_lost": num_lost,
         "stall_p50_s": quantile(stalls, 0.5),
         "stall_p95_s": quantile(stalls, 0.95),
         "stall_max_s": max(stalls, default=None),
@@ -198,8 +204,10 @@ def summary(ended: Ended, found: Sequence[Toll]) -> dict[str, Any]:
 def summary_rows(said: Mapping[str, Any], width: int) -> list[tuple[object, ...]]:
     """The same for a table."""
     names = {
+        "attempts": "times that the job was started",
         "steps_lost": "train steps lost (bar 0)",
-        "samples_lost": "samples lost",
+        "samples_counted": "samples that counted, each drawn once, in whole epochs",
+        "samples_lost": "samples lost with who had drawn them",
         "stall_p50_s": "stall p50, s",
         "stall_p95_s": "stall p95, s",
         "never_went_on": "faults after which a survivor made no step",

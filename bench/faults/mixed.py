@@ -58,22 +58,18 @@ def main() -> int:
     )
     calm = lab_jobs.run(options, [], until_s=options.limit, elastic=elastic, steps=options.steps, name="without")
     found = survivors.tolls(hurt.events)
-    num_counted, num_lost = hurt.check_samples()
     said = lab_jobs.summary(hurt, found)
     losses = [each.end["loss"] if each.end else None for each in (hurt, calm)]
     apart = abs(losses[0] / losses[1] - 1) if None not in losses else None
     said |= {
         "seed": options.seed,
         "begun": hurt.report.faults,
-        "samples_counted": num_counted,
-        "samples_lost_by_the_books": num_lost,
         "loss": losses[0],
         "loss_without_faults": losses[1],
         "apart": apart,
     }
     rows = lab_jobs.toll_rows(found)
-    more = [("faults that began", said["begun"]), ("samples counted, each drawn once", num_counted)]
-    more += [("samples lost by the books", num_lost), ("loss", losses[0]), ("loss without faults", losses[1])]
+    more = [("faults that began", said["begun"]), ("loss", losses[0]), ("loss without faults", losses[1])]
     more.append(("apart (bar 0.005)", apart))
     padded = [(*row, *[""] * (len(rows[0]) - 2)) for row in more]
     lab_jobs.conclude(options, "mixed", said, [*rows, *lab_jobs.summary_rows(said, len(rows[0])), *padded])
