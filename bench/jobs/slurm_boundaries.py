@@ -1,10 +1,10 @@
-"""The controller of a job on a real Slurm killed by SIGKILL at every boundary of a life; the batch script brings it back.
+"""The controller of a job on a real Slurm killed by SIGKILL at every boundary of a life; its batch script restarts it.
 
     python bench/jobs/slurm_boundaries.py [--first 1] [--step 1] [--most 0]     (root; about 10 s a life)
 
-A life of its own finds the boundaries: every action before and after, and inside of those of several steps. Then one life
-for each of them, in which the real process of the controller kills itself there. Ends with 1 if a life ended otherwise:
-something is left (files, processes, jobs of Slurm), or a worker began twice.
+A life of its own finds the boundaries: every action before and after, and inside of those of several steps. Then one
+life for each of them, in which the real process of the controller kills itself there. Ends with 1 if a life ended
+otherwise: something is left (files, processes, jobs of Slurm), or a worker began twice.
 """
 
 import argparse

@@ -1,0 +1,38 @@
+"""How exactly a TTL is kept, in virtual time: how long a supervisor waits, and that nothing is waited for then."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ringweave.jobs.life.records import new_job
+from ringweave.jobs.life.states import JobState
+from ringweave.jobs.requests.request import NodeRequest, Request
+from ringweave.launch.local.jobs.folders import REGISTRY, job_folder
+from ringweave.launch.local.jobs.registry import Entry, Origin, Registry
+from ringweave.launch.local.jobs.supervisor import IDLE_S, Supervisor
+
+TTL_S = 100.0
+
+
+@pytest.mark.parametrize("before_s", [TTL_S, 40.0, 7.25, 0.001])
+def test_a_supervisor_wakes_at_the_end_of_a_ttl_and_removes_the_job_then(tmp_path: Path, before_s: float) -> None:
+    now = [1000.0 + TTL_S - before_s]
+    nodes = (NodeRequest(name="n0", capacity=3),)
+    request = Request(name="job", num_workers=3, script="s.py", nodes=nodes, device="cpu", ttl_s=TTL_S)
+    job = new_job(request, requester="ann", counts=(3,), now=900.0)
+    record = replace(job.record, state=JobState.SUCCEEDED, outcome=JobState.SUCCEEDED, ended_s=1000.0)
+    registry = Registry(tmp_path / REGISTRY)
+    origin = Origin(directory=str(tmp_path), script_text="", environ={})
+    registry.submit(lambda _: Entry(id="job-1", job=replace(job, record=record), origin=origin))
+    job_folder(tmp_path, "job-1").root.mkdir(parents=True)
+    supervisor = Supervisor(tmp_path, "job-1", clock=lambda: now[0])
+    place = supervisor._place(registry.load("job-1"))
+    while (wait_s := supervisor.step(place)) == 0.0:
+        pass
+    assert wait_s == pytest.approx(min(IDLE_S, before_s)), "not a moment longer than it is kept"
+    now[0] = 1000.0 + TTL_S
+    while supervisor.step(place) is not None:
+        assert now[0] == 1000.0 + TTL_S, "nothing of its removal waits"
+    assert registry.load("job-1") is None
+    assert not list((tmp_path / "jobs").iterdir())
