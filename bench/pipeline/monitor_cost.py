@@ -1,10 +1,10 @@
 """What measuring costs: the same pipeline of virtual devices with and without a balancer, by turns.
 
-    python bench/pipeline/monitor_cost.py --rounds 8        # four processes, about 2 minutes
+    python bench/pipeline/monitor_cost.py        # four processes, a minute and a half
 
 Devices are alike and the partition is even, so that nothing moves; windows end, links are probed, rank 0 is asked and
-solves as in any run. Both pipelines live in the same processes and take turns of whole periods. Exit code 1 if the
-median step with the balancer is more than 0.5 % longer.
+solves as in any run. Both pipelines live in the same processes and take turns of whole windows, the one that begins
+changes from pair to pair. Exit code 1 if the median difference of a pair is more than 0.5 %.
 """
 
 import argparse
@@ -30,8 +30,8 @@ ALLOWED, DEVICES = 0.005, 4
 def parse_options() -> argparse.Namespace:
     """Returns the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8, help="turns of each")
-    parser.add_argument("--steps", type=int, default=20, help="in a turn; windows have ten")
+    parser.add_argument("--rounds", type=int, default=12, help="turns of each")
+    parser.add_argument("--steps", type=int, default=10, help="in a turn; a multiple of ten, the steps of a window")
     parser.add_argument("--block-s", type=float, default=0.005, help="forward of a block; backward takes twice that")
     parser.add_argument("--out", type=Path, default=Path("runs/pipeline-monitor-cost.json"))
     return parser.parse_args()

@@ -119,9 +119,11 @@ def test_what_drifts_during_the_trial_does_not_save_a_move_that_does_not_help(dr
         believed=EVEN,
         surcharge_s=lambda splits: 0.0 if splits == start else 5.0,
     )
-    train.run(40)
+    train.run(60)
     assert train.rulings[1][1].is_return
     assert train.rulings[1][1].splits == start
+    solved = [note for note in train.controller.take_notes() if note.kind == "partition_solved"]
+    assert any("device 4" in str(note.fields["why"]) for note in solved) == drifts, "and it is thought over again"
 
 
 def test_a_move_that_helps_stays_when_all_slows_in_its_trial() -> None:

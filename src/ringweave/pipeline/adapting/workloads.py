@@ -13,6 +13,7 @@ from ringweave.pipeline.profiling import Link, Profile
 from ringweave.pipeline.profiling.predicting import transfers_of
 from ringweave.planning.partitioning import Memory
 from ringweave.planning.repartitioning import Conditions, Policy, Workload
+from ringweave.sim.pipelines import Overheads
 from ringweave.telemetry import EventLog
 
 _FASTEST_BYTES_PER_S = 1e12
@@ -30,7 +31,8 @@ def adapt(
 ) -> Balancer:
     """From now on the pipeline's blocks move to where the step is shortest; all ranks call it at the same time.
 
-    Blocks and links are profiled first. Under `ringweave run` rank 0 writes what happens to the event log.
+    Blocks and links are profiled first, and the schedule is rehearsed. Under `ringweave run` rank 0 writes what happens
+    to the event log.
 
     Args:
         pipeline: It trains as before.
@@ -48,7 +50,8 @@ def adapt(
     links = profiling.measure_links(pipeline.layout, pipeline.groups, pipeline.device, largest, clock=clock)
     run_dir = WorkerEnvironment.from_environ(os.environ).run_dir
     log = EventLog(run_dir / "events.jsonl") if run_dir and pipeline.rank == 0 else None
-    workload = workload_of(pipeline, found, links, memory_bytes=memory_bytes)
+    overheads = profiling.rehearse(pipeline, links, rounds=profile_rounds, clock=clock)
+    workload = workload_of(pipeline, found, links, overheads, memory_bytes=memory_bytes)
     return Balancer(pipeline, workload, conditions_of(found, links), policy or Policy(), log=log, clock=clock)
 
 
@@ -56,10 +59,11 @@ def workload_of(
     pipeline: Pipeline,
     profile: Profile,
     links: tuple[Sequence[Link], Sequence[Link]],
+    overheads: Overheads | None = None,
     *,
     memory_bytes: Sequence[float] | None = None,
 ) -> Workload:
-    """The pipeline's blocks and schedule, as profiled."""
+    """The pipeline's blocks and schedule, as profiled and rehearsed."""
     costs, devices = profile.blocks, range(profile.num_devices)
     gradients = [_gradient_bytes(pipeline, block) for block in range(len(costs))]
     memory = None
@@ -75,6 +79,8 @@ def workload_of(
         forward_s=tuple(tuple(cost.forward_s[device] for cost in costs) for device in devices),
         backward_s=tuple(tuple(cost.backward_s[device] for cost in costs) for device in devices),
         kinds=tuple(devices),
+        update_s=tuple(tuple(cost.update_s[device] for cost in costs) for device in devices),
+        overheads=overheads or Overheads(),
         num_devices=profile.num_devices,
         num_microbatches=settings.num_microbatches,
         forward_bytes=tuple(float(cost.forward_bytes) for cost in costs),

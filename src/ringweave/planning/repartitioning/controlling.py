@@ -103,6 +103,7 @@ class Controller:
         self._note_window(window, step_s)
         self._since_solved += len(window.step_s)
         self._save_up(len(window.step_s) * step_s)
+        self._pending = drifted or self._pending
         if self.state is State.TRIAL:
             self.state = State.WATCHING
             before_s = self._before_s(is_other=bool(drifted))
@@ -111,7 +112,6 @@ class Controller:
             self._num_vain = 0 if step_s < before_s else self._num_vain
         elif drifted:
             self._refused.clear()
-        self._pending = drifted or self._pending
         if not self._is_due(window.end_step):
             return self._stay()
         return self._think(step_s)

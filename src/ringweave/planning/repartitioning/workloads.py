@@ -3,12 +3,12 @@
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from ringweave.errors import UsageError, explain
 from ringweave.planning.partitioning import Memory, Problem
 from ringweave.planning.partitioning.costs import Costs
-from ringweave.sim.pipelines import Order, StageTimes, generate, simulate
+from ringweave.sim.pipelines import Order, Overheads, StageTimes, generate, simulate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +47,10 @@ class Workload:
     """Of each block: parameters, buffers and optimizer state, copied before it moves. Empty: nothing to count."""
     gradient_bytes: tuple[float, ...] = ()
     """Of each block: what is sent while training pauses."""
+    update_s: tuple[tuple[float, ...], ...] = ()
+    """As forward_s: the optimizer's step, once for each train step. Empty: nothing to count."""
+    overheads: Overheads = field(default_factory=Overheads)
+    """What a step takes beside all that; actions take longer on a slower device as blocks do."""
     latency_s: tuple[float, ...] = ()
     """Of the link into each device but the first: what a transfer takes beside its bytes. Empty: nothing."""
     schedule: str | Order = "1f1b"
@@ -57,7 +61,7 @@ class Workload:
     """None: nothing is limited."""
 
     def __post_init__(self) -> None:
-        for what in ("forward_s", "backward_s"):
+        for what in ("forward_s", "backward_s", "update_s"):
             for row in getattr(self, what):
                 _check_row(what, row, self.num_blocks)
         for what in ("forward_bytes", "backward_bytes", "state_bytes", "gradient_bytes"):
@@ -93,19 +97,21 @@ class Workload:
 
     def times(self, splits: Sequence[int], conditions: Conditions) -> StageTimes:
         """Of the stages and links of a partition, for one microbatch."""
-        return StageTimes(
+        actions_s = self.overheads.action_s or (0.0,) * self.num_devices
+        beside = tuple(action_s / speed for action_s, speed in zip(actions_s, conditions.speeds, strict=True))
+        times = StageTimes(
             forward_s=self._stage_s(self.forward_s, splits, conditions.speeds),
             backward_s=self._stage_s(self.backward_s, splits, conditions.speeds),
+            before_s=self._stage_s(self.update_s, splits, conditions.speeds) if self.update_s else (),
             forward_transfer_s=self._transfers_s(self.forward_bytes, splits, conditions.rates),
             backward_transfer_s=self._transfers_s(self.backward_bytes, splits, conditions.rates),
         )
+        return times.beside(replace(self.overheads, action_s=beside))
 
     def profiled_s(self, splits: Sequence[int]) -> tuple[float, ...]:
         """Of each stage: computing in a whole train step as it was profiled, at speed 1."""
-        speeds = (1.0,) * self.num_devices
-        forward_s = self._stage_s(self.forward_s, splits, speeds)
-        backward_s = self._stage_s(self.backward_s, splits, speeds)
-        return tuple(self.num_microbatches * (f + b) for f, b in zip(forward_s, backward_s, strict=True))
+        times = self.times(splits, Conditions(speeds=(1.0,) * self.num_devices))
+        return tuple(self.num_microbatches * (f + b) for f, b in zip(times.forward_s, times.backward_s, strict=True))
 
     def step_s(self, splits: Sequence[int], conditions: Conditions) -> float:
         """Simulated seconds of a train step's schedule.
