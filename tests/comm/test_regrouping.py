@@ -1,4 +1,9 @@
+import socket
+import threading
+import time
+
 import pytest
+import torch.distributed as dist
 
 from ringweave.comm.regrouping import EpochGroups
 from ringweave.errors import PeerError
@@ -28,3 +33,45 @@ def test_a_store_is_told_for_one_epoch() -> None:
     assert groups.store_place != place
     groups.abort()
     groups.leave()
+
+
+def test_the_script_has_a_rank_at_any_moment_and_no_group_of_an_epoch_that_is_over() -> None:
+    groups, has_ended, failures = EpochGroups(HERE), threading.Event(), []
+
+    def ask() -> None:
+        while not has_ended.is_set():
+            try:
+                assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+            except Exception as error:
+                failures.append(error)
+                return
+
+    groups.form(groups.store_place, "1.1", 0, 1, groups.num_aborts)
+    beside = dist.new_group([0])
+    thread = threading.Thread(target=ask)
+    thread.start()
+    for number in range(2, 8):
+        before = dist.group.WORLD
+        groups.abort()
+        groups.form(groups.store_place, f"1.{number}", 0, 1, groups.num_aborts)
+        assert dist.group.WORLD is not before
+    has_ended.set()
+    thread.join()
+    assert failures == []
+    with pytest.raises(ValueError, match="Invalid process group"):
+        dist.destroy_process_group(beside)
+    groups.leave()
+    assert not dist.is_initialized()
+
+
+def test_who_ran_out_of_time_gives_it_twice_as_long_the_next_time() -> None:
+    """Whoever listens here never answers."""
+    with socket.create_server((HERE, 0)) as silent:
+        groups, seconds = EpochGroups(HERE, form_s=0.2), []
+        for number in range(3):
+            began_s = time.monotonic()
+            with pytest.raises(PeerError, match=r"expected all of 2 members"):
+                groups.form(f"{HERE} {silent.getsockname()[1]}", f"1.{number}", 1, 2, groups.num_aborts)
+            seconds.append(time.monotonic() - began_s)
+    assert seconds[1] >= 0.4
+    assert seconds[2] >= 0.8

@@ -24,8 +24,10 @@ class Member:
     decree: Decree | None = None
     forming: Decree | None = None
     """The epoch that was ordered, while its group is not formed."""
-    is_settled: bool = False
+    has_ended: bool = False
     """What the epoch before left unfinished has been ended."""
+    is_settled: bool = True
+    """It was not asked to stand still since its last epoch was ordered."""
     history: dict[int, Ballot] = field(default_factory=dict)
     """Number of a reduction -> the epoch whose members' gradients are in it."""
     is_frozen: bool = True
@@ -70,12 +72,12 @@ class World:
         self.members[name] = Member(name)
         self._send(self.members[name], lambda each, now_s: each.join(name, now_s))
 
-    def _send(self, member: Member, event: Callable[[Coordinator, float], None]) -> None:
+    def _send(self, member: Member, event: Callable[[Coordinator, float], None], *, is_kernel: bool = False) -> None:
         """Put a letter of a member to its coordinator on its way."""
         at = member.at
 
         def arrive() -> None:
-            if not self.is_down[at] and (member.name, at) not in self.cut:
+            if not self.is_down[at] and (is_kernel or (member.name, at) not in self.cut):
                 event(self.coordinators[at], self.now_s)
                 self._note_decrees()
 
@@ -123,7 +125,7 @@ class World:
         for action in member.follower.take(order):
             match action:
                 case Freeze():
-                    member.unstood = action.ballot
+                    member.unstood, member.is_settled = action.ballot, False
                     if action.is_urgent or (member.is_frozen and member.forming is None):
                         member.is_frozen, member.wants_stop, member.forming = True, False, None
                     else:
@@ -132,7 +134,8 @@ class World:
                     own = next(each for each in action.decree.standings if each.member == member.name)
                     assert own == member.standing, "it stood still since it said where it stands"
                     member.decree = member.forming = action.decree
-                    member.is_settled, member.wants_stop, member.unstood = False, False, None
+                    member.has_ended, member.wants_stop, member.unstood = False, False, None
+                    member.is_settled = True
                 case Out():
                     member.is_frozen, member.forming, member.reason = True, None, action.reason
         assert member.follower.epoch >= epoch, "no member goes back to an earlier epoch"
@@ -145,12 +148,12 @@ class World:
             member.history[number] = self.members[giver.member].history[number]
             member.standing = replace(member.standing, committed=number, at_border=True)
         member.standing = replace(member.standing, is_prepared=False)
-        member.is_settled = True
+        member.has_ended = True
 
     def _meet(self, member: Member, decree: Decree) -> None:
         """Go on with the others, once all have come; a newcomer with the state of one of them."""
         others = [self.members[name] for name in decree.members]
-        if not all(each.decree == decree and each.is_settled for each in others):
+        if not all(each.decree == decree and each.has_ended for each in others):
             return
         if not member.standing.has_state:
             if decree.holders:
@@ -164,7 +167,7 @@ class World:
         if not member.can_act:
             return
         if member.forming is not None:
-            (self._meet if member.is_settled else self._settle)(member, member.forming)
+            (self._meet if member.has_ended else self._settle)(member, member.forming)
             return
         if member.is_frozen or member.decree is None:
             return
@@ -191,25 +194,29 @@ class World:
         return self.stops[key]
 
     def kill(self, member: Member) -> None:
-        """SIGKILL: its connection breaks, which its coordinator hears of, sooner or later."""
+        """SIGKILL: the kernel hangs up, which the coordinator that it talked to hears of, sooner or later."""
         member.is_dead = True
-        for index, each in enumerate(self.coordinators):
-            self.letters.append(
-                lambda each=each, index=index: None if self.is_down[index] else each.lose(member.name, self.now_s)
-            )
+        self._send(member, lambda each, now_s: each.lose(member.name, now_s), is_kernel=True)
+
+    def hear(self, index: int) -> None:
+        """A coordinator asks the other one which term it decides in."""
+        other = self.coordinators[1 - index]
+        if other.is_active and not (self.is_down[0] or self.is_down[1]):
+            term = other.term
+            self.letters.append(lambda: None if self.is_down[index] else self.coordinators[index].hear_of(term))
 
     def rejoin(self, member: Member) -> None:
-        """It has lost its coordinator, or believes so, and asks the other one."""
+        """It has lost its coordinator, or believes so, takes its leave of it, and asks the other one."""
+        self._send(member, lambda each, _now_s: each.part(member.name))
         member.at = 1 - member.at
         name = member.name
         if member.decree is None:
             self._send(member, lambda each, now_s: each.join(name, now_s))
             return
-        is_settled = member.follower.promised in (member.follower.epoch, (member.follower.promised[0], 0))
         promised = member.follower.promised
         member.follower.forget_coordinator()
         member.rejoining = Rejoining(
-            standing=member.standing, decree=member.decree, promised=promised, is_settled=is_settled
+            standing=member.standing, decree=member.decree, promised=promised, is_settled=member.is_settled
         )
 
     # What must never be.

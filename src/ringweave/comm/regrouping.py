@@ -6,19 +6,25 @@ to be the first has said where it is before the epoch begins; no store outlives 
 
 import contextlib
 import os
+import queue
 import socket
 import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore, distributed_c10d
 
 from ringweave.errors import PeerError
 
 FORM_S = 10.0
-"""How long the members of an epoch may take to meet; all of them have just said that they are there."""
-_CALL_S = 2.0
-"""How long the first member may take to answer a call."""
+"""How long the members of an epoch may take to meet, at first; all of them have just said that they are there. Twice as
+long after each time that this was too short: a machine that is too busy for it once will be so again."""
+_MOST_FORM_S = 640.0
+_LOOK_S = 0.05
+_CALL_PART = 0.2
+"""Of the limit: the first member may take so long to answer a call."""
 WAIT = timedelta(days=1)
 """Of a collective: what ends it when a member is gone is the membership and not a time-out."""
 
@@ -26,14 +32,15 @@ WAIT = timedelta(days=1)
 class EpochGroups:
     """Forms the default group of one epoch after another; `form` and `leave` in one thread, `abort` in any."""
 
-    def __init__(self, address: str) -> None:
-        """`address` is where the others reach this process."""
-        self._address = address
+    def __init__(self, address: str, *, form_s: float = FORM_S, clock: Callable[[], float] = time.monotonic) -> None:
+        """`address` is where the others reach this process; `form_s` is how long they may take to meet at first."""
+        self._address, self._clock = address, clock
         self._lock = threading.Lock()
         self._ready = self._open()
         self._held: TCPStore | None = None
         self._group: dist.ProcessGroup | None = None
         self._num_aborts = 0
+        self._first_limit_s = self._limit_s = form_s
 
     @property
     def store_place(self) -> str:
@@ -46,7 +53,10 @@ class EpochGroups:
         return self._num_aborts
 
     def form(self, store_place: str, name: str, rank: int, world_size: int, num_aborts: int) -> None:
-        """Make the default group; the one before is gone then.
+        """Make the default group, in the place of the one before.
+
+        The script may ask for its rank at any moment, so there is a default group at any moment: the one before, which
+        does nothing any more, until the next one stands.
 
         Args:
             store_place: Of the first member.
@@ -58,34 +68,62 @@ class EpochGroups:
         Raises:
             PeerError: The members did not meet, or `abort` was called since the epoch was ordered.
         """
-        self.leave()
+        self._cut()
         with self._lock:
             if num_aborts != self._num_aborts:
                 raise _aborted(name)
             if rank == 0:  # the others hold on to it as long as this process does, and no longer
                 self._held, self._ready = self._ready, self._open()
         host, port = store_place.split()
-        limit = timedelta(seconds=FORM_S)
+        limit, began_s = timedelta(seconds=self._limit_s), self._clock()
         try:
-            # It listens before the epoch is ordered: who finds nobody there need not search for it, as torch would.
-            socket.create_connection((host, int(port)), timeout=_CALL_S).close()
-            store = TCPStore(host, int(port), is_master=False, timeout=limit)
-            own = PrefixStore(f"epoch/{name}/", store)
-            dist.init_process_group("ringweave", store=own, rank=rank, world_size=world_size, timeout=limit)
+            store = self._reach(host, int(port), name, num_aborts)
+            _make_default(PrefixStore(f"epoch/{name}/", store), name, rank, world_size, limit)
         except (RuntimeError, OSError) as cause:
+            if self._clock() - began_s > _CALL_PART * self._limit_s and num_aborts == self._num_aborts:
+                self._limit_s = min(2 * self._limit_s, _MOST_FORM_S)
             raise PeerError(
                 f"group of epoch {name}: {str(cause).partition(chr(10))[0]}, expected all of {world_size} members. "
                 "Look into the logs of the others."
             ) from cause
+        self._limit_s = self._first_limit_s
         group = dist.group.WORLD
         assert group is not None
-        dist.distributed_c10d._set_pg_timeout(WAIT, group)
+        distributed_c10d._set_pg_timeout(WAIT, group)
         with self._lock:
             self._group = group
             is_late = self._num_aborts != num_aborts
         if is_late:
             group.abort()
             raise _aborted(name)
+
+    def _reach(self, host: str, port: int, name: str, num_aborts: int) -> TCPStore:
+        """The store of the first member, unless that does not answer in time.
+
+        In a thread that can be left behind: torch waits without end for one whose process is stopped.
+        """
+        limit = timedelta(seconds=self._limit_s)
+        # It listens before the epoch is ordered: who finds nobody there need not search for it, as torch would.
+        socket.create_connection((host, port), timeout=_CALL_PART * self._limit_s).close()
+        found: queue.SimpleQueue[TCPStore | RuntimeError] = queue.SimpleQueue()
+
+        def connect() -> None:
+            try:
+                found.put(TCPStore(host, port, is_master=False, timeout=limit))
+            except RuntimeError as error:
+                found.put(error)
+
+        threading.Thread(target=connect, name="ringweave meeting", daemon=True).start()
+        deadline_s = self._clock() + self._limit_s
+        while num_aborts == self._num_aborts and self._clock() < deadline_s:
+            with contextlib.suppress(queue.Empty):
+                store = found.get(timeout=_LOOK_S)
+                if isinstance(store, RuntimeError):
+                    raise store
+                return store
+        if num_aborts != self._num_aborts:
+            raise _aborted(name)
+        raise TimeoutError(f"the first member did not answer within {self._limit_s:g} s")
 
     def abort(self) -> None:
         """End every wait in the group at once, or in its being formed; from any thread."""
@@ -97,16 +135,38 @@ class EpochGroups:
 
     def leave(self) -> None:
         """Let go of the group that there is."""
-        with self._lock:
-            group, self._group = self._group, None
-        if group is not None:
-            group.abort()
+        self._cut()
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
 
+    def _cut(self) -> None:
+        with self._lock:
+            group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
     def _open(self) -> TCPStore:
         return TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+
+
+def _make_default(store: Store, name: str, rank: int, world_size: int, limit: timedelta) -> None:
+    """Make the default group, and let go of the one before and of all that the script made beside it.
+
+    torch has no call for it: `init_process_group` wants that there is none, and between its end and the next begin
+    every `get_rank` of the script would raise. So this does what that function does, with the group at hand.
+    """
+    world, group_name = distributed_c10d._world, distributed_c10d.GroupName(f"epoch {name}")
+    before = list(world.pg_map)
+    group, _ = distributed_c10d._new_process_group_helper(
+        world_size, rank, [], dist.Backend("ringweave"), store, group_name, timeout=limit, group_desc="default_pg"
+    )
+    assert isinstance(group, dist.ProcessGroup), "this process is a member"
+    world.pg_group_ranks[group] = {each: each for each in range(world_size)}
+    distributed_c10d._update_default_pg(group)
+    for other in before:
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group(other)
 
 
 def _aborted(name: str) -> PeerError:

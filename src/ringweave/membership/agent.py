@@ -18,7 +18,7 @@ BEAT_S = 0.15
 CALL_S = 3.0
 """An answer that takes longer is none: the coordinator is lost."""
 SEARCH_S = 30.0
-"""How long a member looks for a coordinator before it gives up."""
+"""How long a member that cannot go on without a coordinator looks for one. One whose epoch works needs none."""
 _END_S = 5.0
 _TAKE_OVER_S = 4.0
 """How long it waits for a standby to take over, before it asks the other one again."""
@@ -64,6 +64,9 @@ class Agent:
         self._follower = Follower(member)
         self._decree: Decree | None = None
         self._pending: Ballot | None = None
+        self._is_settled = True
+        self._accusation: Accuse | None = None
+        self._is_leaving = False
         self._client: wire.Client | None = None
         self._at = 0
         self._lock = threading.RLock()
@@ -87,35 +90,52 @@ class Agent:
             self._say_stand(ballot, standing)
 
     def accuse(self, ballot: Ballot, suspects: Sequence[str]) -> None:
-        """The epoch is broken."""
-        self._say(Accuse(ballot=ballot, suspects=list(suspects)))
+        """The epoch is broken. Said again to every other coordinator, until there is another epoch."""
+        accusation = Accuse(ballot=ballot, suspects=list(suspects))
+        if self._decree is None or ballot >= self._decree.ballot:
+            self._accusation = accusation
+        self._say(accusation)
 
     def leave(self, *, is_finished: bool) -> None:
-        """This member goes: at the next border, or, finished, now."""
-        self._say(Leave(standing=self._participant.standing(), is_finished=is_finished))
+        """This member goes: at the next border, or, finished, now; then it waits a little until it could say so."""
+        leave = Leave(standing=self._participant.standing(), is_finished=is_finished)
+        self._is_leaving = not is_finished
+        deadline_s = self._clock() + _END_S
+        while not self._say(leave) and is_finished and self._clock() < deadline_s and not self._stop.is_set():
+            self._stop.wait(_BREATH_S)
 
-    def close(self) -> None:
-        """End the threads and the connection; within a few seconds."""
+    def close(self, timeout_s: float = _END_S) -> None:
+        """End the threads, and the connection as the process's end would; each within so many seconds."""
         self._stop.set()
         with self._lock:
             client, self._client = self._client, None
         if client is not None:
-            client.close()
+            client.hang_up()
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
-                thread.join(_END_S)
+                thread.join(timeout_s)
 
     def _say_stand(self, ballot: Ballot, standing: Standing) -> None:
         self._say(Stand(ballot=ballot, standing=standing))
 
-    def _say(self, message: wire.Message) -> None:
-        """Send it. If it may not have arrived the connection is given up: whoever is asked next starts afresh."""
+    def _say(self, message: wire.Message) -> bool:
+        """Whether it has arrived. If not, the connection is given up: whoever is asked next starts afresh."""
         client = self._client
-        if client is not None:
-            try:
-                client.call(message, timeout_s=CALL_S)
-            except WireError:
-                self._drop(client)
+        if client is None:
+            return False
+        try:
+            client.call(message, timeout_s=CALL_S)
+        except WireError:
+            self._drop(client)
+            return False
+        return True
+
+    def _say_again(self) -> None:
+        """What a coordinator that was lost may not have heard."""
+        if self._accusation is not None:
+            self._say(self._accusation)
+        if self._is_leaving:
+            self._say(Leave(standing=self._participant.standing(), is_finished=False))
 
     def _beat_on(self) -> None:
         while not self._stop.wait(BEAT_S):
@@ -124,16 +144,22 @@ class Agent:
     def _listen(self) -> None:
         serial = 0
         while not self._stop.is_set():
-            client = self._client or self._connect()
+            client = self._client
             if client is None:
-                continue
+                client, serial = self._connect(), 0
+                if client is None:
+                    continue
+                self._say_again()
             try:
                 told = client.call(Listen(serial=serial), timeout_s=2 * CALL_S).message
             except WireError:
                 self._drop(client)
-                serial = 0
                 continue
             assert isinstance(told, Told), "the class of the reply"
+            if not told.is_active:  # it has heard that another one decides
+                self._at += 1
+                self._drop(client)
+                continue
             serial = told.serial
             self._obey(told)
 
@@ -143,7 +169,7 @@ class Agent:
                 case Freeze():
                     self._freeze(action)
                 case Form():
-                    self._decree = action.decree
+                    self._decree, self._is_settled, self._accusation = action.decree, True, None
                     self._participant.form(action.decree)
                 case Out():
                     self._stop.set()
@@ -151,7 +177,7 @@ class Agent:
 
     def _freeze(self, freeze: Freeze) -> None:
         with self._lock:
-            self._pending = freeze.ballot
+            self._pending, self._is_settled = freeze.ballot, False
         standing = self._participant.freeze(is_urgent=freeze.is_urgent)
         if standing is not None:
             self.stand(standing)
@@ -164,9 +190,11 @@ class Agent:
 
     def _connect(self) -> wire.Client | None:
         """Enter at one of the addresses, beginning where it was last; None if the search was ended or has failed."""
-        deadline_s = self._clock() + SEARCH_S
+        since_s = self._clock()
         reason = "no coordinator answers"
-        while not self._stop.is_set() and self._clock() < deadline_s:
+        while not self._stop.is_set() and self._clock() - since_s < SEARCH_S:
+            if self._decree is not None and self._is_settled and self._accusation is None:
+                since_s = self._clock()  # training goes on without
             host, port = self._addresses[self._at % len(self._addresses)]
             try:
                 client = self._enter(host, port)
@@ -184,7 +212,8 @@ class Agent:
 
     def _enter(self, host: str, port: int) -> wire.Client | None:
         """Become a member there, or go on as one; None if it is a standby that does not decide (yet)."""
-        client = wire.Client.connect(host, port, self._trust, role="coordinator", timeout_s=CALL_S)
+        limits = wire.Limits(handshake_s=CALL_S)
+        client = wire.Client.connect(host, port, self._trust, role="coordinator", limits=limits, timeout_s=CALL_S)
         try:
             client.call(Enter(rejoining=self._rejoining()), timeout_s=CALL_S)
             self._client = client
@@ -207,8 +236,13 @@ class Agent:
         """None before the first epoch: then it is a newcomer like any other."""
         if self._decree is None:
             return None
-        is_settled = self._follower.promised == self._follower.epoch or self._follower.promised[1] == 0
         promised = self._follower.promised
         self._follower.forget_coordinator()
-        standing = replace(self._participant.standing(), note="")
-        return Rejoining(standing=standing, decree=self._decree, promised=promised, is_settled=is_settled)
+        standing = _in_short(self._participant.standing())
+        decree = replace(self._decree, standings=tuple(map(_in_short, self._decree.standings)), finished=())
+        return Rejoining(standing=standing, decree=decree, promised=promised, is_settled=self._is_settled)
+
+
+def _in_short(standing: Standing) -> Standing:
+    """Without what coordinators only pass on."""
+    return replace(standing, note="", testament="")

@@ -13,9 +13,14 @@ MAX_NOTE = 64 * 1024
 """Characters of a note; each of the members gets those of all."""
 
 
+MAX_TESTAMENT = 512 * 1024
+"""Characters of what a member leaves to those who are behind."""
+
+
 def _bounded(standing: Standing) -> Standing:
-    if len(standing.note) > MAX_NOTE:
-        raise ValueError(f"a note of {len(standing.note)} characters, expected at most {MAX_NOTE}")
+    for what, text, most in (("note", standing.note, MAX_NOTE), ("testament", standing.testament, MAX_TESTAMENT)):
+        if len(text) > most:
+            raise ValueError(f"a {what} of {len(text)} characters, expected at most {most}")
     return standing
 
 

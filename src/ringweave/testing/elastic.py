@@ -18,12 +18,18 @@ from typing import Any, Self
 from ringweave import wire
 from ringweave.membership.rules.coordinator import Coordinator
 from ringweave.membership.rules.records import Decree
+from ringweave.membership.rules.rhythm import Tolerance
 from ringweave.membership.rules.settings import Bounds, Settings
 from ringweave.membership.serving.service import CoordinatorService
 from ringweave.testing.ranks import Outcome
 
 _PRELOADED = ["torch", "torch.distributed", "ringweave.comm.backend", "ringweave.training.elastic.preparing"]
 _TICK_S = 0.05
+
+
+def patient(silence_s: float) -> Tolerance:
+    """Nobody is given up before, however busy the machine is."""
+    return Tolerance(factor=3.0, least_s=silence_s, most_s=max(60.0, silence_s))
 
 
 class Headquarters:
@@ -37,11 +43,17 @@ class Headquarters:
             coordinator, note_epoch=self.decrees.append, note_lost=lambda member, why: self.lost.append((member, why))
         )
         trust = wire.Tls(authority.issue("coordinator", "1" if is_standby else "0"))
-        self._server = wire.Server(trust, self.service.handlers(), roles=("worker",)).start("127.0.0.1")
+        roles = ("worker", "coordinator")
+        self._server = wire.Server(trust, self.service.handlers(), roles=roles, hung_up=self.service.hung_up)
+        self._server.start("127.0.0.1")
         self.port = self._server.port
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._tick, name="coordinator", daemon=True)
         self._thread.start()
+
+    def connected(self) -> set[str]:
+        """Names of those that hold a connection."""
+        return {peer.identity.name for peer in self._server.peers()}
 
     def close(self) -> None:
         """As if it was killed: it answers nobody any more."""
@@ -51,7 +63,7 @@ class Headquarters:
 
     def _tick(self) -> None:
         while not self._stop.wait(_TICK_S):
-            self.service.tick({peer.identity.name for peer in self._server.peers()})
+            self.service.tick(self.connected)
 
 
 class ElasticJob:
@@ -65,12 +77,22 @@ class ElasticJob:
         least: int = 1,
         environ: Mapping[str, str] | None = None,
         with_standby: bool = False,
-        patience_s: float = 60.0,
+        patience_s: float = 600.0,
+        silence_s: float = 60.0,
     ) -> None:
-        """`environ` goes into the environment of every worker."""
+        """`environ` goes into the environment of every worker.
+
+        On a machine where everything takes long nobody is given up for it: only who is silent for `silence_s`.
+        """
         self._function, self._args, self._environ = function, args, dict(environ or {})
         self._authority = wire.Authority("test")
-        wanted = Settings(bounds=Bounds(least=least, most=64), expected=num_workers, patience_s=patience_s)
+        wanted = Settings(
+            bounds=Bounds(least=least, most=64),
+            expected=num_workers,
+            patience_s=patience_s,
+            recovery_s=60.0,
+            silence=patient(silence_s),
+        )
         self.headquarters = [Headquarters(self._authority, wanted)]
         if with_standby:
             self.headquarters.append(Headquarters(self._authority, wanted, is_standby=True))
@@ -123,7 +145,7 @@ class ElasticJob:
         assert pid is not None
         os.kill(pid, number)
 
-    def wait_said(self, member: str, is_it: Callable[[Any], bool], timeout_s: float = 100.0) -> float:
+    def wait_said(self, member: str, is_it: Callable[[Any], bool], timeout_s: float = 250.0) -> float:
         """When the worker said (`say`) what `is_it` is true of, on the clock that all processes share."""
         deadline_s = time.monotonic() + timeout_s
         while True:
@@ -133,7 +155,7 @@ class ElasticJob:
             if isinstance(self._receive(member, deadline_s), Outcome):
                 raise AssertionError(f"{member} ended without saying it")  # noqa: TRY004 - not a matter of types
 
-    def outcome(self, member: str, timeout_s: float = 100.0) -> Outcome:
+    def outcome(self, member: str, timeout_s: float = 250.0) -> Outcome:
         """How a worker ended."""
         deadline_s = time.monotonic() + timeout_s
         while True:

@@ -95,20 +95,26 @@ class AccountExchange:
         return [Account(num_samples=samples, fingerprint=mixed + _HALF) for samples, mixed in pairs]
 
 
-def check_alike(said: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> None:
+def check_alike(said: Sequence[Mapping[str, Any]], keys: Sequence[str], names: Sequence[str] = ()) -> None:
     """Refuse to train when ranks have prepared different things, before they wait for each other for ever.
+
+    Args:
+        said: What each has prepared.
+        keys: What of it has to be the same.
+        names: Who each is; empty means ranks from 0 on.
 
     Raises:
         DisagreementError: For the first key that differs, with the ranks and values.
     """
+    names = names or [f"rank {rank}" for rank in range(len(said))]
     for key in keys:
-        for rank, document in enumerate(said):
+        for name, document in zip(names, said, strict=True):
             if document[key] != said[0][key]:
                 raise DisagreementError(
                     explain(
-                        f"{key} of rank {rank}",
+                        f"{key} of {name}",
                         got=document[key],
-                        expected=f"{said[0][key]!r} as on rank 0",
+                        expected=f"{said[0][key]!r} as on {names[0]}",
                         do="Give prepare the same model, data and options on all ranks",
                     )
                 )

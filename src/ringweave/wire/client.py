@@ -162,15 +162,24 @@ class Client:
 
     def close(self) -> None:
         """Say goodbye and hang up; calls that are under way fail. Within about a second."""
+        self._end_here()
+        with contextlib.suppress(WireError):
+            self._channel.send(FrameKind.BYE, timeout_s=_GOODBYE_S)
+        self._channel.cut()
+        self._reader.join(_GOODBYE_S)
+
+    def hang_up(self) -> None:
+        """End it without a goodbye, as the end of this process would: the server need not wait for anything from it."""
+        self._end_here()
+        self._channel.cut()
+        self._reader.join(_GOODBYE_S)
+
+    def _end_here(self) -> None:
         lost = ConnectionLostError(
             explain("connection", got="closed by this end", expected="an open one", do="Connect again")
         )
         with self._lock:
             self._broken = self._broken or lost
-        with contextlib.suppress(WireError):
-            self._channel.send(FrameKind.BYE, timeout_s=_GOODBYE_S)
-        self._channel.cut()
-        self._reader.join(_GOODBYE_S)
 
     def __enter__(self) -> "Client":
         return self

@@ -44,6 +44,8 @@ class Server:
         roles: Which roles are let in; empty means every process of the job.
         record: Writes events down, `EventLog.write`; None writes nothing.
         complain: Is told of exceptions in handlers that are no errors of ours; None drops them.
+        hung_up: Is told of a peer whose last connection ended as it does when its process ends: without a goodbye, and
+            not because nothing was heard of it. None drops it.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Server:
         roles: Collection[str] = (),
         record: Record | None = None,
         complain: Callable[[Identity, str, Exception], None] | None = None,
+        hung_up: Callable[[Identity], object] | None = None,
     ) -> None:
         self.limits = limits or Limits()
         self.refusals = Refusals(str(trust.identity), record)
@@ -62,6 +65,7 @@ class Server:
         self._handlers = _by_kind(handlers)
         self._roles = frozenset(roles)
         self._complain = complain or (lambda peer, kind, error: None)
+        self._hung_up = hung_up or (lambda peer: None)
         self._budget = Budget(self.limits.max_bytes_in_flight)
         self._lock = threading.Lock()
         self._sessions: dict[Session, str] = {}
@@ -170,7 +174,7 @@ class Server:
             with self._lock:
                 self._strangers.discard(raw)
         try:
-            session.run()
+            session.run(lambda: self._note_end(session))
         except ConnectionLostError:
             pass  # its calls were cancelled; whether that is a fault is for the room above to say
         except WireError as error:
@@ -178,6 +182,13 @@ class Server:
         finally:
             with self._lock:
                 self._sessions.pop(session, None)
+
+    def _note_end(self, session: Session) -> None:
+        """Say so if that was all that there was of the peer."""
+        with self._lock:
+            has_others = any(other.peer == session.peer for other in self._sessions if other is not session)
+        if session.channel.is_hung_up and not has_others and not self._closing.is_set():
+            self._hung_up(session.peer)
 
     def _admit(self, raw: socket.socket, where: str) -> Session:
         keep_alive(raw, self.limits.patience_s)

@@ -51,8 +51,11 @@ class Session:
         self._open = 0
         self._leaving = False
 
-    def run(self) -> None:
+    def run(self, ended: Callable[[], object] = lambda: None) -> None:
         """Take calls until the connection ends; the calling thread is the reader.
+
+        Args:
+            ended: Called as soon as it has ended, while calls may still be in the making.
 
         Raises:
             WireError: The peer broke the rules, or the connection; it was told, where that was possible.
@@ -68,6 +71,7 @@ class Session:
             raise
         finally:
             self._cancel_all()
+            ended()
             self.channel.cut()
             self.wait_idle(self.channel.limits.patience_s)
             self.channel.close()

@@ -22,10 +22,12 @@ class Noted(ThisMachine):
     def __init__(self) -> None:
         super().__init__()
         self.asked: list[tuple[str, bool, int]] = []
+        self.others: list[str] = []
 
     def enter_node(self, node: str, argv: Sequence[str]) -> Sequence[str]:
         asked = main.parse(argv[3:])
         self.asked.append((node, asked.standby, asked.index))
+        self.others.append(asked.other)
         return [sys.executable, "-c", ENDS_BADLY if len(self.asked) == 1 else STAYS]
 
 
@@ -42,3 +44,5 @@ def test_one_that_died_comes_back_as_a_standby_with_its_own_index(tmp_path: Path
     with crew.running(os.environ):
         wait_until(look, "another coordinator")
     assert site.asked == [("a", False, 0), ("b", True, 1), ("a", True, 0)]
+    first, second = (f"{post.meeting.host}:{post.meeting.port}" for post in posts)
+    assert site.others == [second, first, second], "each knows where the other one is"

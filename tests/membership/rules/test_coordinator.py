@@ -1,50 +1,12 @@
-from dataclasses import replace
-
 import pytest
 
+from ringweave import wire
+from ringweave.membership.messages import Told
 from ringweave.membership.rules import quorum
-from ringweave.membership.rules.coordinator import Coordinator
-from ringweave.membership.rules.electing import Rejoining
 from ringweave.membership.rules.follower import Follower, Form, Freeze, Out, resolve
 from ringweave.membership.rules.presence import Presence
 from ringweave.membership.rules.records import Decree, Order, Proposal, Standing
-from ringweave.membership.rules.settings import Bounds, Settings
-from ringweave.membership.rules.signs import Beat
-
-
-def holder(member: str, **fields: object) -> Standing:
-    return replace(Standing(member=member, has_state=True, committed=5), **fields)
-
-
-class Table:
-    """A coordinator and members that answer at once."""
-
-    def __init__(
-        self, num_members: int, *, least: int = 1, most: int = 16, index: int = 0, is_standby: bool = False
-    ) -> None:
-        wanted = Settings(bounds=Bounds(least=least, most=most), expected=num_members, patience_s=20.0)
-        self.now_s = 0.0
-        self.coordinator = Coordinator(wanted, now_s=0.0, index=index, is_standby=is_standby)
-
-    def begin(self, *members: str) -> Decree:
-        for member in members:
-            self.coordinator.join(member, self.now_s)
-        self.stand(*(Standing(member=member) for member in members))
-        assert self.coordinator.decree is not None
-        return self.coordinator.decree
-
-    def stand(self, *standings: Standing) -> None:
-        for standing in standings:
-            proposal = self.coordinator.order_for(standing.member).proposal
-            if proposal is not None:
-                self.coordinator.stand(proposal.ballot, standing, self.now_s)
-
-    def pass_time(self, seconds: float, *beating: str) -> None:
-        for _ in range(round(seconds / 0.1)):
-            self.now_s += 0.1
-            for member in beating:
-                self.coordinator.beat(member, Beat(progress=int(self.now_s * 10)), self.now_s)
-            self.coordinator.tick(self.now_s)
+from tests.membership.rules.table import Table, holder
 
 
 def test_the_first_epoch_waits_for_all_that_are_expected() -> None:
@@ -227,31 +189,78 @@ def test_whoever_cannot_be_reached_again_and_again_has_to_go() -> None:
     assert table.coordinator.order_for("2.0").reason == "the others cannot reach it"
 
 
-def test_a_standby_decides_nothing_until_most_members_ask_it_to() -> None:
-    decree = Table(3).begin("0.0", "1.0", "2.0")
-    table = Table(3, index=1, is_standby=True)
-    table.coordinator.join("3.0", 0.0)
-    table.coordinator.rejoin(Rejoining(standing=holder("0.0"), decree=decree, promised=decree.ballot), 0.0)
-    assert not table.coordinator.is_active
-    table.coordinator.rejoin(Rejoining(standing=holder("1.0"), decree=decree, promised=decree.ballot), 0.0)
-    assert (table.coordinator.is_active, table.coordinator.term) == (True, 2)
-    assert table.coordinator.decree == decree, "the epoch goes on"
-    table.pass_time(3.0, "0.0", "1.0")
-    table.stand(holder("0.0"), holder("1.0"))
+def test_when_all_of_the_first_epoch_die_nobody_begins_anew_unasked() -> None:
+    table = Table(2)
+    table.begin("0.0", "1.0")
+    for member in ("0.0", "1.0"):
+        table.coordinator.lose(member, 1.0)
+    for member in ("0.1", "1.1"):
+        table.coordinator.join(member, 2.0)
+    table.stand(Standing(member="0.1"), Standing(member="1.1"))
+    assert table.coordinator.ended == "no worker is left that has the parameters: go on from the last checkpoint"
+
+
+def test_who_is_left_of_an_epoch_that_never_stood_begins_anew() -> None:
+    """Without all members no step was done."""
+    table = Table(2)
+    table.begin("0.0", "1.0")
+    table.coordinator.lose("0.0", 1.0)
+    table.stand(Standing(member="1.0"))
     assert table.coordinator.decree is not None
-    assert table.coordinator.decree.members == ("0.0", "1.0"), "the third has not come"
+    assert (table.coordinator.ended, table.coordinator.decree.members) == ("", ("1.0",))
 
 
-def test_two_that_both_were_standbys_never_decide_in_the_same_term() -> None:
-    """A coordinator that died is started again as a standby, whichever of the two it was."""
-    decree = Table(3).begin("0.0", "1.0", "2.0")
-    for promised, expected in [((1, 4), (3, 2)), ((2, 9), (3, 4)), ((3, 1), (5, 4))]:
-        tables = [Table(3, index=index, is_standby=True) for index in (0, 1)]
-        for table in tables:
-            for member in ("0.0", "1.0"):
-                rejoining = Rejoining(standing=holder(member), decree=decree, promised=promised)
-                table.coordinator.rejoin(rejoining, 0.0)
-        assert tuple(table.coordinator.term for table in tables) == expected
+def test_the_last_one_that_has_the_state_is_waited_for_longer_than_others() -> None:
+    table = Table(2)
+    table.begin("0.0", "1.0")
+    table.pass_time(3.0, "0.0", "1.0")
+    table.coordinator.lose("1.0", table.now_s)
+    table.stand(holder("0.0"))
+    table.coordinator.join("1.1", table.now_s)
+    table.pass_time(15.0, "1.1")
+    assert table.coordinator.present == ("0.0", "1.1")
+    table.pass_time(10.0, "1.1")
+    assert table.coordinator.present == ("1.1",), "but not for ever"
+
+
+def test_nobody_is_impatient_before_the_first_worker_has_come() -> None:
+    table = Table(2)
+    table.pass_time(100.0)
+    table.coordinator.join("1.0", table.now_s)
+    table.pass_time(19.0, "1.0")
+    assert table.coordinator.ended == ""
+    assert table.begin("0.0", "1.0").members == ("0.0", "1.0")
+
+
+def test_what_members_leave_to_those_who_are_behind_is_told_once_and_only_where_one_is() -> None:
+    for committed, expected in [((5, 5, 5), ["", "", ""]), ((6, 5, 6), ["x", "", ""])]:
+        table = Table(3)
+        table.begin("0.0", "1.0", "2.0")
+        table.coordinator.accuse("0.0", (1, 1), [], 1.0)
+        standings = [
+            holder(f"{slot}.0", committed=number, is_prepared=number == 5, at_border=False, testament="x")
+            for slot, number in enumerate(committed)
+        ]
+        table.stand(*standings)
+        assert table.coordinator.decree is not None
+        assert [each.testament for each in table.coordinator.decree.standings] == expected
+
+
+def test_an_order_to_a_thousand_members_fits_into_a_message() -> None:
+    """A note of 700 characters each, and a testament that grows with their number."""
+    table = Table(1000, most=1000)
+    names = [f"{slot}.0" for slot in range(1000)]
+    for name in names:
+        table.coordinator.join(name, 0.0)
+    for slot, name in enumerate(names):
+        proposal = table.coordinator.order_for(name).proposal
+        assert proposal is not None
+        standing = holder(
+            name, committed=6 - slot % 2, is_prepared=slot % 2 == 1, note="n" * 700, testament="t" * 10**5
+        )
+        table.coordinator.stand(proposal.ballot, standing, 0.0)
+    told = Told(serial=1, is_active=True, order=table.coordinator.order_for("0.0"))
+    assert len(told.model_dump_json()) < wire.Limits().max_body_bytes
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,10 @@ class RandomWorld(RuleBasedStateMachine):
         if member.can_act:
             self.world.rejoin(member)
 
+    @rule(index=st.integers(0, 1))
+    def hear(self, index: int) -> None:
+        self.world.hear(index)
+
     @rule(index=st.integers(0, 1), is_down=st.booleans())
     def stop_coordinator(self, index: int, is_down: bool) -> None:
         self.world.is_down[index] = is_down
@@ -120,6 +124,8 @@ class RandomWorld(RuleBasedStateMachine):
             for member in self.world.members.values():
                 if number % 20 == 0 and member.can_act and not self.world.coordinators[member.at].is_active:
                     self.world.rejoin(member)
+            for index in (0, 1):
+                self.world.hear(index)
             letters, self.world.letters = self.world.letters, []
             for letter in letters:
                 letter()

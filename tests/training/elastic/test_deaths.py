@@ -1,5 +1,6 @@
 """Real kills of real members at every moment of a step: no step is lost, and what is left is exact."""
 
+import itertools
 import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,11 +13,12 @@ from torch import nn
 from ringweave.testing.elastic import ElasticJob
 from tests.training.elastic import elastic_functions as functions
 
-pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(600)]
 
 NUM_STEPS = functions.NUM_SAMPLES // functions.BATCH
-COUNTS_AFTER = ("committed", "optimizer")
-"""Moments at which all members have said already that they have all sums of the step."""
+MAY_COUNT_AFTER = ("committed", "optimizer")
+"""Moments at which all members have said that they have all sums of the step: its samples count if the others have
+heard that of the one who dies then, and the kernel may lose what a dead process has sent."""
 
 
 def replay(batches: Mapping[int, Sequence[int]]) -> list[np.ndarray]:
@@ -31,17 +33,30 @@ def replay(batches: Mapping[int, Sequence[int]]) -> list[np.ndarray]:
     return [each.detach().numpy() for each in model.parameters()]
 
 
-def samples_that_count(job: ElasticJob, faults: Mapping[str, tuple[int, str]]) -> dict[int, list[int]]:
-    """Step -> samples of those that were there to the end of it, by what they said themselves."""
+def samples_that_count(
+    job: ElasticJob, faults: Mapping[str, tuple[int, str]], heard: Sequence[str] = ()
+) -> dict[int, list[int]]:
+    """Step -> samples of those that were there to the end of it, by what they said themselves.
+
+    `heard` are those whose last step counts though they died in it.
+    """
     found: dict[int, list[int]] = {}
     for member in job.members:
         job.read(member)
-        died_at, moment = faults.get(member, (10**9, ""))
+        died_at, _ = faults.get(member, (10**9, ""))
         for (word, step, what), _ in [each for each in job.said(member) if each[0][0] == "drawn"]:
             assert word == "drawn"
-            if step < died_at or (step == died_at and moment in COUNTS_AFTER):
+            if step < died_at or (step == died_at and member in heard):
                 found.setdefault(step, []).extend(what)
     return found
+
+
+def what_counted(job: ElasticJob, faults: Mapping[str, tuple[int, str]], num_lost: int) -> list[dict[int, list[int]]]:
+    """The ways in which so many samples can have been lost."""
+    doubtful = [member for member, (_, moment) in faults.items() if moment in MAY_COUNT_AFTER]
+    ways = itertools.chain.from_iterable(itertools.combinations(doubtful, num) for num in range(len(doubtful) + 1))
+    found = [samples_that_count(job, faults, heard) for heard in ways]
+    return [each for each in found if 2 * functions.NUM_SAMPLES - sum(map(len, each.values())) == num_lost]
 
 
 def check_alike(values: Sequence[dict[str, Any]]) -> None:
@@ -50,9 +65,21 @@ def check_alike(values: Sequence[dict[str, Any]]) -> None:
             assert (own == first).all(), "bitwise"
 
 
+def is_exact(value: dict[str, Any], batches: Mapping[int, Sequence[int]]) -> bool:
+    pairs = zip(value["parameters"], replay(batches), strict=True)
+    return all(np.allclose(own, wanted, rtol=0, atol=1e-12) for own, wanted in pairs)
+
+
 def check_exact(value: dict[str, Any], batches: Mapping[int, Sequence[int]]) -> None:
     for own, wanted in zip(value["parameters"], replay(batches), strict=True):
         np.testing.assert_allclose(own, wanted, rtol=0, atol=1e-12)
+
+
+def value_of(job: ElasticJob, member: str) -> dict[str, Any]:
+    outcome = job.outcome(member)
+    lost = [each.lost for each in job.headquarters]
+    assert not outcome.error, f"{member}: {outcome.error}; lost {lost}"
+    return outcome.value
 
 
 def done_steps(job: ElasticJob, member: str) -> list[int]:
@@ -71,20 +98,17 @@ def done_steps(job: ElasticJob, member: str) -> list[int]:
 def test_no_step_is_lost_and_the_mean_is_over_those_who_are_left(faults: dict[str, tuple[int, str]]) -> None:
     with ElasticJob(functions.train, 4, 2, faults) as job:
         left = [member for member in job.members if member not in faults]
-        values = []
-        for member in left:
-            outcome = job.outcome(member)
-            assert not outcome.error, outcome.error
-            values.append(outcome.value)
+        values = [value_of(job, member) for member in left]
         for member in faults:
             assert job.outcome(member).exit_code == -signal.SIGKILL
         check_alike(values)
-        batches = samples_that_count(job, faults)
-        assert sorted(batches) == list(range(2 * NUM_STEPS))
-        check_exact(values[0], batches)
+        num_lost = sum(account.lost.num_samples for account in values[0]["accounts"])
+        possible = what_counted(job, faults, num_lost)
+        assert possible, f"{num_lost} samples lost"
+        assert all(sorted(batches) == list(range(2 * NUM_STEPS)) for batches in possible)
+        assert any(is_exact(values[0], batches) for batches in possible)
         for member in left:
             assert done_steps(job, member) == list(range(2 * NUM_STEPS)), "every step once"
-        num_lost = 2 * functions.NUM_SAMPLES - sum(map(len, batches.values()))
         for value in values:
             assert sum(account.lost.num_samples for account in value["accounts"]) == num_lost
             assert all(account.is_accounted for account in value["accounts"])
@@ -99,7 +123,7 @@ def test_a_replacement_goes_on_with_the_state_of_the_others_and_one_that_is_aske
         job.signal("2.0", signal.SIGTERM)
         left = job.outcome("2.0")
         assert (left.exit_code, left.error) == (143, "")
-        values = [job.outcome("0.0").value, job.outcome(newcomer).value]
+        values = [value_of(job, "0.0"), value_of(job, newcomer)]
         check_alike(values)
         batches = samples_that_count(job, faults)
         assert sorted(batches) == list(range(16 * NUM_STEPS))
@@ -112,16 +136,16 @@ def test_a_replacement_goes_on_with_the_state_of_the_others_and_one_that_is_aske
 
 
 def test_a_stopped_member_is_left_behind_and_changes_nothing_when_it_wakes() -> None:
-    with ElasticJob(functions.train, 3, 4, {}, 0.1) as job:
+    with ElasticJob(functions.train, 3, 24, {}, 0.1, silence_s=8.0) as job:
         job.wait_said("1.0", lambda said: said[:2] == ("done", 2))
         job.signal("1.0", signal.SIGSTOP)
         job.wait_said("0.0", lambda said: said[0] == "done" and len(said[2]) == 2)
         job.signal("1.0", signal.SIGCONT)
         zombie = job.outcome("1.0")
         assert "MembershipError: this worker is no member any more" in zombie.error
-        values = [job.outcome(member).value for member in ("0.0", "2.0")]
+        values = [value_of(job, member) for member in ("0.0", "2.0")]
         check_alike(values)
-        assert done_steps(job, "0.0") == list(range(4 * NUM_STEPS))
+        assert done_steps(job, "0.0") == list(range(24 * NUM_STEPS))
         assert all(account.is_accounted for account in values[0]["accounts"])
 
 
@@ -131,8 +155,8 @@ def test_training_goes_on_without_its_coordinator_and_the_standby_takes_over() -
         job.headquarters[0].close()
         job.wait_said("0.0", lambda said: said[:2] == ("done", 30))
         assert job.headquarters[0].decrees[0].members == ("0.0", "1.0", "2.0")
-        values = [job.outcome(member).value for member in ("0.0", "2.0")]
+        values = [value_of(job, member) for member in ("0.0", "2.0")]
         check_alike(values)
         assert job.headquarters[1].decrees[-1].members == ("0.0", "2.0")
-        assert job.headquarters[1].decrees[-1].ballot[0] == 2, "the standby's term"
+        assert job.headquarters[1].decrees[-1].ballot[0] % 2 == 0, "a term of the standby's"
         assert done_steps(job, "0.0") == list(range(8 * NUM_STEPS))

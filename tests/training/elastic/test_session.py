@@ -1,10 +1,15 @@
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ringweave.errors import RingweaveError, TrainingError
+from ringweave.errors import DisagreementError, RingweaveError, TrainingError
+from ringweave.membership.rules.follower import Out
 from ringweave.membership.rules.records import Decree, Standing
+from ringweave.training.elastic import seams
+from ringweave.training.elastic.crew import Facts, JobCrew
 from ringweave.training.elastic.session import Session
 
 
@@ -22,7 +27,7 @@ class Crew:
     def __init__(self, failure: Exception) -> None:
         self._failure = failure
 
-    def check(self, notes: Any) -> None:
+    def check(self, *_: Any) -> None:
         raise self._failure
 
 
@@ -74,12 +79,13 @@ class SlowGroups:
 class EasyCrew:
     """That has nothing to do."""
 
-    is_between_steps = True
+    def __init__(self, *, is_between_steps: bool = True) -> None:
+        self.is_between_steps = is_between_steps
 
     def note(self) -> dict[str, Any]:
         return {}
 
-    def check(self, notes: Any) -> None: ...
+    def check(self, *_: Any) -> None: ...
 
     def begin(self, *_: Any, **__: Any) -> None: ...
 
@@ -109,3 +115,84 @@ def test_an_epoch_that_is_ordered_is_formed_before_its_members_stop_at_a_border(
     assert session.start(agent).ballot == ((1, 2) if is_urgent else (1, 1))
     assert (stood[0] is not None, groups.num_aborts) == (is_urgent, int(is_urgent))
     session.close()
+
+
+class Notary:
+    """An agent that notes where its member stands, and lets it go on with the first epoch at once."""
+
+    def __init__(self) -> None:
+        self.session: Any = None
+        self.stood: list[Standing] = []
+
+    def start(self) -> None:
+        self.session.form(Decree(ballot=(1, 1), standings=(Standing(member="0.0", note=NOTE),)))
+
+    def leave(self, *, is_finished: bool) -> None: ...
+
+
+NOTE = '{"store": "127.0.0.1 9"}'
+
+
+def started(crew: Any) -> tuple[Session, Notary]:
+    groups: Any = SlowGroups()
+    groups.may_end.set()
+    agent: Any = Notary()
+    agent.session = session = Session("0.0", groups, crew, buffers=list, is_mean=True)
+    session.start(agent)
+    return session, agent
+
+
+@pytest.mark.parametrize("is_between_steps", [True, False])
+def test_between_two_passes_of_no_sync_is_no_border(is_between_steps: bool) -> None:
+    session, _ = started(EasyCrew(is_between_steps=is_between_steps))
+    stood: list[bool] = []
+    session.border(lambda: stood.append(session.standing().at_border))
+    thread = threading.Thread(target=lambda: session.border(lambda: None))
+    frozen = session.freeze(is_urgent=True)
+    assert frozen is not None
+    thread.start()
+    deadline_s = time.monotonic() + 60
+    while session.standing().at_border != is_between_steps and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert session.standing().at_border is is_between_steps
+    session.form(Decree(ballot=(1, 2), standings=(Standing(member="0.0", has_state=True, note=NOTE),)))
+    thread.join(60)
+    assert not thread.is_alive()
+    session.close()
+
+
+@pytest.mark.parametrize("is_end", [True, False])
+def test_who_was_asked_to_leave_ends_quietly_alone_or_with_all_others(is_end: bool) -> None:
+    session, _ = started(EasyCrew())
+    session.ask_to_leave()
+    session.end(Out(reason="all workers have left" if is_end else "it has left", is_end=is_end))
+    with pytest.raises(SystemExit) as raised:
+        session.border(lambda: None)
+    assert raised.value.code == 143
+    session.close()
+
+
+def test_a_newcomer_that_prepared_something_else_is_refused_by_itself_alone() -> None:
+    crew: Any = JobCrew.__new__(JobCrew)
+    notes: list[dict[str, Any]] = [{"alike": {"seed": 5}}, {"alike": {"seed": 5}}, {"alike": {"seed": 6}}]
+    standings = (
+        Standing(member="0.1"),
+        Standing(member="1.0", has_state=True),
+        Standing(member="2.1"),
+    )
+    decree = Decree(ballot=(1, 7), standings=standings)
+    for member in ("0.1", "1.0"):
+        crew._facts = Facts(member=member, state_place="", cap=None, assumed_speed=1.0, alike={"seed": 5})
+        crew.check(decree, notes)
+    crew._facts = Facts(member="2.1", state_place="", cap=None, assumed_speed=1.0, alike={"seed": 6})
+    with pytest.raises(DisagreementError, match=r"seed of worker 2\.1: 6, expected 5 as on worker 1\.0\."):
+        crew.check(decree, notes)
+
+
+def test_who_waits_for_the_processor_is_at_work(tmp_path: Path) -> None:
+    counted, none = tmp_path / "schedstat", tmp_path / "none"
+    counted.write_text("5000000000 3600000000000 12\n")
+    assert seams.at_work_s(counted) >= 3600
+    assert seams.at_work_s(none) < 3600
+    counted.write_text("0\n")
+    assert seams.at_work_s(counted) < 3600

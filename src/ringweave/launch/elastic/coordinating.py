@@ -86,7 +86,7 @@ class JobCoordinators:
     def look(self) -> None:
         """Start again what has died."""
         for index, process in enumerate(self._processes):
-            if process.poll() not in (None, 0):
+            if process.poll() is not None:
                 self._processes[index] = self._start(index, is_standby=True)
 
     def _start(self, index: int, *, is_standby: bool) -> "subprocess.Popen[bytes]":
@@ -94,7 +94,9 @@ class JobCoordinators:
         secret = self._authority.issue(ROLE, str(index)).to_descriptor()
         serve = [sys.executable, "-m", _MAIN, "--host", post.meeting.host, "--port", str(post.meeting.port)]
         serve += ["--credentials", f"fd:{secret}", "--elastic", str(self.bounds), "--expected", str(self._expected)]
-        serve += ["--run-dir", str(self._run_dir.root), "--index", str(index), *(["--standby"] if is_standby else [])]
+        host, port = self.addresses[1 - index]
+        serve += ["--other", f"{host}:{port}", "--run-dir", str(self._run_dir.root), "--index", str(index)]
+        serve += ["--standby"] if is_standby else []
         entered = self._site.enter_node(post.node, serve)
         command = [sys.executable, "-I", "-S", bootstrap.__file__, str(os.getpid()), *entered]
         try:

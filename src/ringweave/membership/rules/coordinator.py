@@ -6,12 +6,16 @@ It keeps nothing that its members do not know, so that another one can take its 
 from ringweave.membership.rules import quorum
 from ringweave.membership.rules.electing import Election, Rejoining
 from ringweave.membership.rules.presence import Presence
-from ringweave.membership.rules.records import Ballot, Decree, Order, Proposal, Standing, slot_of
+from ringweave.membership.rules.records import Ballot, Decree, Order, Proposal, Standing, slot_of, without_doubles
+from ringweave.membership.rules.rhythm import Delays
 from ringweave.membership.rules.settings import Settings
 from ringweave.membership.rules.signs import Beat
 
 _STOPPED_S = 0.5
 """Between two ticks: more means that this process itself was stopped or starved."""
+_AWAY_S = 2.5
+"""Between two ticks: more means that members may have gone to another coordinator meanwhile. A call that is not
+answered within three seconds makes them go."""
 _MOST_ACCUSATIONS = 3
 """Without a reduction in between."""
 
@@ -27,16 +31,20 @@ class Coordinator:
         """Of the job's two, 0 has odd terms and 1 even ones, whether it decides at first or, as a standby, later."""
         self._settings = settings
         self._term, self._has_even = 0 if is_standby else 1, index == 1
+        self._last_term, self._delays, self._away_until_s = self._term, Delays(now_s), now_s
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin with nothing: all that matters is what members will tell."""
         self._number = 0
         self._election = Election()
-        self._presence = Presence()
+        self._presence = Presence(self._settings.silence)
         self._put_out: dict[str, Order] = {}
         self._proposal: Proposal | None = None
         self._standings: dict[str, Standing] = {}
         self._finished: list[Standing] = []
         self._accusations: dict[str, int] = {}
-        self._waiting_since_s: float | None = now_s
-        self._looked_s = now_s
+        self._waiting_since_s: float | None = None
         self.decree: Decree | None = None
         """The epoch that holds."""
         self.ended = ""
@@ -77,22 +85,26 @@ class Coordinator:
             for other in others:
                 self._lose(other, "its slot was given to another process")
             self._presence.enter(member, now_s)
+            if self.decree is None and self._waiting_since_s is None:  # who is slow to start is nobody's fault
+                self._waiting_since_s = now_s
             self._consider(now_s)
 
     def rejoin(self, rejoining: Rejoining, now_s: float) -> None:
         """A member has lost its coordinator, and asks this one to take over."""
         member = rejoining.standing.member
+        if rejoining.decree is not None:
+            self.hear_of(rejoining.decree.ballot[0])
         is_known = self.decree is not None and member in self.decree.members and not self._presence.is_gone(member)
         if self.is_active and self._term <= rejoining.promised[0]:
             # Whoever asks follows no order of the term that it has given up.
-            self._term = self._term_after(rejoining.promised)
+            self._term = self._last_term = self._term_after(rejoining.promised)
             if self._proposal is not None:
                 self._propose(now_s, is_urgent=self._proposal.is_urgent)
         if self.is_active and rejoining.decree is not None and not is_known:
             self._refuse(member, "it lost its connection to the coordinator, and the others went on")
             return
         self._presence.enter(member, now_s)
-        self._election.vote(rejoining)
+        self._election.vote(rejoining, now_s)
         if not self.is_active and self._election.is_won:
             self._take_over(now_s)
         self._consider(now_s)
@@ -101,11 +113,32 @@ class Coordinator:
         """A heartbeat."""
         self._presence.beat(member, beat, now_s)
 
-    def lose(self, member: str, now_s: float) -> None:
-        """Its connection broke, or its process ended: it is gone, for a process that lives holds its connection."""
+    def hear_of(self, term: int) -> None:
+        """Somebody decides, or did, in that term. If it is greater than this coordinator's, its time is over.
+
+        Members have chosen another one while this one was away or cut off: it becomes a standby that knows nothing.
+        """
+        if term > self._term and self.is_active:
+            self._term = 0
+            self._forget()
+
+    def part(self, member: str) -> None:
+        """It took its leave of this connection, or that broke because nothing passed: it lives, for all that is known.
+
+        It may come back, and nothing has happened; if it does not, its heartbeats will be missed.
+        """
         if not self.is_active:  # it looks for a coordinator that decides
             self._presence.forget(member)
             self._election.withdraw(member)
+
+    def lose(self, member: str, now_s: float) -> None:
+        """Its process has hung up without a goodbye: it has ended, for a process that lives takes its leave.
+
+        Not so if this process was away itself: who could not take leave of it may be going on elsewhere.
+        """
+        is_away = now_s - self._delays.last_s > _AWAY_S or now_s < self._away_until_s
+        if not self.is_active or is_away:
+            self.part(member)
         elif member in self._presence.here:
             self._lose(member, "its connection to the coordinator broke")
             self._consider(now_s)
@@ -142,12 +175,21 @@ class Coordinator:
 
     def tick(self, now_s: float) -> None:
         """Time has passed; called every tenth of a second or so."""
-        if now_s - self._looked_s > _STOPPED_S:  # that the others were silent meanwhile proves nothing
+        delay_s = self._delays.observe(now_s)
+        if delay_s > _STOPPED_S:  # that the others were silent meanwhile proves nothing
             self._presence.excuse(now_s)
-        self._looked_s = now_s
-        for member, reason in self._presence.late(now_s):
+        if delay_s > _AWAY_S:  # what has happened since is heard of only now
+            self._away_until_s = now_s + _AWAY_S
+        for member, reason in self._presence.late(now_s, self._grace_s):
             self._lose(member, reason, is_silent=True)
         self._consider(now_s)
+
+    def _grace_s(self, member: str) -> float:
+        """On a busy machine all have some; the last one with the job's state has more, for without it all is over."""
+        others = [each for each in self._presence.here if each != member]
+        known = self.decree.members if self.decree else ()
+        is_last = member in known and not set(others) & set(known)
+        return self._delays.grace_s + (self._settings.patience_s if is_last else 0.0)
 
     def _lose(self, member: str, reason: str, *, is_silent: bool = False) -> None:
         self._presence.lose(member, is_silent=is_silent)
@@ -220,8 +262,9 @@ class Coordinator:
             return
         standings = [self._standings[member] for member in wanted]
         holders = [each for each in standings if each.has_state]
-        was_running = self.decree is not None and bool(self.decree.holders)
-        if was_running and not holders:
+        # At the begin nobody has the state, and the first member's becomes it: no step was done without the others.
+        has_begun = self.decree is not None and not {each.member for each in standings} & set(self.decree.members)
+        if not holders and (has_begun or (self.decree is not None and self.decree.holders)):
             self._end("no worker is left that has the parameters: go on from the last checkpoint")
         elif self.decree and not quorum.is_majority(self.decree, holders or standings, self._presence.silent):
             self._wait_or_end(now_s, "most of the workers do not answer")
@@ -241,7 +284,8 @@ class Coordinator:
             return
         if self.decree is None or max(each.committed for each in staying) > self.decree.committed:
             self._accusations.clear()
-        self.decree = Decree(ballot=proposal.ballot, standings=tuple(staying), finished=tuple(self._finished))
+        told, finished = without_doubles(staying, self._finished)
+        self.decree = Decree(ballot=proposal.ballot, standings=told, finished=finished)
         self._proposal, self._waiting_since_s = None, None
         for each in standings:
             if each not in staying:
@@ -262,12 +306,15 @@ class Coordinator:
 
     def _term_after(self, ballot: Ballot) -> int:
         """A greater term; even ones are coordinator 1's and odd ones 0's, so that no two decide in the same."""
-        term = ballot[0] + 1
+        term = max(ballot[0], self._last_term) + 1
         return term if (term % 2 == 0) == self._has_even else term + 1
 
     def _take_over(self, now_s: float) -> None:
         newest = self._election.decree
         assert newest is not None, "the election was won by its members"
         self._term, self._number = self._term_after(self._election.highest_ballot), 0
+        self._last_term = self._term
         self.decree, self._waiting_since_s = newest, None
-        self._election.await_rest(set(newest.members) - set(self._presence.here), now_s)
+        for stranger in set(self._presence.here) - set(newest.members):
+            self._lose(stranger, "the others went on without it")
+        self._election.await_rest(set(newest.members) - set(self._presence.here))

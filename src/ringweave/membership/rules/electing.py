@@ -5,6 +5,10 @@ from dataclasses import dataclass
 
 from ringweave.membership.rules.records import BEFORE_ALL, Ballot, Decree, Standing
 
+_FACTOR = 3.0
+_MOST_S = 15.0
+"""How long those who have not voted yet are waited for, beside the time that it took the others."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rejoining:
@@ -26,7 +30,8 @@ class Election:
         self._voters: dict[str, Rejoining] = {}
         self._unread: list[Rejoining] = []
         self._missing: set[str] = set()
-        self._since_s: float | None = None
+        self._first_s: float | None = None
+        self._last_s = 0.0
 
     @property
     def decree(self) -> Decree | None:
@@ -50,24 +55,29 @@ class Election:
             return decree.members[0] in votes
         return 2 * len(votes) > len(decree.members)
 
-    def vote(self, rejoining: Rejoining) -> None:
+    def vote(self, rejoining: Rejoining, now_s: float) -> None:
         """A member asks."""
+        if self._first_s is None:
+            self._first_s = now_s
+        self._last_s = now_s
         self._voters[rejoining.standing.member] = rejoining
         self._unread.append(rejoining)
 
     def withdraw(self, member: str) -> None:
         """It has gone to ask another one."""
         self._voters.pop(member, None)
+        if not self._voters:
+            self._first_s = None
 
-    def await_rest(self, missing: set[str], now_s: float) -> None:
+    def await_rest(self, missing: set[str]) -> None:
         """The election is won; those who have not voted get a moment to do so."""
-        self._missing, self._since_s = missing, now_s
+        self._missing = missing
 
-    def is_waiting(self, now_s: float, limit_s: float, present: Collection[str]) -> bool:
-        """Whether members of the epoch may still come."""
-        if self._since_s is None or not self._missing - set(present):
+    def is_waiting(self, now_s: float, least_s: float, present: Collection[str]) -> bool:
+        """Whether members of the epoch may still come: for so long, and longer where those before came far apart."""
+        if self._first_s is None or not self._missing - set(present):
             return False
-        return now_s - self._since_s <= limit_s
+        return now_s - self._last_s <= min(_MOST_S, max(least_s, _FACTOR * (self._last_s - self._first_s)))
 
     def take_absent(self, present: Collection[str]) -> set[str]:
         """Who has not come though there was time; once."""

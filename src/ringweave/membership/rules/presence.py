@@ -1,8 +1,9 @@
 """Who is here, who is gone and how that is known."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from ringweave.membership.rules.records import slot_of
+from ringweave.membership.rules.rhythm import SILENCE, Tolerance
 from ringweave.membership.rules.signs import Beat, Signs
 
 _ENDING_S = 3.0
@@ -12,7 +13,9 @@ _ENDING_S = 3.0
 class Presence:
     """Every process that has come so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, silence: Tolerance = SILENCE) -> None:
+        """`silence` is how long one may say nothing."""
+        self._silence = silence
         self.here: dict[str, Signs] = {}
         """Those that are connected and beat."""
         self.silent: set[str] = set()
@@ -46,7 +49,7 @@ class Presence:
     def enter(self, member: str, now_s: float) -> None:
         """It has come; at most once. Those of its slot before it have ended: only then is another one started."""
         if not self.knows(member):
-            self.here[member] = Signs(now_s)
+            self.here[member] = Signs(now_s, self._silence)
             self.silent = {each for each in self.silent if not _is_followed(each, [member])}
 
     def forget(self, member: str) -> None:
@@ -63,13 +66,13 @@ class Presence:
         for signs in self.here.values():
             signs.excuse(now_s)
 
-    def late(self, now_s: float) -> Iterator[tuple[str, str]]:
-        """(member, why) of those that ought to have been heard of."""
+    def late(self, now_s: float, grace_s: Callable[[str], float]) -> Iterator[tuple[str, str]]:
+        """(member, why) of those that ought to have been heard of, even with the grace that each has."""
         somebody_waits = any(signs.is_waiting for signs in self.here.values())
         for member, signs in list(self.here.items()):
-            if signs.is_silent(now_s):
+            if signs.is_silent(now_s, grace_s(member)):
                 yield member, "it was not heard of in time"
-            elif somebody_waits and signs.is_stuck(now_s):
+            elif somebody_waits and signs.is_stuck(now_s, grace_s(member)):
                 yield member, "it stood still while others waited for it"
 
     def lose(self, member: str, *, is_silent: bool) -> None:

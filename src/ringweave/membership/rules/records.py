@@ -1,6 +1,7 @@
 """What members say of themselves, what the coordinator says to them: frozen, ordered by term and number."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 Ballot = tuple[int, int]
 """(term, number) of a proposal or an epoch: later ones compare as greater. No number is used twice in a term."""
@@ -27,6 +28,8 @@ class Standing:
     """It wants to go."""
     note: str = ""
     """What the other members have to know of it and the coordinator does not: passed on as it is."""
+    testament: str = ""
+    """What those need who have not taken over the reduction `committed` yet; passed on once, whoever said it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +83,25 @@ class Order:
     """The job is over."""
     reason: str = ""
     """Why it is out, or the job over, in words."""
+
+
+Standings = tuple[Standing, ...]
+
+
+def without_doubles(standings: Sequence[Standing], finished: Sequence[Standing]) -> tuple[Standings, Standings]:
+    """Both with no more testaments than are needed: one where somebody is behind the others, else none.
+
+    All testaments of a reduction say the same, and grow with the number of members.
+    """
+    holders = [each for each in standings if each.has_state]
+    most = max((each.committed for each in (*standings, *finished)), default=0)
+    heir = next((each for each in holders if each.committed < most), None)
+    giver = next((each for each in (*holders, *finished) if each.committed == most), None)
+
+    def told(each: Standing) -> Standing:
+        return each if heir and each is giver else replace(each, testament="")
+
+    return tuple(map(told, standings)), tuple(map(told, finished))
 
 
 def slot_of(member: str) -> tuple[int, int]:

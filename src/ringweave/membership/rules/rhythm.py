@@ -3,8 +3,11 @@
 from collections import deque
 from dataclasses import dataclass
 
-_KEPT = 64
-"""Gaps that are remembered."""
+_DECAY = 0.998
+"""Of the longest gap, with each that follows: of heartbeats it is half forgotten after a minute. A machine that was
+busy will be so again."""
+_LOOKS = 256
+"""That are remembered of one's own: a dozen seconds."""
 _ENOUGH = 8
 """Gaps before anything counts as learnt."""
 
@@ -25,17 +28,45 @@ STANDSTILL = Tolerance(factor=8.0, least_s=5.0, most_s=3600.0)
 """Between two signs of progress of the thread that trains, while it computes and others wait for it."""
 
 
+_USUAL_S = 0.15
+"""Between two looks of a process that gets the processor when it wants to."""
+_GRACE_FACTOR = 4.0
+_LONGEST_S = 1.0
+
+
+class Delays:
+    """How late the one who listens is itself: on a machine that busy, the others' signs are late as well."""
+
+    def __init__(self, now_s: float) -> None:
+        self._delays: deque[float] = deque(maxlen=_LOOKS)
+        self.last_s = now_s
+        """When it looked last."""
+
+    def observe(self, now_s: float) -> float:
+        """It looks; seconds since it did so last."""
+        delay_s = max(0.0, now_s - self.last_s)
+        self._delays.append(min(delay_s, _LONGEST_S))
+        self.last_s = now_s
+        return delay_s
+
+    @property
+    def grace_s(self) -> float:
+        """What is added to every deadline."""
+        return _GRACE_FACTOR * max(0.0, max(self._delays, default=0.0) - _USUAL_S)
+
+
 class Rhythm:
     """Gaps between signs of one kind from one member, and the deadline that follows."""
 
     def __init__(self, tolerance: Tolerance, now_s: float) -> None:
         self._tolerance = tolerance
-        self._gaps: deque[float] = deque(maxlen=_KEPT)
+        self._num_gaps, self._longest_s = 0, 0.0
         self._last_s = now_s
 
     def observe(self, now_s: float) -> None:
         """A sign has come."""
-        self._gaps.append(max(0.0, now_s - self._last_s))
+        self._num_gaps += 1
+        self._longest_s = max(now_s - self._last_s, _DECAY * self._longest_s)
         self._last_s = max(now_s, self._last_s)
 
     def excuse(self, now_s: float) -> None:
@@ -46,10 +77,10 @@ class Rhythm:
     def deadline_s(self) -> float:
         """Seconds after the last sign from which its absence is no longer usual."""
         tolerance = self._tolerance
-        if len(self._gaps) < _ENOUGH:
+        if self._num_gaps < _ENOUGH:
             return tolerance.most_s
-        return min(tolerance.most_s, max(tolerance.least_s, tolerance.factor * max(self._gaps)))
+        return min(tolerance.most_s, max(tolerance.least_s, tolerance.factor * self._longest_s))
 
-    def is_late(self, now_s: float) -> bool:
-        """Whether the next sign is overdue."""
-        return now_s - self._last_s > self.deadline_s
+    def is_late(self, now_s: float, grace_s: float = 0.0) -> bool:
+        """Whether the next sign is overdue, and by more than the grace."""
+        return now_s - self._last_s > self.deadline_s + grace_s

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ringweave.errors import UsageError, explain
+from ringweave.membership.rules.rhythm import SILENCE, Tolerance
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,4 +51,6 @@ class Settings:
     patience_s: float = 60.0
     """How long the job waits for members that it cannot go on without."""
     recovery_s: float = 1.5
-    """How long a coordinator that takes over waits for the members that it has not heard of."""
+    """How long a coordinator that takes over waits at least for the members that it has not heard of."""
+    silence: Tolerance = SILENCE
+    """How long a member may say nothing."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ringweave.membership.rules.rhythm import SILENCE, STANDSTILL, Rhythm
+from ringweave.membership.rules.rhythm import SILENCE, STANDSTILL, Rhythm, Tolerance
 
 _IDLE_FRACTION = 0.1
 """Of a processor: below it a process does nothing but beat."""
@@ -17,14 +17,14 @@ class Beat:
     is_waiting: bool = False
     """It waits for the other members, so that it stands still is not its fault."""
     cpu_s: float = 0.0
-    """Processor time that the process has used. Who evaluates or saves makes no progress, but is at work."""
+    """Seconds that the process has computed, or wanted to. Who evaluates or saves makes no progress, but is at work."""
 
 
 class Signs:
     """What is known of one member's life."""
 
-    def __init__(self, now_s: float) -> None:
-        self._beats = Rhythm(SILENCE, now_s)
+    def __init__(self, now_s: float, silence: Tolerance = SILENCE) -> None:
+        self._beats = Rhythm(silence, now_s)
         self._steps = Rhythm(STANDSTILL, now_s)
         self._last = Beat()
         self._looked_s = now_s
@@ -49,10 +49,10 @@ class Signs:
         self._beats.excuse(now_s)
         self._steps.excuse(now_s)
 
-    def is_silent(self, now_s: float) -> bool:
+    def is_silent(self, now_s: float, grace_s: float = 0.0) -> bool:
         """No heartbeat when one was due: the process is stopped, cut off or starved."""
-        return self._beats.is_late(now_s)
+        return self._beats.is_late(now_s, grace_s)
 
-    def is_stuck(self, now_s: float) -> bool:
+    def is_stuck(self, now_s: float, grace_s: float = 0.0) -> bool:
         """It beats, but neither computes nor waits nor gets on."""
-        return not self._last.is_waiting and self._steps.is_late(now_s)
+        return not self._last.is_waiting and self._steps.is_late(now_s, grace_s)

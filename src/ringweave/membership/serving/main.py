@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from ringweave import wire
@@ -14,13 +15,12 @@ from ringweave.membership.rules import settings
 from ringweave.membership.rules.coordinator import Coordinator
 from ringweave.membership.rules.records import Decree
 from ringweave.membership.rules.settings import Settings
+from ringweave.membership.serving.rivals import Rival
 from ringweave.membership.serving.service import CoordinatorService
 from ringweave.telemetry import EventLog
 
 TICK_S = 0.05
 ROLE = "coordinator"
-_LINGER_S = 2.0
-"""After the end of a job, for its members to hear of it."""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -34,12 +34,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--patience-s", type=float, default=60.0)
     parser.add_argument("--index", type=int, choices=(0, 1), required=True)
     parser.add_argument("--standby", action="store_true")
+    parser.add_argument("--other", help="HOST:PORT of the other coordinator")
     parser.add_argument("--run-dir", type=Path)
     return parser.parse_args(argv)
 
 
 class Process:
-    """Serves until it is told to end, or the job is over."""
+    """Serves until it is told to end: who comes after the end of the job hears of it too."""
 
     def __init__(self, asked: argparse.Namespace) -> None:
         self._asked = asked
@@ -48,12 +49,18 @@ class Process:
         wanted = Settings(bounds=settings.parse(asked.elastic), expected=asked.expected, patience_s=asked.patience_s)
         coordinator = Coordinator(wanted, now_s=time.monotonic(), index=asked.index, is_standby=asked.standby)
         self.service = CoordinatorService(coordinator, note_epoch=self._note_epoch, note_lost=self._note_lost)
+        trust = wire.Tls(wire.Credentials.load_from(asked.credentials))
+        self._rival: AbstractContextManager[object] = nullcontext()
+        if asked.other:
+            host, _, port = asked.other.rpartition(":")
+            self._rival = Rival((host, int(port)), trust, self.service.hear_of)
         self.server = wire.Server(
-            wire.Tls(wire.Credentials.load_from(asked.credentials)),
+            trust,
             self.service.handlers(),
-            roles=("worker", "launcher"),
+            roles=("worker", "launcher", ROLE),
             record=self._log.write if self._log else None,
             complain=_complain,
+            hung_up=self.service.hung_up,
         )
 
     def stop(self, *_: object) -> None:
@@ -62,16 +69,15 @@ class Process:
 
     def run(self) -> None:
         """Until the end."""
-        with self.server.start(self._asked.host, self._asked.port):
+        with self.server.start(self._asked.host, self._asked.port), self._rival:
             print(f"coordinator listens on {self._asked.host}:{self.server.port}", flush=True)
-            ended_s: float | None = None
+            ended = ""
             while not self._stop.wait(TICK_S):
-                self.service.tick({peer.identity.name for peer in self.server.peers()})
-                if self.service.ended and ended_s is None:
-                    ended_s = time.monotonic()
-                    print(f"coordinator: the job is over: {self.service.ended}", flush=True)
-                if ended_s is not None and time.monotonic() - ended_s > _LINGER_S:
-                    return
+                self.service.tick(lambda: {peer.identity.name for peer in self.server.peers()})
+                if self.service.ended != ended:
+                    ended = self.service.ended
+                    print(f"coordinator: the job is over: {ended}" if ended else "coordinator: it goes on elsewhere")
+                    sys.stdout.flush()
 
     def _note_epoch(self, decree: Decree) -> None:
         term, number = decree.ballot

@@ -8,8 +8,10 @@ from ringweave.errors import RefusedError, explain
 from ringweave.membership.messages import Accuse, Ask, Count, Enter, Heartbeat, Leave, Listen, Stand, Told
 from ringweave.membership.rules.coordinator import Coordinator
 from ringweave.membership.rules.records import BEFORE_ALL, Decree, Order, Standing
-from ringweave.wire import Call, Done, Handler
+from ringweave.wire import Call, Done, Handler, Identity
 
+_MEMBER = "worker"
+"""The role of those who may become members."""
 _LOOK_S = 0.5
 """How long somebody listens before the same is told again."""
 
@@ -50,15 +52,25 @@ class CoordinatorService:
         """Why the job is over; empty while it is not."""
         return self._coordinator.ended
 
-    def tick(self, connected: Collection[str]) -> None:
-        """Time has passed; `connected` are the names of those that hold a connection."""
+    def tick(self, connected: Callable[[], Collection[str]]) -> None:
+        """Time has passed; `connected` gives the names of those that hold a connection."""
         with self._changed:
-            now_s = self._clock()
+            there = connected()
             for member in self._coordinator.present:
-                if member not in connected:
-                    self._coordinator.lose(member, now_s)
-            self._coordinator.tick(now_s)
+                if member not in there:
+                    self._coordinator.part(member)
+            self._coordinator.tick(self._clock())
             self._tell()
+
+    def hung_up(self, peer: Identity) -> None:
+        """A process has hung up without a goodbye; see `wire.Server`."""
+        if peer.role == _MEMBER:
+            self._event(lambda now_s: self._coordinator.lose(peer.name, now_s))
+
+    def hear_of(self, count: Count) -> None:
+        """What the other coordinator says of itself."""
+        if count.is_active:
+            self._event(lambda _now_s: self._coordinator.hear_of(count.term))
 
     def _event(self, action: Callable[[float], object]) -> Done:
         with self._changed:
@@ -68,7 +80,10 @@ class CoordinatorService:
 
     def _tell(self) -> None:
         """Wake those whose order has changed, and note what has happened; with the lock held."""
-        coordinator, here = self._coordinator, set(self._coordinator.present)
+        coordinator = self._coordinator
+        here = set(coordinator.present) if coordinator.is_active else set()
+        if not coordinator.is_active:  # nobody is a standby's member, nor any more of one that has become one
+            self._known.clear()
         for member in sorted(self._known - here):
             self._note_lost(member, coordinator.order_for(member).reason)
         self._known = here
@@ -82,6 +97,8 @@ class CoordinatorService:
             self._changed.notify_all()
 
     def _enter(self, call: Call) -> Done:
+        if call.peer.role != _MEMBER:
+            raise RefusedError(explain("role of a member", got=call.peer.role, expected=_MEMBER, do="Look who called"))
         member, rejoining = call.peer.name, call.message.rejoining
         if rejoining is None:
             return self._event(lambda now_s: self._coordinator.join(member, now_s))

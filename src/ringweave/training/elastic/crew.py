@@ -81,6 +81,11 @@ class JobCrew:
         for num_samples, seconds in self._timer.take():
             self._estimator.observe(num_samples, seconds)
 
+    @property
+    def is_between_steps(self) -> bool:
+        """See `seams.Crew`: in the midst of `no_sync` a newcomer would have no part in what is accumulated."""
+        return self.place.num_since_commit == 0
+
     def row(self) -> Row:
         """What this member's gradients are of."""
         return Row(
@@ -115,13 +120,16 @@ class JobCrew:
             if change is not None:
                 self._tell.shares_changed(first, change)
 
-    def check(self, notes: Sequence[dict[str, Any]]) -> None:
-        """Refuse to join those who have prepared something else.
+    def check(self, decree: Decree, notes: Sequence[dict[str, Any]]) -> None:
+        """Refuse to join a job that has prepared something else; whoever is of the job's opinion goes on.
 
         Raises:
-            DisagreementError: For the first thing that differs.
+            DisagreementError: For the first thing in which this member differs from the first that has the state.
         """
-        control.check_alike([note["alike"] for note in notes], list(self._facts.alike))
+        first = decree.holders[0] if decree.holders else decree.members[0]
+        names = [f"worker {member}" for member in (first, self._facts.member)]
+        said = [notes[decree.members.index(member)]["alike"] for member in (first, self._facts.member)]
+        control.check_alike(said, list(self._facts.alike), names)
 
     def begin(self, decree: Decree, notes: Sequence[dict[str, Any]], *, is_newcomer: bool) -> None:
         """An epoch begins."""

@@ -47,7 +47,10 @@ class Reduction:
 
     def add(self, kept: Tensor, room: Room) -> torch.futures.Future[Tensor]:
         """A bucket whose gradients are computed; the future has the sum over all ranks, once it counts."""
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        # A future of tensors on a device has to know of it; torch takes none for the processor's.
+        future: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=[] if kept.device.type == "cpu" else [kept.device]
+        )
         self.buckets.append(_Bucket(kept=kept, summed=room.like(kept, len(self.buckets)), future=future))
         return future
 
@@ -72,6 +75,9 @@ class Reduction:
         for bucket in self.buckets:
             assert bucket.work is not None
             bucket.work.wait()
+        # A device's collective is only queued when it was waited for, and who says that it has all sums must have them.
+        for device in {bucket.summed.device for bucket in self.buckets} - {torch.device("cpu")}:
+            torch.accelerator.synchronize(device)
 
     def let_go(self) -> None:
         """The group is gone: what is begun ends without a result, and nobody writes to it any more."""

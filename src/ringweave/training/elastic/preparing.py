@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -29,6 +28,7 @@ from ringweave.errors import TrainingError, explain
 from ringweave.membership.agent import Agent
 from ringweave.planning import modes
 from ringweave.training import reducing, timing
+from ringweave.training.elastic import seams
 from ringweave.training.elastic.crew import Facts, JobCrew, Means
 from ringweave.training.elastic.loader import ElasticLoader, ElasticParts
 from ringweave.training.elastic.recording import ElasticRecorder
@@ -39,6 +39,9 @@ from ringweave.training.loading import orders
 from ringweave.training.reducing import SampleWeights
 from ringweave.training.timing import StepTimer
 from ringweave.wire.states import Shelf
+
+_HASTE_S = 0.5
+"""How long the end of a process that was put out waits for each of its threads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +132,7 @@ def _enlist(
     means = Means(shelf=shelf, trust=trust)
     crew = JobCrew(facts, rosters, timer, JobState(model, optimizer, asked.carried), means, recorder)
     session = Session(name, groups, crew, buffers=lambda: _buffers_of(model), is_mean=asked.reduction == "mean")
-    agent = Agent(name, environment.coordinators, trust, session, lambda: session.beat(time.process_time()))
+    agent = Agent(name, environment.coordinators, trust, session, lambda: session.beat(seams.at_work_s()))
     _leave_on_terminate(session)
     atexit.register(_end, agent, session, server, groups)
     session.start(agent)
@@ -210,6 +213,11 @@ def _leave_on_terminate(session: Session) -> None:
 
 def _end(agent: Agent, session: Session, server: wire.Server, groups: EpochGroups) -> None:
     """At the end of the process: say that this member is done, unless an exception ends it."""
+    if session.is_out:  # nobody waits for anything from it, and its slot waits for another process
+        agent.close(_HASTE_S)
+        session.close(_HASTE_S)
+        server.close(timeout_s=_HASTE_S)
+        return
     if getattr(sys, "last_value", None) is None:
         agent.leave(is_finished=True)
     agent.close()

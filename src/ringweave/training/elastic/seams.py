@@ -1,6 +1,8 @@
 """What a session works for, and how what goes wrong in it is told."""
 
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from ringweave.comm.transport.seam import TransferFailedError
@@ -12,6 +14,11 @@ from ringweave.training.elastic.rows import Commit, Row
 
 class Crew(Protocol):
     """What a session works for: the loader with its books, and the model with its state. Called with the lock held."""
+
+    @property
+    def is_between_steps(self) -> bool:
+        """No batch was drawn whose gradients are still to be reduced."""
+        ...
 
     def row(self) -> Row:
         """What this member's gradients are of."""
@@ -25,7 +32,7 @@ class Crew(Protocol):
         """A reduction counts."""
         ...
 
-    def check(self, notes: Sequence[dict[str, Any]]) -> None:
+    def check(self, decree: Decree, notes: Sequence[dict[str, Any]]) -> None:
         """Refuse to join those who have prepared something else."""
         ...
 
@@ -44,6 +51,18 @@ class Crew(Protocol):
     def pull(self, notes: Sequence[dict[str, Any]], donor: int) -> None:
         """Read the state of that member; called without the lock."""
         ...
+
+
+def at_work_s(schedstat: Path = Path("/proc/self/schedstat")) -> float:
+    """Seconds that this process has computed, or its first thread wanted to and another process had the processor.
+
+    On a machine that is too busy a process that gets nothing done is at work all the same, and not stuck.
+    """
+    try:
+        waited_ns = int(schedstat.read_text().split()[1])
+    except (OSError, ValueError, IndexError):  # a kernel that does not count it
+        waited_ns = 0
+    return time.process_time() + waited_ns / 1e9
 
 
 def suspects(error: BaseException, decree: Decree) -> list[str]:

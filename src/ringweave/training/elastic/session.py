@@ -10,7 +10,6 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -118,7 +117,8 @@ class Session:
         agent, standing = self._agent, None
         with self._lock:
             self._num_signs += 1
-            self._where = replace(self._where, at_border=self._reduction is None)
+            is_border = self._reduction is None and self._crew.is_between_steps
+            self._where = replace(self._where, at_border=is_border)
             if self._stops and not self._is_frozen:
                 self._freeze()
                 standing = self._standing()
@@ -141,14 +141,19 @@ class Session:
         if self._agent is not None:
             self._agent.leave(is_finished=False)
 
-    def close(self) -> None:
+    @property
+    def is_out(self) -> bool:
+        """This member changes nothing any more: it was put out, or the job is over."""
+        return self._out is not None
+
+    def close(self, timeout_s: float = _CLOSE_S) -> None:
         """End the session's thread, so that none is in native code when the interpreter ends."""
         with self._lock:
             self._out = self._out or Out(reason="it has ended", is_end=True)
             self._lock.notify_all()
         self._groups.abort()
         if self._thread.ident is not None:
-            self._thread.join(_CLOSE_S)
+            self._thread.join(timeout_s)
 
     def beat(self, cpu_s: float) -> Beat:
         """A sign of life."""
@@ -280,8 +285,8 @@ class Session:
         notes = [json.loads(each.note) for each in decree.standings]
         rank = decree.members.index(self._member)
         holders = [decree.members.index(each) for each in decree.holders] or [0]
-        self._crew.check(notes)
-        if not self._end_reduction(decree, notes, generation):
+        self._crew.check(decree, notes)
+        if not self._end_reduction(decree, generation):
             return
         is_newcomer = not self._where.has_state and rank not in holders
         newcomers = [
@@ -310,7 +315,7 @@ class Session:
             self._lock.notify_all()
         self._tell_broken(error, generation)
 
-    def _end_reduction(self, decree: Decree, notes: Sequence[dict[str, Any]], generation: int) -> bool:
+    def _end_reduction(self, decree: Decree, generation: int) -> bool:
         """Take over the results that are there if one of the members has, else be ready to reduce again.
 
         Returns:
@@ -327,9 +332,9 @@ class Session:
                 self._where = replace(self._where, is_prepared=False)
                 return True
         assert reduction is not None, "it was prepared"
-        notes = [*notes, *(json.loads(each.note) for each in decree.finished)]
-        said = next(note["commit"] for note in notes if note["commit"] and note["commit"]["number"] == decree.committed)
-        commit = Commit.of_words(said)
+        left = [each.testament for each in (*decree.standings, *decree.finished) if each.testament]
+        said = (Commit.of_words(json.loads(each)) for each in left)
+        commit = next(each for each in said if each.number == decree.committed)
         with self._lock:
             if generation != self._generation:
                 return False
@@ -346,8 +351,8 @@ class Session:
 
     def _standing(self) -> Standing:
         note = {**self._crew.note(), "store": self._groups.store_place}
-        note["commit"] = self._last.to_words() if self._last else None
-        return replace(self._where, note=json.dumps(note))
+        testament = json.dumps(self._last.to_words()) if self._last else ""
+        return replace(self._where, note=json.dumps(note), testament=testament)
 
     def _wait_thawed(self) -> None:
         self._lock.wait_for(lambda: not self._is_frozen or self._out is not None or self._refusal is not None)
@@ -358,7 +363,7 @@ class Session:
         if self._refusal is not None:
             raise self._refusal
         if self._out is not None:
-            if self._where.is_leaving and not self._out.is_end:
+            if self._where.is_leaving:  # as it wanted to, alone or with all others
                 raise SystemExit(LEFT_CODE)
             raise seams.error_of(self._out)
 

@@ -41,6 +41,8 @@ class Channel:
         self._state = threading.Lock()
         self._sending = threading.Lock()
         self._cut = ""
+        self.is_hung_up = False
+        """The other end's kernel has ended it: its process closed the connection, or is no more."""
 
     def send(
         self,
@@ -155,9 +157,11 @@ class Channel:
             except _AGAIN as want:
                 self._sleep(want, select.POLLIN, deadline)
             except OSError as cause:
+                self.is_hung_up = isinstance(cause, ConnectionResetError) and not self._cut
                 raise self._lost(cause) from cause
             else:
                 if not received:
+                    self.is_hung_up = not self._cut
                     raise self._lost("closed by the other end")
                 return received
 

@@ -1,0 +1,111 @@
+"""Members that go from one coordinator to the other."""
+
+from ringweave.membership.rules.electing import Rejoining
+from ringweave.membership.rules.records import Decree, Order
+from tests.membership.rules.table import Table, holder
+
+
+def test_whoever_goes_to_another_coordinator_is_not_taken_for_dead() -> None:
+    table = Table(3)
+    table.begin("0.0", "1.0", "2.0")
+    table.pass_time(3.0, "0.0", "1.0", "2.0")
+    for member in ("0.0", "1.0"):
+        table.coordinator.part(member)
+    assert table.coordinator.present == ("0.0", "1.0", "2.0"), "they may come back"
+    table.pass_time(3.0, "2.0")
+    table.stand(holder("2.0"))
+    assert table.coordinator.present == ("2.0",)
+    assert table.coordinator.decree is not None
+    assert len(table.coordinator.decree.members) == 3, "one of three does not go on alone"
+
+
+def test_whoever_hangs_up_while_the_coordinator_stands_still_is_not_taken_for_dead() -> None:
+    """It may have gone elsewhere, and not been able to say so."""
+    for order in ("told first", "woken first"):
+        table = Table(3)
+        table.begin("0.0", "1.0", "2.0")
+        table.pass_time(3.0, "0.0", "1.0", "2.0")
+        table.now_s += 5.0
+        if order == "woken first":
+            table.coordinator.tick(table.now_s)
+        for member in ("0.0", "1.0"):
+            table.coordinator.lose(member, table.now_s)
+        table.pass_time(12.0, "2.0")
+        table.stand(holder("2.0"))
+        assert table.coordinator.present == ("2.0",)
+        assert table.coordinator.decree is not None
+        assert len(table.coordinator.decree.members) == 3, order
+
+
+def test_a_coordinator_that_hears_of_a_greater_term_is_a_standby_from_then_on() -> None:
+    table = Table(3)
+    decree = table.begin("0.0", "1.0", "2.0")
+    table.coordinator.hear_of(1)
+    assert table.coordinator.is_active
+    table.coordinator.hear_of(2)
+    assert (table.coordinator.is_active, table.coordinator.decree, table.coordinator.present) == (False, None, ())
+    assert table.coordinator.order_for("0.0") == Order(), "it has nothing to say to anybody"
+    for member in ("0.0", "1.0"):
+        table.coordinator.rejoin(Rejoining(standing=holder(member), decree=decree, promised=(1, 9)), 1.0)
+    assert table.coordinator.term == 3, "no term twice"
+
+
+def test_a_member_of_a_later_epoch_tells_a_coordinator_that_its_time_is_over() -> None:
+    table = Table(3)
+    table.begin("0.0", "1.0", "2.0")
+    later = Decree(ballot=(2, 1), standings=(holder("0.0"), holder("2.0")))
+    table.coordinator.rejoin(Rejoining(standing=holder("2.0"), decree=later, promised=(2, 1)), 1.0)
+    assert not table.coordinator.is_active
+    table.coordinator.rejoin(Rejoining(standing=holder("0.0"), decree=later, promised=(2, 1)), 1.0)
+    assert (table.coordinator.term, table.coordinator.decree) == (3, later)
+
+
+def test_a_member_that_comes_back_at_once_has_lost_nothing() -> None:
+    table = Table(3)
+    decree = table.begin("0.0", "1.0", "2.0")
+    table.coordinator.part("1.0")
+    table.coordinator.rejoin(Rejoining(standing=holder("1.0"), decree=decree, promised=decree.ballot), 0.0)
+    table.pass_time(3.0, "0.0", "1.0", "2.0")
+    order = table.coordinator.order_for("1.0")
+    assert (order.is_out, order.proposal, order.decree) == (False, None, decree)
+
+
+def test_a_zombie_that_votes_is_no_member_of_those_who_went_on_without_it() -> None:
+    first = Table(3).begin("0.0", "1.0", "2.0")
+    newest = Decree(ballot=(1, 5), standings=(holder("0.0", committed=9), holder("2.0", committed=9)))
+    table = Table(3, index=1, is_standby=True)
+    for member, decree in [("1.0", first), ("0.0", newest), ("2.0", newest)]:
+        rejoining = Rejoining(standing=holder(member), decree=decree, promised=decree.ballot)
+        table.coordinator.rejoin(rejoining, 0.0)
+    assert (table.coordinator.is_active, table.coordinator.decree) == (True, newest)
+    assert table.coordinator.order_for("1.0").reason == "the others went on without it"
+    table.stand(holder("0.0", committed=9), holder("1.0"), holder("2.0", committed=9))
+    table.pass_time(1.0, "0.0", "1.0", "2.0")
+    assert table.coordinator.decree.members == ("0.0", "2.0")
+
+
+def test_a_standby_decides_nothing_until_most_members_ask_it_to() -> None:
+    decree = Table(3).begin("0.0", "1.0", "2.0")
+    table = Table(3, index=1, is_standby=True)
+    table.coordinator.join("3.0", 0.0)
+    table.coordinator.rejoin(Rejoining(standing=holder("0.0"), decree=decree, promised=decree.ballot), 0.0)
+    assert not table.coordinator.is_active
+    table.coordinator.rejoin(Rejoining(standing=holder("1.0"), decree=decree, promised=decree.ballot), 0.0)
+    assert (table.coordinator.is_active, table.coordinator.term) == (True, 2)
+    assert table.coordinator.decree == decree, "the epoch goes on"
+    table.pass_time(3.0, "0.0", "1.0")
+    table.stand(holder("0.0"), holder("1.0"))
+    assert table.coordinator.decree is not None
+    assert table.coordinator.decree.members == ("0.0", "1.0"), "the third has not come"
+
+
+def test_two_that_both_were_standbys_never_decide_in_the_same_term() -> None:
+    """A coordinator that died is started again as a standby, whichever of the two it was."""
+    decree = Table(3).begin("0.0", "1.0", "2.0")
+    for promised, expected in [((1, 4), (3, 2)), ((2, 9), (3, 4)), ((3, 1), (5, 4))]:
+        tables = [Table(3, index=index, is_standby=True) for index in (0, 1)]
+        for table in tables:
+            for member in ("0.0", "1.0"):
+                rejoining = Rejoining(standing=holder(member), decree=decree, promised=promised)
+                table.coordinator.rejoin(rejoining, 0.0)
+        assert tuple(table.coordinator.term for table in tables) == expected

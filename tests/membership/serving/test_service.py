@@ -1,0 +1,110 @@
+"""A coordinator over real connections, and what it makes of the ways in which they end."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ringweave import wire
+from ringweave.errors import RemoteError
+from ringweave.membership.messages import Ask, Count, Enter, Heartbeat, Stand
+from ringweave.membership.rules.electing import Rejoining
+from ringweave.membership.rules.records import Decree, Standing
+from ringweave.membership.rules.settings import Bounds, Settings
+from ringweave.membership.rules.signs import Beat
+from ringweave.membership.serving.rivals import Rival
+from ringweave.testing.elastic import Headquarters, patient
+
+CALL_S = 60.0
+
+
+@pytest.fixture
+def authority() -> wire.Authority:
+    return wire.Authority("test")
+
+
+@pytest.fixture
+def headquarters(authority: wire.Authority) -> Iterator[Headquarters]:
+    found = Headquarters(authority, settings())
+    yield found
+    found.close()
+
+
+def settings() -> Settings:
+    return Settings(bounds=Bounds(least=1, most=4), expected=2, silence=patient(60.0))
+
+
+def client(authority: wire.Authority, port: int, name: str, role: str = "worker") -> wire.Client:
+    trust = wire.Tls(authority.issue(role, name))
+    return wire.Client.connect("127.0.0.1", port, trust, role="coordinator", timeout_s=CALL_S)
+
+
+def members(authority: wire.Authority, port: int) -> list[wire.Client]:
+    """Two members of the first epoch."""
+    found = [client(authority, port, name) for name in ("0.0", "1.0")]
+    for each in found:
+        each.call(Enter(), timeout_s=CALL_S)
+    for name, each in zip(("0.0", "1.0"), found, strict=True):
+        each.call(Stand(ballot=(1, 1), standing=Standing(member=name)), timeout_s=CALL_S)
+    return found
+
+
+def count(asker: wire.Client) -> Count:
+    answer = asker.call(Ask(), timeout_s=CALL_S).message
+    assert isinstance(answer, Count)
+    return answer
+
+
+def wait_until(is_it: Callable[[], bool]) -> None:
+    waiting = threading.Event()
+    for _ in range(2400):
+        if is_it():
+            return
+        waiting.wait(0.05)
+    raise AssertionError("it never came to be")
+
+
+def test_who_hangs_up_is_dead_and_who_says_goodbye_is_not(
+    authority: wire.Authority, headquarters: Headquarters
+) -> None:
+    first, second = members(authority, headquarters.port)
+    asker = client(authority, headquarters.port, "0", role="worker")
+    assert count(asker).members == ["0.0", "1.0"]
+    first.close()
+    wait_until(lambda: "0.0" not in headquarters.connected())
+    first = client(authority, headquarters.port, "0.0")
+    first.call(Heartbeat(beat=Beat()), timeout_s=CALL_S)
+    assert count(asker).present == ["0.0", "1.0"], "it went, and has come back"
+    second.hang_up()
+    wait_until(lambda: count(asker).present == ["0.0"])
+    assert headquarters.lost == [("1.0", "its connection to the coordinator broke")]
+    for each in (first, asker):
+        each.close()
+
+
+def test_nobody_but_a_worker_becomes_a_member(authority: wire.Authority, headquarters: Headquarters) -> None:
+    with (
+        client(authority, headquarters.port, "0", role="coordinator") as other,
+        pytest.raises(RemoteError, match="role of a member: 'coordinator', expected worker"),
+    ):
+        other.call(Enter(), timeout_s=CALL_S)
+
+
+def test_a_coordinator_that_was_replaced_hears_of_it_from_the_one_that_took_over(
+    authority: wire.Authority, headquarters: Headquarters
+) -> None:
+    left = members(authority, headquarters.port)
+    standby = Headquarters(authority, settings(), is_standby=True)
+    decree = Decree(ballot=(1, 1), standings=(Standing(member="0.0"), Standing(member="1.0")))
+    voters = [client(authority, standby.port, name) for name in ("0.0", "1.0")]
+    trust = wire.Tls(authority.issue("coordinator", "0"))
+    with Rival(("127.0.0.1", standby.port), trust, headquarters.service.hear_of):
+        assert count(left[0]).is_active
+        for name, each in zip(("0.0", "1.0"), voters, strict=True):
+            standing = Standing(member=name, has_state=True)
+            each.call(Enter(rejoining=Rejoining(standing=standing, decree=decree, promised=(2, 0))), timeout_s=CALL_S)
+        assert count(voters[0]).term == 4, "even, and greater than what they have promised"
+        wait_until(lambda: not count(left[0]).is_active)
+    for each in (*left, *voters):
+        each.close()
+    standby.close()

@@ -1,0 +1,108 @@
+"""Members' agents and two coordinators over real connections, without anything that trains."""
+
+import threading
+from collections.abc import Callable
+
+from ringweave import wire
+from ringweave.membership.agent import Agent
+from ringweave.membership.messages import Count
+from ringweave.membership.rules.follower import Out
+from ringweave.membership.rules.records import Decree, Standing
+from ringweave.membership.rules.settings import Bounds, Settings
+from ringweave.membership.rules.signs import Beat
+from ringweave.testing.elastic import Headquarters, patient
+
+
+class Still:
+    """Stands wherever it is asked to, at once."""
+
+    def __init__(self, member: str) -> None:
+        self.member = member
+        self.decrees: list[Decree] = []
+        self.outs: list[Out] = []
+
+    def freeze(self, *, is_urgent: bool) -> Standing:
+        del is_urgent
+        return self.standing()
+
+    def standing(self) -> Standing:
+        return Standing(member=self.member, has_state=bool(self.decrees))
+
+    def form(self, decree: Decree) -> None:
+        self.decrees.append(decree)
+
+    def end(self, out: Out) -> None:
+        self.outs.append(out)
+
+
+class Job:
+    """So many members, a coordinator and its standby."""
+
+    def __init__(self, num_members: int) -> None:
+        authority = wire.Authority("test")
+        wanted = Settings(bounds=Bounds(least=1, most=4), expected=num_members, recovery_s=60.0, silence=patient(60.0))
+        self.headquarters = [Headquarters(authority, wanted, is_standby=is_standby) for is_standby in (False, True)]
+        places = [("127.0.0.1", each.port) for each in self.headquarters]
+        self.members = [Still(f"{slot}.0") for slot in range(num_members)]
+        self.agents = [
+            Agent(each.member, places, wire.Tls(authority.issue("worker", each.member)), each, Beat).start()
+            for each in self.members
+        ]
+        wait_until(lambda: all(each.decrees for each in self.members))
+
+    def close(self) -> None:
+        for agent in self.agents:
+            agent.close()
+        for each in self.headquarters:
+            each.close()
+
+
+def wait_until(is_it: Callable[[], bool]) -> None:
+    waiting = threading.Event()
+    for _ in range(2400):
+        if is_it():
+            return
+        waiting.wait(0.05)
+    raise AssertionError("it never came to be")
+
+
+def test_an_accusation_that_the_coordinator_did_not_live_to_hear_is_heard_by_the_standby() -> None:
+    job = Job(3)
+    first = job.members[0].decrees[0]
+    job.headquarters[0].close()
+    job.agents[1].accuse(first.ballot, [])
+    wait_until(lambda: all(len(each.decrees) > 1 for each in job.members))
+    assert {each.decrees[-1].members for each in job.members} == {("0.0", "1.0", "2.0")}
+    assert job.members[0].decrees[-1].ballot[0] % 2 == 0, "a term of the standby's"
+    assert [each.outs for each in job.members] == [[], [], []]
+    job.close()
+
+
+def test_who_wants_to_leave_does_though_the_coordinator_did_not_live_to_hear_it() -> None:
+    job = Job(3)
+    job.headquarters[0].close()
+    job.agents[2].leave(is_finished=False)
+    wait_until(lambda: bool(job.headquarters[1].decrees))
+    job.close()
+
+
+def test_who_has_finished_is_known_to_have() -> None:
+    job = Job(2)
+    for agent in job.agents:
+        agent.leave(is_finished=True)
+        agent.close()
+    wait_until(lambda: job.headquarters[0].service.ended != "")
+    assert job.headquarters[0].service.ended == "all workers are done"
+    assert [why for _, why in job.headquarters[0].lost] in (["", ""], ["", "all workers are done"])
+    job.close()
+
+
+def test_a_coordinator_whose_time_is_over_is_left_for_the_other_one() -> None:
+    job = Job(2)
+    count = Count(term=2, is_active=True, ballot=(2, 1), members=[], committed=0, present=[], ended="")
+    job.headquarters[0].service.hear_of(count)
+    for agent, each in zip(job.agents, job.members, strict=True):
+        agent.accuse(each.decrees[-1].ballot, [])
+    wait_until(lambda: all(len(each.decrees) > 1 for each in job.members))
+    assert [each.outs for each in job.members] == [[], []]
+    job.close()
