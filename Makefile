@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RUN_DIR ?= runs/demo
 
-.PHONY: setup demo test test-kube test-crashes check fix bench bench-setup bench-unequal chaos clean help
+.PHONY: setup demo test test-kube test-crashes check fix bench bench-setup bench-unequal bench-unequal-short chaos clean help
 
 help:
 	@echo "make demo    train a small GPT on this machine's Python sources, on 4 workers (2 minutes after set-up)"
@@ -73,6 +73,10 @@ bench: bench-setup
 # Goes on where it was interrupted; the folder's results have to be removed to begin anew.
 bench-unequal: setup
 	$(BIN)/python bench/unequal/table.py
+
+# One seed, shorter training: twelve minutes on a quiet machine.
+bench-unequal-short: setup
+	$(BIN)/python bench/unequal/table.py --short
 
 clean:
 	rm -rf $(VENV) $(PEERS:%=.venv-%) runs

@@ -123,3 +123,47 @@ def test_without_a_server_the_script_says_how_to_get_one(tmp_path):
     done = run(tmp_path, script, "--workers", "1")
     assert done.returncode == 1
     assert "parameter server: 'none in this run', expected one that the launcher has started." in done.stderr
+
+
+DRIFTS = """
+import torch, ringweave
+from ringweave.planning.balancing import Speed
+from ringweave.training import Asynchronous
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+x = torch.randn(240, 6)
+model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+loader = DataLoader(TensorDataset(x, x[:, :2]), batch_size=48, shuffle=True)
+settings = Asynchronous(rings=2)
+model, optimizer, loader = ringweave.prepare(model, optimizer, loader, asynchronous=settings)
+shares = loader._parts.shares
+measure, now = shares.meet, []
+def meet():  # what is measured on a busy machine says little: speeds are told, after the ranks have exchanged theirs
+    measure()
+    return [Speed(s_per_sample=each_s) for each_s in now]
+shares.meet = meet
+for now in ((1, 4, 1, 4), (1, 1, 4, 4), (4, 4, 1, 1), (4, 4, 1, 1)):
+    for a, b in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(a), b).backward()
+        optimizer.step()
+print("sum", sum(p.sum().item() for p in model.parameters()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_rings_are_formed_anew_when_speeds_drift(tmp_path):
+    done = run(tmp_path, DRIFTS, "--workers", "4", "--mode", "ps-hra")
+    assert done.returncode == 0, done.stderr
+    assert len({line.split()[-1] for line in done.stdout.splitlines() if " sum " in line}) == 1
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    accounts = [event for event in events if event["kind"] == "samples_accounted"]
+    assert [(each["samples"], each["exact"]) for each in accounts] == [(240, True)] * 4
+    formed = [sorted(map(sorted, event["rings"])) for event in events if event["kind"] == "rings_formed"]
+    # The first ones follow a trial; from (1, 1, 4, 4) to (4, 4, 1, 1) ranks stay with those who are as fast.
+    assert formed[-1] == [[0, 1], [2, 3]]
+    assert formed.count([[0, 2], [1, 3]]) == 1
+    [counted] = [event for event in events if event["kind"] == "params_counted" and event["last"]]
+    assert (counted["samples"], counted["most_peers"] <= 4) == (960, True)

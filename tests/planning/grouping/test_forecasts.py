@@ -77,3 +77,7 @@ def test_a_forecast_is_a_line():
     found = forecasts.forecast([FAST] * 2, WORK, [((0,), (1,))])
     assert str(found[0]) == "sync 0.4 s, 0.4 s of it computing"
     assert str(found[2]) == "ps 0.408 s, 0.4 s of it computing, rings [[0], [1]]"
+
+
+def test_links_that_are_not_known_are_of_one_kind():
+    assert forecasts.by_rate([math.inf] * 3) == ((0, 1, 2),)

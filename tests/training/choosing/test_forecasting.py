@@ -38,6 +38,15 @@ def test_stalls_are_for_the_server():
     assert (mode, len(rings or ())) == ("ps", 8)
 
 
+def test_rings_that_are_asked_for_are_more_where_ranks_stall():
+    asked = (modes.PS_HRA, "the script asks for it")
+    found = forecasting.decide(asked, said([[0.01] * 7 + [0.04]] * 8, num_bytes=1000), None, is_open=False)[2]
+    assert found is not None
+    assert sorted(map(len, found)) == [2, 2, 2, 2]
+    found = forecasting.decide(asked, said([[0.01] * 8] * 8, num_bytes=1000), None, is_open=False)[2]
+    assert sorted(map(len, found or ())) == [4, 4]
+
+
 @pytest.mark.parametrize("others", [{"is_served": False}, {"optimizer": "LBFGS"}])
 def test_without_a_server_nothing_is_open(others):
     found = forecasting.decide(OPEN, said([[0.001]] * 2, **others), None, is_open=True)

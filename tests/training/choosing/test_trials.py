@@ -86,4 +86,17 @@ def test_under_ddp_nothing_is_communicated():
 
 
 def test_noise_is_no_stall():
-    assert trials.settle([1.0, 1.1, 0.9, 4.0]) == [1.05, 1.05, 1.05, 4.0]
+    assert trials.settle([[1.0, 1.1, 0.9], [2.0, 2.2, 1.9]]) == [[1.0], [2.0]]
+
+
+def test_stalls_are_those_of_all_ranks():
+    quiet, stalled = trials.settle([[1.0, 1.0, 1.0, 1.1], [2.0, 2.0, 8.0, 2.0]])
+    assert sorted(quiet) == [1.0] * 7 + [4.0]
+    assert sorted(stalled) == [2.0] * 7 + [8.0]
+
+
+def test_a_trial_that_takes_long_is_made_often_enough_to_tell_a_stall():
+    found = trials.measure(nn.Linear(3, 2), DataLoader(SAMPLES), 2, clock=ticking(0.3)).sample_s
+    assert found is not None
+    assert len(found) == 4
+    assert len(trials.measure(nn.Linear(3, 2), DataLoader(SAMPLES), 2, clock=ticking(9.0)).sample_s or ()) == 1

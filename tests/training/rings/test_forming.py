@@ -1,7 +1,8 @@
 import pytest
 
 from ringweave.errors import TrainingError
-from ringweave.training.rings.forming import rings_of, speeds_of
+from ringweave.planning.balancing import Speed
+from ringweave.training.rings.forming import better_rings, rings_of, speeds_of
 from ringweave.training.rings.settings import Asynchronous
 
 
@@ -34,3 +35,24 @@ def test_speeds_are_those_of_the_file_unless_trials_contradict_it():
     assert speeds_of(said((1.0, [0.010]), (1.0, [0.015]), (0.5, [0.021]))) == [1.0, 1.0, 0.5]
     assert speeds_of(said((1.0, [0.01]), (1.0, [0.01]), (1.0, [0.05]))) == [100, 100, 20]
     assert speeds_of(said((1.0, [0.01]), (0.3, None))) == [1.0, 0.3]
+
+
+def measured(*s_per_sample: float, noise: float = 0.02) -> list[Speed]:
+    return [Speed(s_per_sample=each_s, noise=noise) for each_s in s_per_sample]
+
+
+def test_rings_are_formed_anew_when_workers_are_no_longer_in_those_of_their_speed():
+    rings = ((0, 1), (2, 3))
+    assert better_rings(rings, measured(1.0, 1.0, 4.0, 4.0), None) is None
+    assert better_rings(rings, measured(1.0, 4.0, 1.0, 4.0), None) == ((0, 2), (1, 3))
+    assert better_rings(rings, measured(1.0, 1.05, 1.1, 1.0), None) is None, "all are of one kind"
+
+
+def test_rings_stay_where_speeds_are_not_certain():
+    rings = ((0, 1), (2, 3))
+    assert better_rings(rings, measured(1.0, 1.4, 1.0, 1.4), None) is not None
+    assert better_rings(rings, measured(1.0, 1.4, 1.0, 1.4, noise=0.5), None) is None
+
+
+def test_as_many_rings_as_are_asked_for():
+    assert better_rings(((0, 1, 2), (3,)), measured(1.0, 1.0, 4.0, 16.0), 2) == ((0, 1), (2, 3))

@@ -122,7 +122,7 @@ def by_rate(rates_bytes_per_s: Sequence[float]) -> tuple[Ring, ...]:
     line = sorted(range(len(rates_bytes_per_s)), key=lambda rank: (-rates_bytes_per_s[rank], rank))
     rings = [[line[0]]]
     for before, rank in itertools.pairwise(line):
-        if rates_bytes_per_s[before] >= rates_bytes_per_s[rank] * _DIFFERENT:
+        if rates_bytes_per_s[before] > rates_bytes_per_s[rank] * _DIFFERENT:  # links that are not known are equal
             rings.append([])
         rings[-1].append(rank)
     return tuple(map(tuple, rings))

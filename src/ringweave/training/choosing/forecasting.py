@@ -1,6 +1,7 @@
 """What `auto` is: from what ranks said of their speeds and links, the mode that is predicted to be the fastest."""
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -73,7 +74,10 @@ def decide(
     if not goes_with_server or num_rings is not None or not (is_open or mode == modes.PS_HRA):
         return mode, reason, None
     rates = [each["rate"] for each in said]
-    ways = rings_to_look_at(rings_of(speeds_of(said), modes.PS_HRA, None), rates, modes.AUTO if is_open else mode)
+    speeds, half = speeds_of(said), len(said) // 2
+    numbers = [None, *itertools.takewhile(lambda number: number <= half, (2**power for power in itertools.count(1)))]
+    by_speed = [rings_of(speeds, modes.PS_HRA, number) for number in numbers]
+    ways = rings_to_look_at(by_speed, rates, modes.AUTO if is_open else mode)
     outlook = look_ahead(said, ways)
     if is_open:
         return outlook.chosen.mode, outlook.reason, outlook.chosen.rings or None
@@ -91,12 +95,10 @@ def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]
         rings: Ways to form rings; none where no server is there, or the script does not go with one.
     """
     are_tried = all(each["trial_s"] for each in said)
+    times_s = trials.settle([each["trial_s"] for each in said]) if are_tried else [[1 / each["speed"]] for each in said]
     workers = [
-        Worker(
-            sample_s=tuple(trials.settle(each["trial_s"])) if are_tried else (1 / each["speed"],),
-            rate_bytes_per_s=each["rate"] or float("inf"),
-        )
-        for each in said
+        Worker(sample_s=tuple(own_s), rate_bytes_per_s=each["rate"] or float("inf"))
+        for own_s, each in zip(times_s, said, strict=True)
     ]
     # Where computing is known in relation only, transfers cannot be told beside it: computing alone decides.
     work = Work(
@@ -119,10 +121,10 @@ def _untried(said: Sequence[Mapping[str, Any]]) -> str:
 
 
 def rings_to_look_at(
-    by_speed: Sequence[Ring], rates: Sequence[float | None], mode: str = modes.AUTO
+    by_speed: Sequence[Sequence[Ring]], rates: Sequence[float | None], mode: str = modes.AUTO
 ) -> list[tuple[Ring, ...]]:
-    """Ways to form rings: by speed, by the rates of links, and each rank alone."""
+    """Ways to form rings: by speed (so many rings as there are kinds, and more), by links, and each rank alone."""
     alone = tuple((rank,) for rank in range(len(rates)))
     by_rate = forecasts.by_rate([rate or float("inf") for rate in rates])
-    ways = [tuple(by_speed), by_rate, *([alone] if mode == modes.AUTO else [])]
+    ways = [*map(tuple, by_speed[:1]), by_rate, *map(tuple, by_speed[1:]), *([alone] if mode == modes.AUTO else [])]
     return [way for place, way in enumerate(ways) if len(way) > 1 and way not in ways[:place]]

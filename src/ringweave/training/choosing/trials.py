@@ -7,7 +7,7 @@ which takes as long but for the loss itself.
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,12 @@ from ringweave.planning.balancing.estimating import BLOCK_S
 from ringweave.training import speed_test
 
 BUDGET_S = 1.0
-"""How long trials go on; one that is longer is made once, after one to warm up."""
+"""How long trials go on, after one to warm up."""
+_MOST_S = 5.0
+"""How long, where there are fewer than `_LEAST_BLOCKS` by then; one trial that is longer is made once."""
 _MOST_BLOCKS = 8
+_LEAST_BLOCKS = 4
+"""Of fewer, one that stalled would be taken for the rank's speed."""
 _STALL = 1.5
 """Times that are so many times the median are stalls of the machine; smaller differences are noise of a short test."""
 _MOST_TEXT = 300
@@ -63,17 +67,28 @@ def measure(
         return Trial(problem=f"{type(error).__name__}: {error}"[:_MOST_TEXT])
 
 
-def settle(sample_s: list[float]) -> list[float]:
-    """The times without their noise: all are the median but for stalls."""
-    middle = statistics.median(sample_s)
-    return [each if each > _STALL * middle else middle for each in sample_s]
+def settle(sample_s: Sequence[Sequence[float]]) -> list[list[float]]:
+    """What steps will take each rank: its median, and stalls as often as all ranks together have seen them.
+
+    A rank alone has tried too few times to say how often; so stalls of all are taken to be of one kind, and what is
+    less than a stall to be noise.
+    """
+    middles = [statistics.median(each) for each in sample_s]
+    factors = [time_s / middle for each, middle in zip(sample_s, middles, strict=True) for time_s in each]
+    stalls = [factor for factor in factors if factor > _STALL]
+    if not stalls:
+        return [[middle] for middle in middles]
+    kinds = [1.0] * (len(factors) - len(stalls)) + stalls
+    return [[middle * factor for factor in kinds] for middle in middles]
 
 
 def _blocks(once: Callable[[], None], clock: Callable[[], float]) -> list[float]:
     """Seconds of a trial, means over blocks: single ones say little where the kernel throttles in periods."""
     found: list[float] = []
     began_s = clock()
-    while len(found) < _MOST_BLOCKS and (not found or clock() - began_s < BUDGET_S):
+    while len(found) < _MOST_BLOCKS:
+        if found and clock() - began_s >= (BUDGET_S if len(found) >= _LEAST_BLOCKS else _MOST_S):
+            break
         block_s = clock()
         for count in itertools.count(1):
             once()

@@ -21,13 +21,16 @@ _WRONG = 2.0
 """Trials this far from what the cluster file says are believed."""
 
 
-def rings_of(speeds: Sequence[float], mode: str, num_rings: int | None) -> tuple[tuple[int, ...], ...]:
+def rings_of(
+    speeds: Sequence[float], mode: str, num_rings: int | None, different: float = _DIFFERENT
+) -> tuple[tuple[int, ...], ...]:
     """Ranks of each ring, the fastest ring first: rings of one in mode `ps`, else of ranks that are equally fast.
 
     Args:
         speeds: Relative speed of each rank.
         mode: `ps-hra` or `ps`.
         num_rings: How many; None means as many as there are kinds of workers, two at least.
+        different: How many times as fast a worker of another kind is at least.
 
     Raises:
         TrainingError: There are not that many ranks.
@@ -35,7 +38,7 @@ def rings_of(speeds: Sequence[float], mode: str, num_rings: int | None) -> tuple
     if mode == modes.PS:
         return tuple((rank,) for rank in range(len(speeds)))
     line = sorted(speeds, reverse=True)
-    kinds = 1 + sum(fast / slow >= _DIFFERENT for fast, slow in itertools.pairwise(line))
+    kinds = 1 + sum(fast / slow >= different for fast, slow in itertools.pairwise(line))
     wanted = num_rings or min(max(kinds, 2), len(speeds))
     if wanted > kinds:  # there are no borders to be found for all of them: rings of equal sizes
         queue = grouping.CompletionQueue(len(speeds), wanted)
@@ -59,9 +62,9 @@ def better_rings(
         num_rings: How many are asked for; None leaves it to the speeds.
     """
     round_s = [speed.s_per_sample for speed in speeds]
-    found = rings_of([1 / each_s for each_s in round_s], modes.PS_HRA, num_rings)
-    before, after = (grouping.throughput(each, round_s, _ALONE) for each in (rings, found))
     noise = min(max(speed.noise for speed in speeds), _MOST_NOISE)
+    found = rings_of([1 / each_s for each_s in round_s], modes.PS_HRA, num_rings, max(_DIFFERENT, 1 + 2 * noise))
+    before, after = (grouping.throughput(each, round_s, _ALONE) for each in (rings, found))
     return found if after >= before * (1 + max(grouping.MIN_GAIN, noise)) else None
 
 
