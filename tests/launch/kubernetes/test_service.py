@@ -22,6 +22,12 @@ def test_a_folder_beside_the_job_file_does_not_travel(tmp_path: Path) -> None:
         service().submit(request, base=tmp_path)
 
 
+def test_there_are_no_labs_on_kubernetes(tmp_path: Path) -> None:
+    request = Request(script="train.py", lab="two-racks", device="cpu", **REQUEST)
+    with pytest.raises(JobError, match=r"lab: 'two-racks', expected none on kubernetes. Leave lab out, or submit it"):
+        service().submit(request, base=tmp_path)
+
+
 def test_a_script_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"script .*train.py: 'No such file or directory', expected a Python file"):
         service().submit(Request(script="train.py", **REQUEST), base=tmp_path)

@@ -24,6 +24,7 @@ from ringweave.launch.kubernetes.logs import Logs
 from ringweave.launch.kubernetes.objects.owning import Owner
 from ringweave.launch.kubernetes.resource import reading
 from ringweave.launch.kubernetes.resource.definition import REFUSED
+from ringweave.launch.services import submitting
 from ringweave.launch.services.service import LogLine, LogQuery, Rendered, Service, Submission
 from ringweave.launch.services.views import JobView
 
@@ -58,6 +59,7 @@ class KubernetesService(Service):
     def submit(self, request: Request, *, base: Path, dry_run: bool = False) -> Submission:
         """Make the TrainingJob, and wait for the operator to admit it; a refused one is removed again."""
         _check_directory(request)
+        submitting.refuse_lab(request, "kubernetes")
         source = None if request.directory is not None else configs.read_script(base / request.script)
         return self._run(lambda client: self._submit(client, request, source, dry_run=dry_run))
 
