@@ -58,7 +58,7 @@ def test_the_faults_of_a_seed_are_shown_by_a_dry_run(capsys: pytest.CaptureFixtu
     [
         (["--dry-run"], "faults: none given, expected some. Give --script FILE, or --random kill,pause."),
         (["--random", "kill"], "script: none given, expected one after --. For example: ringweave chaos C.yaml"),
-        (["--random", "kill", "--system", "torchrn"], 'torchrun. Did you mean "torchrun"?'),
+        (["--random", "kill", "--system", "torchrn"], 'torchft. Did you mean "torchrun"?'),
         (["--script", "/absent"], "script of faults: [Errno 2] No such file or directory"),
     ],
 )
