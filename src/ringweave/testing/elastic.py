@@ -9,7 +9,9 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -99,6 +101,7 @@ class ElasticJob:
         self._folder = tempfile.TemporaryDirectory()
         self._processes: dict[str, BaseProcess] = {}
         self._connections: dict[str, Connection] = {}
+        self._unread: dict[str, deque[Any]] = {}
         self._outcomes: dict[str, Outcome] = {}
         self._said: dict[str, list[tuple[Any, float]]] = {}
         self._context = multiprocessing.get_context("forkserver")
@@ -137,6 +140,7 @@ class ElasticJob:
         process.start()
         theirs.close()
         self._processes[member], self._connections[member] = process, ours
+        self._unread[member] = deque()
         return member
 
     def signal(self, member: str, number: signal.Signals) -> None:
@@ -170,7 +174,9 @@ class ElasticJob:
 
     def read(self, member: str) -> None:
         """Read what a worker has said that has ended."""
-        while self._connections[member].poll(0) and self._receive(member, time.monotonic()) is None:
+        while self._take_words(0.0):
+            pass
+        while self._unread[member] and self._receive(member, time.monotonic()) is None:
             pass
 
     def said(self, member: str) -> list[tuple[Any, float]]:
@@ -188,15 +194,25 @@ class ElasticJob:
         return None
 
     def _next_word(self, member: str, deadline_s: float) -> Any:
-        connection = self._connections[member]
-        if not connection.poll(max(0.0, deadline_s - time.monotonic())):
-            epochs = [[decree.members for decree in each.decrees] for each in self.headquarters]
-            raise TimeoutError(f"{member} said nothing in time; epochs {epochs}")
-        try:
-            return connection.recv()
-        except (EOFError, ConnectionResetError):
-            self._processes[member].join()
-            return Outcome(exit_code=self._processes[member].exitcode)
+        while not self._unread[member]:
+            if not self._take_words(max(0.0, deadline_s - time.monotonic())):
+                epochs = [[decree.members for decree in each.decrees] for each in self.headquarters]
+                raise TimeoutError(f"{member} said nothing in time; epochs {epochs}")
+        return self._unread[member].popleft()
+
+    def _take_words(self, timeout_s: float) -> bool:
+        """Read what any worker has said, so that none has to wait until it is heard; False if none says anything."""
+        said = connection.wait(list(self._connections.values()), timeout_s)
+        for member in [name for name, each in self._connections.items() if each in said]:
+            try:
+                word = self._connections[member].recv()
+            except (EOFError, ConnectionResetError):
+                self._processes[member].join()
+                word = Outcome(exit_code=self._processes[member].exitcode)
+            self._unread[member].append(word)
+            if isinstance(word, Outcome):
+                del self._connections[member]
+        return bool(said)
 
 
 _own: list[Connection] = []
@@ -212,12 +228,12 @@ def own_member() -> str:
     return os.environ["RINGWEAVE_MEMBER"]
 
 
-def _main(connection: Connection, variables: dict[str, str], function: Callable[..., Any], args: tuple) -> None:
+def _main(teller: Connection, variables: dict[str, str], function: Callable[..., Any], args: tuple) -> None:
     import torch
 
     os.environ.update(variables)
     torch.set_num_threads(1)
-    _own.append(connection)
+    _own.append(teller)
     try:
         outcome = Outcome(value=function(*args))
     except BaseException as error:
@@ -226,5 +242,5 @@ def _main(connection: Connection, variables: dict[str, str], function: Callable[
         if code not in (0, 143):
             sys.last_value = error  # as the interpreter does at the end of a script
     atexit._run_exitfuncs()  # which a process of this kind does not do by itself
-    connection.send(outcome)
-    connection.close()
+    teller.send(outcome)
+    teller.close()
