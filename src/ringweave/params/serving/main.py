@@ -15,6 +15,7 @@ from ringweave import wire
 from ringweave.errors import RingweaveError
 from ringweave.params.messages import Status
 from ringweave.params.serving import optimizers, snapshots
+from ringweave.params.serving.replicas import Alone
 from ringweave.params.serving.service import ParameterService
 from ringweave.telemetry import EventLog
 
@@ -47,7 +48,7 @@ class Process:
         torch.set_num_threads(1)  # the memory is the limit; and threads that wait for each other stall on a busy node
         optimizers.warm_up()
         credentials = wire.Credentials.load_from(asked.credentials)
-        self.service = ParameterService(term=asked.term, num_peers=lambda: len(self.server.peers()))
+        self.service = ParameterService(replica=Alone(asked.term), num_peers=lambda: len(self.server.peers()))
         if asked.resume:
             self.service.resume(snapshots.load(asked.resume))
         self.server = wire.Server(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ringweave.errors import TrainingError, explain
 from ringweave.params.flat import Flat
-from ringweave.params.messages import Group, Option, Setup
+from ringweave.params.messages import Group, Option, Push, Setup
 from ringweave.params.rules import Progress
 from ringweave.params.serving import optimizers
 
@@ -68,10 +68,7 @@ class GatheredModel:
         Raises:
             TrainingError: Options or places do not belong to this model; nothing is changed.
         """
-        if not all(place < len(self.setup.tensors) for place in absent):
-            raise TrainingError(
-                explain("absent gradients", got=list(absent), expected="places of parameters", do="Push them whole")
-            )
+        self._check_places(absent)
         optimizers.adjust(self.optimizer, options, self.progress.length + share)
         self._options = options
         is_first = not self.progress.weight
@@ -82,6 +79,16 @@ class GatheredModel:
         self._gather(gradient, share * damping, is_first=is_first)
         if self.progress.is_full and self._sum is not None:
             self._finish(self._sum, 1 / self.progress.weight)
+
+    def check(self, push: Push) -> None:
+        """Refuse a push that could not be applied, before anybody else is told of it.
+
+        Raises:
+            TrainingError: As `apply_gradient` says.
+        """
+        if push.content == "gradient":
+            self._check_places(push.absent)
+            optimizers.check(self.optimizer, push.options)
 
     @torch.no_grad()
     def apply_change(self, change: Flat, factor: float) -> None:
@@ -151,6 +158,12 @@ class GatheredModel:
         states = self.optimizer.state.values()
         state = sum(value.nbytes for each in states for value in each.values() if isinstance(value, Tensor))
         return self._start.num_bytes + state
+
+    def _check_places(self, absent: Sequence[int]) -> None:
+        if not all(place < len(self.setup.tensors) for place in absent):
+            raise TrainingError(
+                explain("absent gradients", got=list(absent), expected="places of parameters", do="Push them whole")
+            )
 
     def _groups(self) -> list[Group]:
         """The script's groups, of blocks in the place of tensors."""
