@@ -39,8 +39,10 @@ class GatheredModel:
         self.progress = progress or Progress()
         self._start = initial
         self._sum: Flat | None = None
-        self._options: Sequence[dict[str, Option]] = ()
-        self._moved: set[int] = set()
+        self.options: Sequence[dict[str, Option]] = ()
+        """Of each group, as they came with the last push."""
+        self.moved: set[int] = set()
+        """Places of the parameters that the last train step has moved."""
         self._bases: dict[Hashable, Flat] = {}
         self._starts = blocks_of(initial)
         self._places = [place for place, view in enumerate(initial.views) for _ in range(_num_blocks(view))]
@@ -70,7 +72,7 @@ class GatheredModel:
         """
         self._check_places(absent)
         optimizers.adjust(self.optimizer, options, self.progress.length + share)
-        self._options = options
+        self.options = options
         is_first = not self.progress.weight
         self.progress.add(share, share * damping, set(range(len(self.setup.tensors))) - set(absent))
         if is_first and self.progress.is_full:
@@ -104,11 +106,11 @@ class GatheredModel:
         where the train step has none yet.
         """
         into.copy_(self._start)
-        present = self.progress.present or self._moved
+        present = self.progress.present or self.moved
         length = self.progress.length + (ahead if present else 0.0)
         if not length:
             return
-        optimizers.adjust(self.optimizer, self._options, length)
+        optimizers.adjust(self.optimizer, self.options, length)
         outs, gathered = blocks_of(into), self.gathered
         sums = blocks_of(gathered) if gathered else None
         for batch in self._batches():
@@ -188,7 +190,7 @@ class GatheredModel:
         blocks = blocks_of(sums)
         for batch in self._batches():
             self._step(batch, self.progress.present, blocks, scale)
-        self._moved = set(self.progress.present)
+        self.moved = set(self.progress.present)
         self.progress.clear()
 
     def _step(self, batch: Sequence[int], present: Container[int], sums: Sequence[Tensor] | None, scale: float) -> None:

@@ -105,7 +105,15 @@ class ParameterService:
             with self._changed:
                 job = self._job
                 found = snapshots.take(job.model, job.ledger.version, job.ledger.pushed, job.live) if job else None
-            yield snapshots.to_bytes(found) if found else b""
+            state = snapshots.to_bytes(found) if found else b""
+            del found
+            with self._changed:
+                self._copying_bytes += len(state)
+            try:
+                yield state
+            finally:
+                with self._changed:
+                    self._copying_bytes -= len(state)
 
     def follow_push(self, push: Push, buffers: Sequence[memoryview]) -> None:
         """Apply a push that another server leads with."""
@@ -120,6 +128,7 @@ class ParameterService:
             job = self._started_job()
             job.gone.discard(ring)
             job.ledger.grant(ring, version)
+            job.leads.grant(ring, job.model.progress.total)
             if job.setup.compensation:
                 base = Flat(job.setup.tensors)
                 job.model.read(base)

@@ -59,6 +59,10 @@ class Snapshot:
     """The optimizer's, by `block.name`; tensors only."""
     scalars: dict[str, float]
     """Likewise; numbers."""
+    options: list[dict[str, Any]]
+    """Of each group, as they came with the last push; empty before the first."""
+    moved: list[int]
+    """Places of the parameters that the last train step has moved."""
     live: Live | None = None
     """Not in files: whoever goes on from one of these begins with rings that begin anew."""
 
@@ -83,6 +87,8 @@ def take(model: GatheredModel, version: int, pushed: Mapping[int, Receipt], live
         groups=groups,
         state={key: value.clone() for key, value in entries.items() if isinstance(value, Tensor)},
         scalars={key: value for key, value in entries.items() if isinstance(value, (int, float))},
+        options=[dict(each) for each in model.options],
+        moved=sorted(model.moved),
         live=live,
     )
 
@@ -119,6 +125,8 @@ def _packed(snapshot: Snapshot) -> tuple[dict[str, Tensor], dict[str, str]]:
         "progress": {**asdict(snapshot.progress), "present": sorted(snapshot.progress.present)},
         "groups": snapshot.groups,
         "scalars": snapshot.scalars,
+        "options": snapshot.options,
+        "moved": snapshot.moved,
         "live": asdict(snapshot.live) if snapshot.live else None,
     }
     tensors = {f"parameter.{place}": each.contiguous() for place, each in enumerate(snapshot.parameters)}
@@ -182,6 +190,8 @@ def _unpacked(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Sna
         groups=books["groups"],
         state={key.removeprefix("state."): each for key, each in tensors.items() if key.startswith("state.")},
         scalars=books["scalars"],
+        options=books["options"],
+        moved=books["moved"],
         live=_live_of(books["live"]) if books["live"] else None,
     )
 
@@ -198,6 +208,7 @@ def _live_of(book: Mapping[str, Any]) -> Live:
 def restore(snapshot: Snapshot) -> GatheredModel:
     """The model as it was."""
     model = GatheredModel(snapshot.setup, _flat_of(snapshot.setup, snapshot.parameters), snapshot.progress)
+    model.options, model.moved = snapshot.options, set(snapshot.moved)
     if snapshot.gathered:
         model.gathered = _flat_of(snapshot.setup, snapshot.gathered)
     state: dict[int, dict[str, Any]] = {}
