@@ -31,7 +31,7 @@ OPTIONS = {"SGD": {"lr": 1e-4, "momentum": 0.9}, "AdamW": {"lr": 1e-4}}
 def ring(folder: str, address: str, port: str, index: str, optimizer: str) -> None:
     """One ring: begins the job if it is the first, then does as many rounds as each line of its input says."""
     trust = wire.Tls(wire.Credentials.load(Path(folder) / index))
-    client = RingClient(lambda: wire.Client.connect(address, int(port), trust, role="server"), int(index))
+    client = RingClient([lambda: wire.Client.connect(address, int(port), trust, role="server")], int(index))
     specs = [TensorSpec(name="weights", shape=[NUM_ELEMENTS], dtype="float32")]
     if index == "0":
         groups = [Group(parameters=[0], options=OPTIONS[optimizer])]

@@ -47,7 +47,8 @@ class WorkerEnvironment:
     leader_per_nic: bool = False
     """Plan with a leader for each NIC of a node that has enough workers; the first rank's environment counts."""
     server: str | None = None
-    """`host:port` of the job's parameter server; None means that there is none."""
+    """`host:port` of the job's parameter server, with a comma and that of its standby if it has one; None means that
+    there is none."""
     credentials: str | None = None
     """Where this process's credentials are: `fd:N`, an inherited descriptor, or the path of a file of its owner's."""
     data: str | None = None

@@ -19,6 +19,7 @@ RingweaveError                something ringweave refuses or cannot do       exi
     ├── MessageError          a message breaks the format, a limit, its checksum or its schema
     ├── ConnectionLostError   the connection broke or was closed
     ├── DeadlineError         not done in time
+    ├── LeadershipError       a server that has a standby does not lead, or does not any more
     └── RemoteError           the other side took the message and failed
 ```
 
@@ -105,6 +106,10 @@ class ConnectionLostError(WireError):
 
 class DeadlineError(WireError):
     """What was asked was not done in the time that it was given."""
+
+
+class LeadershipError(WireError):
+    """A server that has a standby, or is one, does not lead (any more): ask which one does, and say it there."""
 
 
 class RemoteError(WireError):

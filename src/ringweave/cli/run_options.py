@@ -37,6 +37,7 @@ class RunOptions:
     replace_backend: bool
     order: Order
     elastic: str | None
+    has_standby: bool
 
     def run(
         self, cluster: Cluster, cluster_text: str, cluster_path: str | None, site: Site, *, tells_cluster: bool = True
@@ -57,6 +58,7 @@ class RunOptions:
             site=site,
             tells_cluster=tells_cluster,
             elastic=_bounds(self.elastic, self.mode, cluster),
+            has_standby=_checked_standby(self.has_standby, self.mode),
         )
         return runs.run(request, environ=os.environ, stdout=sys.stdout, stderr=sys.stderr).exit_code
 
@@ -79,6 +81,7 @@ def shared(command: Callable[..., int]) -> Callable[..., int]:
             replace_backend=given.pop("replace_backend"),
             order=orders.parse(given.pop("order")),
             elastic=given.pop("elastic"),
+            has_standby=given.pop("standby"),
         )
         workers.check_target(program)
         _check_schedule(options.schedule)
@@ -110,6 +113,12 @@ _OPTIONS = (
         metavar="MIN:MAX",
         help="Go on when workers die, as long as MIN are left, and start them again; MAX is the most that there may "
         "be. For scripts with ringweave.prepare; others start again from their checkpoint.",
+    ),
+    click.option(
+        "--standby",
+        is_flag=True,
+        help="A second parameter server, on another node if there is one, that takes over when the first one dies. "
+        "Modes auto, ps-hra and ps.",
     ),
     click.option("--replace-backend", is_flag=True, help='Let a script\'s "gloo" or "nccl" be ringweave too.'),
     click.option(
@@ -152,6 +161,17 @@ def _bounds(text: str | None, mode: str | None, cluster: Cluster) -> Bounds | No
         do = "Leave one of the two out"
         raise UsageError(explain("--elastic with --mode", got=mode, expected="auto, sync or balanced", do=do))
     return bounds
+
+
+def _checked_standby(is_wanted: bool, mode: str | None) -> bool:
+    if not is_wanted:
+        return False
+    from ringweave.planning import modes
+
+    if mode not in (*modes.SERVED, modes.AUTO):
+        do = "Leave --standby out, or say --mode ps-hra"
+        raise UsageError(explain("--standby with --mode", got=mode, expected="auto, ps-hra or ps", do=do))
+    return True
 
 
 def _run_dir(given: str | None, script: str) -> RunDir:

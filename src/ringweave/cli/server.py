@@ -25,6 +25,10 @@ _MAIN = "ringweave.params.serving.main"
 )
 @click.option("--resume", metavar="FILE", help="Go on from this snapshot.")
 @click.option("--term", type=int, default=0, help="Refuse messages that are meant for a server of another term.")
+@click.option("--other", metavar="HOST:PORT", help="The other one of two servers, one of which is a standby.")
+@click.option("--index", type=click.IntRange(0, 1), default=0, help="Which of the two this is; 0 leads at the start.")
+@click.option("--claims", metavar="DIR", help="Where both of them register who leads.")
+@click.option("--lease-s", type=float, default=2.0, help="Silence of the other that is too long. Default: 2.")
 def command(**given: object) -> int:
     """Hold the parameters of a job in mode ps-hra, and apply what its rings push.
 

@@ -6,6 +6,8 @@ RUN_DIR/events.jsonl        what happened, all attempts
 RUN_DIR/cluster.yaml        the cluster it ran on
 RUN_DIR/logs/rank-0.log     what each worker printed
 RUN_DIR/logs/server.log     what the parameter server printed, if there was one
+RUN_DIR/logs/server-1.log   what its standby printed, if there was one
+RUN_DIR/claims/             which of the two led, claim by claim
 RUN_DIR/attempts/1/         run.json, cluster.yaml and logs of the first attempt, once there is a second
 ```
 """
@@ -22,7 +24,7 @@ from pathlib import Path
 
 from ringweave.errors import UsageError, explain
 
-_OF_AN_ATTEMPT = ("run.json", "cluster.yaml", "logs")
+_OF_AN_ATTEMPT = ("run.json", "cluster.yaml", "logs", "claims")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,10 +52,14 @@ class RunDir:
         """Path of a worker's log."""
         return self.root / "logs" / f"rank-{global_rank}.log"
 
+    def server_log(self, index: int = 0) -> Path:
+        """Path of the parameter server's log, or, with 1, of its standby's."""
+        return self.root / "logs" / (f"server-{index}.log" if index else "server.log")
+
     @property
-    def server_log(self) -> Path:
-        """Path of the parameter server's log."""
-        return self.root / "logs" / "server.log"
+    def claims(self) -> Path:
+        """Where a parameter server and its standby register who leads."""
+        return self.root / "claims"
 
     def attempt(self, number: int) -> Path:
         """Where the files of an earlier attempt are kept."""

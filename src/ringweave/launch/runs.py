@@ -52,6 +52,8 @@ class Request:
     """Let measured times change what runs; None means among several nodes."""
     mode: str | None = None
     """How scripts that call `ringweave.prepare` train; None leaves it to them."""
+    has_standby: bool = False
+    """Run a second parameter server that takes over when the first one dies."""
     leader_per_nic: bool = False
     """Plan with a leader for each NIC of a node, not just each node."""
     order: Order = BLOCK
@@ -102,7 +104,7 @@ def _attempt(
 ) -> reports.Ending:
     """All workers once, from the start to the end of the last one."""
     attempt = run_dirs.begin_attempt(request.run_dir, request.cluster_text)
-    server = JobServer.of(request.mode, request.cluster, request.site, request.run_dir)
+    server = JobServer.of(request.mode, request.cluster, request.site, request.run_dir, has_standby=request.has_standby)
     crew = (
         JobCoordinators.of(request.elastic, request.cluster, request.site, request.run_dir) if request.elastic else None
     )
@@ -124,7 +126,7 @@ def _attempt(
         ):
             launcher.start(group)
             books.workers_started(launcher.pid)
-            states = _supervise(request, launcher, group, crew, books, interrupts)
+            states = _supervise(request, launcher, group, server or crew, books, interrupts)
     except BaseException as error:
         books.close(outcome="failed", exit_code=1, cause=str(error) or type(error).__name__)
         raise
@@ -140,12 +142,13 @@ def _supervise(
     request: Request,
     launcher: LocalLauncher,
     group: WorkerGroup,
-    crew: JobCoordinators | None,
+    helper: JobServer | JobCoordinators | None,
     books: Books,
     interrupts: Sequence[signal.Signals],
 ) -> Sequence[WorkerState]:
-    if crew is None:
-        return supervision.supervise(launcher, interrupts, on_exit=books.worker_exited)
+    look = helper.look if helper else lambda: None
+    if request.elastic is None:
+        return supervision.supervise(launcher, interrupts, on_exit=books.worker_exited, look=look)
     supervisor = ElasticSupervisor(
         launcher,
         group,
@@ -157,7 +160,7 @@ def _supervise(
         interrupts,
         on_exit=books.worker_exited,
         on_start=lambda worker: books.worker_started(worker, launcher.pid(worker.global_rank)),
-        look=crew.look,
+        look=look,
     )
 
 

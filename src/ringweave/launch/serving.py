@@ -5,34 +5,44 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from ringweave import telemetry
 from ringweave.errors import LaunchError
+from ringweave.launch.elastic.coordinating import Post
 from ringweave.launch.local import bootstrap
 from ringweave.launch.local.sites import Site
 from ringweave.launch.run_dirs import RunDir
-from ringweave.launch.workers import Meeting, WorkerSpec
+from ringweave.launch.workers import WorkerSpec
 from ringweave.topology import Cluster
 from ringweave.wire import Authority, Identity
 
 ROLE = "server"
 _END_S = 5.0
-_SAYS = "parameter server: "
+_SAYS, _COUNTS = "parameter server: ", "pushes applied"
 
 
 class JobServer:
-    """One server of one run, on the node that is connected best; its job's authority lives in this process alone."""
+    """The server of one run, on the node that is connected best, and its standby on another one, if it has one.
 
-    def __init__(self, node: str, meeting: Meeting, site: Site, run_dir: RunDir, authority: Authority) -> None:
-        self.node, self._meeting, self._site, self._run_dir = node, meeting, site, run_dir
+    Its job's authority lives in this process alone. With a standby, whichever of the two dies is started again, and
+    follows the other.
+    """
+
+    def __init__(self, posts: Sequence[Post], site: Site, run_dir: RunDir, authority: Authority) -> None:
+        """`posts` are where it is, and then where its standby is, if it has one."""
+        self._posts, self._site, self._run_dir = tuple(posts), site, run_dir
         self._authority = authority
-        self._process: subprocess.Popen[bytes] | None = None
+        self._log = telemetry.EventLog(run_dir.events)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._environ: Mapping[str, str] = {}
 
     @classmethod
-    def of(cls, mode: str | None, cluster: Cluster, site: Site, run_dir: RunDir) -> "JobServer | None":
+    def of(
+        cls, mode: str | None, cluster: Cluster, site: Site, run_dir: RunDir, *, has_standby: bool = False
+    ) -> "JobServer | None":
         """The server that a mode needs, or may come to need (`auto`); None if it needs none.
 
         Raises:
@@ -42,26 +52,36 @@ class JobServer:
 
         if mode not in (*modes.SERVED, modes.AUTO) or (mode == modes.AUTO and cluster.num_nodes == 1):
             return None
-        node = central.best_connected(cluster).node
+        best = central.best_connected(cluster).node
+        others = [node.name for node in cluster.nodes if node.name != best]
+        nodes = [best, *([*others, best][:1] if has_standby else ())]
         job = Identity(job=f"run-{os.getpid()}", role=ROLE, name="0").job
-        return cls(node, site.meeting(node), site, run_dir, Authority(job))
+        posts = [Post(node=node, meeting=site.meeting(node)) for node in nodes]
+        return cls(posts, site, run_dir, Authority(job))
+
+    @property
+    def node(self) -> str:
+        """Where it is at the start."""
+        return self._posts[0].node
 
     @property
     def address(self) -> str:
-        """`host:port`, for the workers."""
-        return f"{self._meeting.host}:{self._meeting.port}"
+        """`host:port`, for the workers; with a standby two of them, with a comma between."""
+        return ",".join(_address(post) for post in self._posts)
 
     @property
     def exit_code(self) -> int | None:
-        """Of a server that ended, negative if a signal ended it; None while it runs, and before."""
-        return self._process.poll() if self._process is not None else None
+        """Of a server without a standby that ended, negative if a signal ended it; None while it runs, and before."""
+        return self._processes[0].poll() if len(self._processes) == 1 else None
 
     @property
     def num_peers(self) -> int:
-        """Connections to it that are open now."""
-        if self._process is None or self._process.poll() is not None:
-            return 0
-        return _num_established(self._process.pid, self._meeting.port)
+        """Connections that are open now, to it and to its standby."""
+        return sum(
+            _num_established(process.pid, post.meeting.port)
+            for process, post in zip(self._processes, self._posts, strict=False)
+            if process.poll() is None
+        )
 
     def secret(self, worker: WorkerSpec) -> int:
         """A descriptor of the worker's credentials, for it to inherit."""
@@ -74,60 +94,84 @@ class JobServer:
         Raises:
             LaunchError: It could not be started.
         """
-        log = telemetry.EventLog(self._run_dir.events)
-        process = self._process = self._start(environ)
-        log.write("server_started", node=self.node, pid=process.pid, address=self.address)
+        self._environ = environ
         try:
+            for index in range(len(self._posts)):
+                self._processes.append(self._start(index))
             yield
         finally:
-            found = process.poll()
-            was_stopped = found is None
-            exit_code = _end(process) if found is None else found
-            log.write(
-                "server_exited",
-                node=self.node,
-                exit_code=exit_code if exit_code >= 0 else None,
-                signal=signal.Signals(-exit_code).name if exit_code < 0 else None,
-                stopped=was_stopped,
-            )
+            for index, process in enumerate(self._processes):
+                found = process.poll()
+                self._note_exit(index, _end(process) if found is None else found, was_stopped=found is None)
+
+    def look(self) -> None:
+        """Start again what has died, if there is another one that it can follow."""
+        for index, process in enumerate(self._processes if len(self._posts) > 1 else ()):
+            exit_code = process.poll()
+            if exit_code:
+                self._note_exit(index, exit_code, was_stopped=False)
+                self._processes[index] = self._start(index)
 
     def to_text(self) -> str:
         """What it said of itself in the end, or that it did not come to that; for the user."""
-        lines = self._run_dir.server_log.read_text(encoding="utf-8", errors="replace").splitlines()
-        said = [line for line in lines if line.startswith(_SAYS)]
+        lines = [line for index in range(len(self._posts)) for line in self._lines(index)]
+        said = [line for line in lines if line.startswith(_SAYS) and _COUNTS in line]
         if said:
             return f"ringweave: {said[-1]}\n"
         last = lines[-1] if lines else "it printed nothing"
         return f"ringweave: the parameter server on node {self.node} served no push ({last})\n"
 
-    def _start(self, environ: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-        secret = self._authority.issue(ROLE, "0").to_descriptor()
-        serve = [sys.executable, "-m", "ringweave", "server", "--host", self._meeting.host]
-        serve += ["--port", str(self._meeting.port), "--credentials", f"fd:{secret}"]
-        serve += ["--node", self.node, "--run-dir", str(self._run_dir.root)]
+    def _lines(self, index: int) -> list[str]:
+        path = self._run_dir.server_log(index)
+        return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+
+    def _note_exit(self, index: int, exit_code: int, *, was_stopped: bool) -> None:
+        self._log.write(
+            "server_exited",
+            node=self._posts[index].node,
+            exit_code=exit_code if exit_code >= 0 else None,
+            signal=signal.Signals(-exit_code).name if exit_code < 0 else None,
+            stopped=was_stopped,
+        )
+
+    def _start(self, index: int) -> "subprocess.Popen[bytes]":
+        post = self._posts[index]
+        secret = self._authority.issue(ROLE, str(index)).to_descriptor()
+        serve = [sys.executable, "-m", "ringweave", "server", "--host", post.meeting.host]
+        serve += ["--port", str(post.meeting.port), "--credentials", f"fd:{secret}"]
+        serve += ["--node", post.node, "--run-dir", str(self._run_dir.root)]
+        if len(self._posts) > 1:
+            serve += ["--other", _address(self._posts[1 - index]), "--index", str(index)]
+            serve += ["--claims", str(self._run_dir.claims)]
         command = [
             sys.executable,
             "-I",
             "-S",
             bootstrap.__file__,
             str(os.getpid()),
-            *self._site.enter_node(self.node, serve),
+            *self._site.enter_node(post.node, serve),
         ]
         try:
-            with self._run_dir.server_log.open("wb") as output:
-                return subprocess.Popen(
+            with self._run_dir.server_log(index).open("ab") as output:
+                process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env={**environ, **self._site.environ(self.node)},
+                    env={**self._environ, **self._site.environ(post.node)},
                     start_new_session=True,
                     pass_fds=(secret,),
                 )
         except OSError as error:
-            raise LaunchError(f"parameter server could not be started: {error}. [node {self.node}]") from error
+            raise LaunchError(f"parameter server could not be started: {error}. [node {post.node}]") from error
         finally:
             os.close(secret)
+        self._log.write("server_started", node=post.node, pid=process.pid, address=_address(post))
+        return process
+
+
+def _address(post: Post) -> str:
+    return f"{post.meeting.host}:{post.meeting.port}"
 
 
 def _num_established(pid: int, port: int) -> int:

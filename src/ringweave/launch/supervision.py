@@ -80,6 +80,7 @@ def supervise(
     interrupts: Sequence[signal.Signals],
     *,
     on_exit: Callable[[WorkerState], None] = lambda state: None,
+    look: Callable[[], None] = lambda: None,
     patience: Patience | None = None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
@@ -90,6 +91,7 @@ def supervise(
         launcher: Has started the workers.
         interrupts: Grows with every SIGINT and SIGTERM that this process receives.
         on_exit: Called once for each worker when it is seen to have ended.
+        look: Called at every look: what else has to be kept alive.
         patience: How long to wait before each harder measure.
         clock: Must be the launcher's.
         sleep: Waits between two looks.
@@ -100,6 +102,7 @@ def supervise(
     supervision = Supervision(patience or Patience())
     reported: set[int] = set()
     while True:
+        look()
         states = launcher.observe()
         now_s = clock()
         for state in states:

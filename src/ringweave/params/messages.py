@@ -185,6 +185,22 @@ class Status(wire.Message):
     and sent."""
 
 
+class Entered(wire.Message):
+    """Whether this server leads, and since which term."""
+
+    kind: ClassVar[str] = "params.entered"
+
+    term: Count
+    leads: bool
+
+
+class Enter(wire.Message):
+    """Asks for that; only a server that has, or is, a standby answers it."""
+
+    kind: ClassVar[str] = "params.enter"
+    reply: ClassVar[type[wire.Message]] = Entered
+
+
 class Ask(wire.Message):
     """Asks for that."""
 

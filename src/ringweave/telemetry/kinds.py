@@ -271,6 +271,18 @@ KINDS: Mapping[str, Kind] = {
             "memory_bytes": "bytes of tensors held, and of memory that they are received into and sent from",
         },
     ),
+    "params_led": Kind(
+        meaning="Another parameter server leads from here on, or it leads with or without a standby from here on.",
+        written_by="server",
+        fields={
+            "node": _NODE_OF_SERVER,
+            "server": "index of the server that leads: 0 or 1",
+            "term": "counts leaders",
+            "claim": "number of this claim among all that were made",
+            "members": "servers that have all that was acknowledged",
+            "reason": "why it was claimed",
+        },
+    ),
     "params_saved": Kind(
         meaning="The parameter server wrote a snapshot of its state, while training went on.",
         written_by="server",

@@ -61,7 +61,7 @@ def train(
     client = None
     if is_representative:
         trust = wire.Tls(wire.Credentials.load(Path(folder) / str(rank)))
-        client = RingClient(lambda: wire.Client.connect("127.0.0.1", port, trust, role="server"), index)
+        client = RingClient([lambda: wire.Client.connect("127.0.0.1", port, trust, role="server")], index)
     named = list(net.named_parameters())
     if rank == 0:
         assert client is not None

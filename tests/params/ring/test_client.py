@@ -52,7 +52,7 @@ class World:
 
     def client(self) -> RingClient:
         settings: dict[str, Any] = {"patience_s": PATIENCE_S, "reconnect_s": RECONNECT_S}
-        return RingClient(self.connect, 0, clock=lambda: self.now_s, sleep=self.sleep, **settings)
+        return RingClient([self.connect], 0, clock=lambda: self.now_s, sleep=self.sleep, **settings)
 
 
 def answers(world: World) -> None:

@@ -43,3 +43,9 @@ def test_one_late_push_is_no_slow_link():
     push_all(tempo, 1.0, 1.0, 20.0)
     push_all(tempo, 1.0, 1.0, 20.0)
     assert tempo.is_slow(2)
+
+
+def test_a_push_has_stopped_when_it_takes_far_longer_than_usual():
+    assert Tempo().patience_s == 10.0
+    assert tempo_of(0.01, 0.02).patience_s == 2.0
+    assert tempo_of(1.0, 2.0, 3.0, 60.0).patience_s == 15.0

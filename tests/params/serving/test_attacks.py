@@ -86,7 +86,7 @@ def test_mutated_pushes_change_nothing(tmp_path, request):
     first = torch.arange(50.0)
     honest = wire.Tls(authority.issue("worker", "0"))
     with server(tmp_path, authority) as port:
-        client = RingClient(lambda: wire.Client.connect("127.0.0.1", port, honest, role="server"), 0)
+        client = RingClient([lambda: wire.Client.connect("127.0.0.1", port, honest, role="server")], 0)
         client.start(SETUP, Flat(SPECS, [first.clone()]).buffers())
         send_mutated(port, wire.Tls(authority.issue("worker", "1")), request.config.getoption("--mutations"))
         room = Flat(SPECS)
@@ -112,9 +112,9 @@ def test_strangers_are_refused_and_logged(tmp_path):
             with pytest.raises(WireError):
                 wire.Client.connect("127.0.0.1", port, stranger, role="server").close()
         worker = wire.Tls(authority.issue("worker", "1"))
-        client = RingClient(lambda: wire.Client.connect("127.0.0.1", port, worker, role="server"), 1)
+        client = RingClient([lambda: wire.Client.connect("127.0.0.1", port, worker, role="server")], 1)
         client.start(SETUP, Flat(SPECS).buffers())
-        other_ring = RingClient(lambda: wire.Client.connect("127.0.0.1", port, worker, role="server"), 0)
+        other_ring = RingClient([lambda: wire.Client.connect("127.0.0.1", port, worker, role="server")], 0)
         with pytest.raises(RemoteError, match=r"caller for ring 0: '1', expected one of its ranks 0"):
             other_ring.pull(0, Flat(SPECS).buffers())
         client.close()

@@ -34,8 +34,40 @@ def test_rooms_are_made_when_they_are_needed():
     assert rooms.memory_bytes == 22
 
 
+def test_a_room_that_is_held_for_too_long_is_made_good():
+    now_s = 0.0
+    rooms = Rooms(1, [8], patience_s=lambda: 2.0, most=3, clock=lambda: now_s)
+    stopped = rooms.take_nowait()
+    now_s = 1.9
+    assert rooms.take_nowait() is None
+    now_s = 2.1
+    second = rooms.take_nowait()
+    assert second is not None
+    assert rooms.take_nowait() is None
+    now_s = 5.0
+    third = rooms.take_nowait()
+    assert third is not None
+    now_s = 9.0
+    assert rooms.take_nowait() is None  # as many as there may be
+    assert rooms.memory_bytes == 24
+    del stopped, second
+    assert rooms.memory_bytes == 8  # those in place of others are not kept
+    del third
+    assert rooms.memory_bytes == 8
+
+
+def test_whoever_waits_gets_a_room_when_its_holder_has_stopped():
+    rooms = Rooms(1, [8], patience_s=lambda: 0.3, most=2)
+    stopped, got = rooms.take(), []
+    waiting = threading.Thread(target=lambda: got.append(rooms.take()))
+    waiting.start()
+    waiting.join(60)
+    assert len(got) == 1
+    assert stopped
+
+
 def test_slow_rings_hold_nobody_up():
-    lanes = Lanes(1, [8])
+    lanes = Lanes([8], num_rings=2)
     slow = lanes.of(is_slow=True).take_nowait()
     assert lanes.of(is_slow=True).take_nowait() is None
     assert lanes.of(is_slow=False).take_nowait() is not None

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from ringweave.errors import TrainingError
-from ringweave.params.rules import Receipt
+from ringweave.params.rules import Holding, Receipt, Ticket
 from ringweave.params.serving import snapshots
 from ringweave.params.serving.model import GatheredModel
+from ringweave.params.serving.snapshots import Live
 from tests.params.serving.test_model import filled, newest, setup_of
 
 ADAMW = {"lr": 0.1, "betas": [0.8, 0.9], "amsgrad": True}
@@ -29,8 +30,24 @@ def test_goes_on_exactly_where_it_was(tmp_path, name, options):
     back = snapshots.load(tmp_path / "deep" / "server.safetensors")
     assert (back.version, back.pushed) == (3, pushed)
     later = snapshots.restore(back)
+    assert all(map(torch.equal, newest(snapshots.restore(back)), newest(trained(name, options, 3))))
     later.apply_gradient(filled(3), 0.75, [options, options])
     assert all(map(torch.equal, newest(later), newest(model)))
+
+
+def test_a_standby_gets_what_rings_are_about(tmp_path):
+    live = Live(
+        holdings=[Holding(grants=(2, 3), num_since=1), Holding(grants=(), num_since=0)],
+        tickets=[Ticket(ring=1, number=4, epoch=2, first=6, num_samples=3)],
+        taken={1: 9, 2: 9},
+        gone=[0],
+    )
+    model = trained("AdamW", ADAMW, 3)
+    found = snapshots.from_bytes(snapshots.to_bytes(snapshots.take(model, 3, {}, live)))
+    assert (found.live, found.version) == (live, 3)
+    assert all(map(torch.equal, newest(snapshots.restore(found)), newest(model)))
+    with pytest.raises(TrainingError, match=r"snapshot of the parameter server: .*, expected one of a server that le"):
+        snapshots.from_bytes(b"\x00" * 40)
 
 
 def test_a_damaged_file_is_refused(tmp_path):

@@ -11,6 +11,7 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 
+from ringweave.launch.elastic.coordinating import Post
 from ringweave.launch.groups.config import Config
 from ringweave.launch.local.sites import Site
 from ringweave.launch.run_dirs import RunDir
@@ -68,7 +69,7 @@ class ServerDesk:
         if self._made is None or self._made[0] != round_:
             return None
         _, meeting, authority = self._made
-        return RoundServer(JobServer(self._node, meeting, self._site, run_dir, authority), environ)
+        return RoundServer(JobServer([Post(node=self._node, meeting=meeting)], self._site, run_dir, authority), environ)
 
 
 class RoundServer:

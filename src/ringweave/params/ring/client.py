@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 from typing_extensions import Buffer
 
 from ringweave import wire
-from ringweave.errors import ConnectionLostError, DeadlineError, WireError
+from ringweave.errors import ConnectionLostError, DeadlineError, LeadershipError, RemoteError, WireError
 from ringweave.params.messages import (
     Ask,
     Leave,
@@ -24,6 +24,7 @@ from ringweave.params.messages import (
     Take,
     Taken,
 )
+from ringweave.params.ring.finding import Servers
 
 _T = TypeVar("_T")
 _BREATH_S = 0.2
@@ -43,14 +44,15 @@ class Round:
 
 
 class RingClient:
-    """Speaks for one ring; for one thread at a time.
+    """Speaks for one ring. One thread may push while another takes samples: both share the connection.
 
-    A connection that breaks is made again, and the call is repeated: the server applies no push twice.
+    A connection that breaks is made again, and the call is repeated: the server applies no push twice. Where there are
+    further servers, one of them may lead when the first does not answer any more; calls are repeated there.
     """
 
     def __init__(
         self,
-        connect: Callable[[], wire.Client],
+        servers: Sequence[Callable[[], wire.Client]],
         ring: int,
         *,
         term: int = 0,
@@ -62,31 +64,36 @@ class RingClient:
         """Connects at the first call.
 
         Args:
-            connect: Connects to the server that leads now.
+            servers: Each connects to one server of the job; the one that leads at the start comes first.
             ring: Index of the ring.
-            term: Of that server.
+            term: Of the server, where there is but one.
             patience_s: How long an answer may take; a pull also waits for the slowest ring.
             reconnect_s: How long the server may be out of reach, counted from when a connection broke that had stood
                 for as long, or from the first failure of a call.
             clock: Gives seconds.
             sleep: Waits between two attempts to connect.
         """
-        self._connect, self._ring, self._term = connect, ring, term
+        self._servers, self._ring = Servers(servers, term=term), ring
         self._patience_s, self._reconnect_s = patience_s, reconnect_s
         self._clock, self._sleep = clock, sleep
-        self._client: wire.Client | None = None
         self._num_tickets = 0
 
     def start(self, setup: Setup, parameters: Sequence[Buffer]) -> None:
         """Begin the job; rank 0 does so."""
-        self._call(
-            lambda client: client.call(Start(term=self._term, setup=setup), parameters, timeout_s=self._patience_s)
-        )
+
+        def once(client: wire.Client, term: int) -> wire.Answer:
+            return client.call(Start(term=term, setup=setup), parameters, timeout_s=self._patience_s)
+
+        self._call(once)
 
     def pull(self, after_sequence: int, into: Sequence[Buffer]) -> int:
         """Fetch the parameters; their version."""
-        message = Pull(term=self._term, ring=self._ring, after_sequence=after_sequence)
-        return _version(self._call(lambda client: client.call(message, timeout_s=self._patience_s, into=into)))
+
+        def once(client: wire.Client, term: int) -> int:
+            message = Pull(term=term, ring=self._ring, after_sequence=after_sequence)
+            return _version(client.call(message, timeout_s=self._patience_s, into=into))
+
+        return self._call(once)
 
     def exchange(self, round_: Round, content: Sequence[Buffer], into: Sequence[Buffer]) -> tuple[Pushed, int]:
         """Push, and fetch the parameters that follow, in one round trip.
@@ -94,21 +101,10 @@ class RingClient:
         Returns:
             What became of the push, and the version of the parameters.
         """
-        push = Push(
-            term=self._term,
-            ring=self._ring,
-            sequence=round_.sequence,
-            base_version=round_.base_version,
-            content=round_.content,
-            num_samples=round_.num_samples,
-            batch_share=round_.batch_share,
-            absent=round_.absent,
-            options=round_.options,
-        )
-        pull = Pull(term=self._term, ring=self._ring, after_sequence=round_.sequence)
 
-        def once(client: wire.Client) -> tuple[Pushed, int]:
-            pushing = client.start(push, content, timeout_s=self._patience_s)
+        def once(client: wire.Client, term: int) -> tuple[Pushed, int]:
+            pull = Pull(term=term, ring=self._ring, after_sequence=round_.sequence)
+            pushing = client.start(self._push(round_, term), content, timeout_s=self._patience_s)
             pulling = client.start(pull, timeout_s=self._patience_s, into=into)
             try:
                 pushed = pushing.wait().message
@@ -123,43 +119,66 @@ class RingClient:
     def take(self, epoch: int, num_samples: int, epoch_samples: int) -> tuple[int, int]:
         """The samples that the ring computes next, as (first, how many); none when the epoch is used up."""
         self._num_tickets += 1
-        message = Take(
-            term=self._term,
-            ring=self._ring,
-            number=self._num_tickets,
-            epoch=epoch,
-            num_samples=num_samples,
-            epoch_samples=epoch_samples,
-        )
-        taken = self._call(lambda client: client.call(message, timeout_s=self._patience_s)).message
-        assert isinstance(taken, Taken), "the class of the reply"
-        return taken.first, taken.num_samples
+
+        def once(client: wire.Client, term: int) -> tuple[int, int]:
+            message = Take(
+                term=term,
+                ring=self._ring,
+                number=self._num_tickets,
+                epoch=epoch,
+                num_samples=num_samples,
+                epoch_samples=epoch_samples,
+            )
+            taken = client.call(message, timeout_s=self._patience_s).message
+            assert isinstance(taken, Taken), "the class of the reply"
+            return taken.first, taken.num_samples
+
+        return self._call(once)
 
     def regroup(self, rings: Sequence[Sequence[int]]) -> None:
         """Have other rings from here on; all of them rest, and each has new clients afterwards."""
-        message = Regroup(term=self._term, ring=self._ring, rings=[list(ring) for ring in rings])
-        self._call(lambda client: client.call(message, timeout_s=self._patience_s))
+
+        def once(client: wire.Client, term: int) -> wire.Answer:
+            message = Regroup(term=term, ring=self._ring, rings=[list(ring) for ring in rings])
+            return client.call(message, timeout_s=self._patience_s)
+
+        self._call(once)
 
     def status(self) -> Status:
         """What the server has done."""
-        status = self._call(lambda client: client.call(Ask(), timeout_s=self._patience_s)).message
+        status = self._call(lambda client, _: client.call(Ask(), timeout_s=self._patience_s)).message
         assert isinstance(status, Status), "the class of the reply"
         return status
 
     def leave(self, *, is_for_good: bool) -> None:
         """The ring computes nothing until it pulls again; or never again, and the connection ends."""
-        message = Leave(term=self._term, ring=self._ring, is_for_good=is_for_good)
-        self._call(lambda client: client.call(message, timeout_s=self._patience_s))
+
+        def once(client: wire.Client, term: int) -> wire.Answer:
+            message = Leave(term=term, ring=self._ring, is_for_good=is_for_good)
+            return client.call(message, timeout_s=self._patience_s)
+
+        self._call(once)
         if is_for_good:
             self.close()
 
     def close(self) -> None:
         """Hang up."""
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+        self._servers.close()
 
-    def _call(self, do: Callable[[wire.Client], _T]) -> _T:
+    def _push(self, round_: Round, term: int) -> Push:
+        return Push(
+            term=term,
+            ring=self._ring,
+            sequence=round_.sequence,
+            base_version=round_.base_version,
+            content=round_.content,
+            num_samples=round_.num_samples,
+            batch_share=round_.batch_share,
+            absent=round_.absent,
+            options=round_.options,
+        )
+
+    def _call(self, do: Callable[[wire.Client, int], _T]) -> _T:
         """Do it, again on a new connection if one breaks.
 
         Raises:
@@ -168,13 +187,15 @@ class RingClient:
         began_s = self._clock()
         failing_since_s: float | None = None
         while True:
-            tried_s = self._clock()
+            tried_s, client = self._clock(), None
             try:
-                if self._client is None:
-                    self._client = self._connect()
-                return do(self._client)
-            except (ConnectionLostError, DeadlineError):
-                self.close()
+                client, term = self._servers.leader()
+                return do(client, term)
+            except (ConnectionLostError, DeadlineError, RemoteError) as error:
+                if isinstance(error, RemoteError) and error.error != LeadershipError.__name__:
+                    raise
+                if client is not None:
+                    self._servers.drop(client)
                 now_s = self._clock()
                 if failing_since_s is None or now_s - tried_s >= self._reconnect_s:
                     failing_since_s = now_s

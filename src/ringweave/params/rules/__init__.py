@@ -1,10 +1,10 @@
 """What the parameter server decides, without torch and without connections: any order of events can be tried."""
 
 from ringweave.params.rules.leads import Leads
-from ringweave.params.rules.ledger import Ledger, Receipt
+from ringweave.params.rules.ledger import Holding, Ledger, Receipt
 from ringweave.params.rules.progress import Progress
 from ringweave.params.rules.staleness import StalenessPolicy
 from ringweave.params.rules.tempo import Tempo
 from ringweave.params.rules.tickets import Ticket, TicketOffice
 
-__all__ = ["Leads", "Ledger", "Progress", "Receipt", "StalenessPolicy", "Tempo", "Ticket", "TicketOffice"]
+__all__ = ["Holding", "Leads", "Ledger", "Progress", "Receipt", "StalenessPolicy", "Tempo", "Ticket", "TicketOffice"]

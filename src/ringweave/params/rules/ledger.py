@@ -14,6 +14,7 @@ With overlap a ring waits while it holds a computed round; so the oldest ring is
 """
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ringweave.errors import TrainingError, explain
@@ -35,6 +36,16 @@ class Receipt:
     """It had been applied before and was not applied again."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holding:
+    """What a ring holds that computes."""
+
+    grants: tuple[int, ...]
+    """Versions that it has and has not pushed for yet, oldest first."""
+    num_since: int
+    """Pushes since it came."""
+
+
 @dataclass(slots=True)
 class _Ring:
     last: Receipt | None = None
@@ -51,16 +62,34 @@ class _Ring:
 class Ledger:
     """The books of one job; one thread at a time."""
 
-    def __init__(self, policy: StalenessPolicy, *, version: int = 0, pushed: dict[int, Receipt] | None = None) -> None:
-        """`version` and `pushed` (the last receipt of each ring) are those of a snapshot, to go on from there."""
+    def __init__(
+        self,
+        policy: StalenessPolicy,
+        *,
+        version: int = 0,
+        pushed: Mapping[int, Receipt] | None = None,
+        holdings: Sequence[Holding] | None = None,
+    ) -> None:
+        """`version` and `pushed` (the last receipt of each ring) are those of a snapshot, to go on from there.
+
+        `holdings` are those of each ring, where books are taken over while rings compute; None means that none does.
+        """
         self.policy = policy
         self.version = version
         self._rings = [_Ring(last=(pushed or {}).get(ring)) for ring in range(policy.num_rings)]
+        for ring, holding in zip(self._rings, holdings or (), strict=False):
+            ring.grants.extend(holding.grants)
+            ring.num_since = holding.num_since
 
     @property
     def pushed(self) -> dict[int, Receipt]:
         """The last receipt of each ring that has pushed."""
         return {ring: each.last for ring, each in enumerate(self._rings) if each.last}
+
+    @property
+    def holdings(self) -> list[Holding]:
+        """What each ring holds."""
+        return [Holding(grants=tuple(each.grants), num_since=each.num_since) for each in self._rings]
 
     def base(self, ring: int) -> int | None:
         """Version that the ring's next push was computed on; None if it holds none."""
@@ -149,13 +178,16 @@ class Ledger:
         bound = self.policy.most_versions - self.policy.reserve_versions
         return all(self.version + len(pushing - {each}) - state.grants[0] <= bound for each, state in others.items())
 
-    def grant(self, ring: int) -> int:
-        """The ring takes the parameters as they are now; the version. A grant that it has already is replaced."""
+    def grant(self, ring: int, version: int | None = None) -> int:
+        """The ring takes the parameters as they are now; the version. A grant that it has already is replaced.
+
+        A version that is given is that of a grant which another server has made, and these books follow.
+        """
         state = self._find(ring)
         if self._may_push(state):
             state.grants.pop()
-        state.grants.append(self.version)
-        return self.version
+        state.grants.append(self.version if version is None else version)
+        return state.grants[-1]
 
     def leave(self, ring: int) -> None:
         """The ring computes nothing and holds nobody up any more, until it is granted parameters again."""

@@ -9,6 +9,10 @@ _LATEST = 3
 _ENOUGH = 2
 """Pushes that are looked at, and that are needed: one takes long when others share the link with it; on a slow link
 all do, so that the shortest of them counts."""
+_PATIENT = 5.0
+_PATIENCE_S = 2.0
+_FIRST_PATIENCE_S = 10.0
+"""A push that takes so many times the usual, and this at least, has stopped; the last where nothing is known yet."""
 
 
 class Tempo:
@@ -17,6 +21,8 @@ class Tempo:
     def __init__(self) -> None:
         self._begun_s: dict[int, float] = {}
         self._took_s: dict[int, deque[float]] = {}
+        self.patience_s = _FIRST_PATIENCE_S
+        """How long a push may take before the others do not wait for it any more; any thread may read it."""
 
     def begin(self, ring: int, now_s: float) -> None:
         """The first bytes of a push are there."""
@@ -27,6 +33,8 @@ class Tempo:
         begun_s = self._begun_s.pop(ring, None)
         if begun_s is not None:
             self._took_s.setdefault(ring, deque(maxlen=_LATEST)).append(now_s - begun_s)
+            usual_s = statistics.median_high(min(took_s) for took_s in self._took_s.values())
+            self.patience_s = max(_PATIENCE_S, _PATIENT * usual_s)
 
     def is_slow(self, ring: int) -> bool:
         """Whether its pushes take much longer than those of most rings; of two rings the lower median counts."""

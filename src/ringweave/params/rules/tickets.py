@@ -4,6 +4,7 @@ Fixed shares for rings would let samples of fast rings count more often. Here a 
 its ticket, and every sample of an epoch is on exactly one ticket.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ringweave.errors import TrainingError, explain
@@ -24,9 +25,27 @@ class Ticket:
 class TicketOffice:
     """Gives out the samples of every epoch, each once; one thread at a time."""
 
-    def __init__(self, num_rings: int) -> None:
+    def __init__(self, num_rings: int, last: Iterable[Ticket] = (), taken: Mapping[int, int] | None = None) -> None:
+        """`last` and `taken` are those of another office, to go on from there."""
         self._last: list[Ticket | None] = [None] * num_rings
-        self._taken: dict[int, int] = {}
+        self._taken: dict[int, int] = dict(taken or {})
+        for ticket in last:
+            self._last[ticket.ring] = ticket
+
+    @property
+    def last(self) -> list[Ticket]:
+        """The last ticket of each ring that has taken one."""
+        return [ticket for ticket in self._last if ticket]
+
+    @property
+    def epochs(self) -> dict[int, int]:
+        """Epoch -> samples of it that are on tickets."""
+        return dict(self._taken)
+
+    def book(self, ticket: Ticket) -> None:
+        """A ticket that another office has given out, and this one follows; once or more often."""
+        self._last[ticket.ring] = ticket
+        self._taken[ticket.epoch] = max(self._taken.get(ticket.epoch, 0), ticket.first + ticket.num_samples)
 
     def take(self, ring: int, number: int, epoch: int, num_samples: int, epoch_samples: int) -> Ticket:
         """The ring's next ticket; the same again if it asks for the last one again.

@@ -14,11 +14,14 @@ import torch
 from ringweave import wire
 from ringweave.errors import RingweaveError
 from ringweave.params.messages import Status
+from ringweave.params.rules.succession import LEASE_S, Claim
 from ringweave.params.serving import optimizers, snapshots
+from ringweave.params.serving.replicas import Alone
 from ringweave.params.serving.service import ParameterService
+from ringweave.params.standby.pair import Pair
 from ringweave.telemetry import EventLog
 
-_TICK_S = 0.2
+_TICK_S = 0.1
 _COUNT_EVERY_S = 5.0
 
 
@@ -34,6 +37,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--snapshot-every-s", type=float, default=60.0)
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--term", type=int, default=0)
+    parser.add_argument("--other", metavar="HOST:PORT")
+    parser.add_argument("--index", type=int, choices=(0, 1), default=0)
+    parser.add_argument("--claims", type=Path)
+    parser.add_argument("--lease-s", type=float, default=LEASE_S)
     return parser.parse_args(argv)
 
 
@@ -46,14 +53,16 @@ class Process:
         self._stop = threading.Event()
         torch.set_num_threads(1)  # the memory is the limit; and threads that wait for each other stall on a busy node
         optimizers.warm_up()
-        credentials = wire.Credentials.load_from(asked.credentials)
-        self.service = ParameterService(term=asked.term, num_peers=lambda: len(self.server.peers()))
+        trust = wire.Tls(wire.Credentials.load_from(asked.credentials))
+        self.pair = Pair(asked, trust, self._note_claim) if asked.other else None
+        replica = self.pair.leadership if self.pair else Alone(asked.term)
+        self.service = ParameterService(replica=replica, num_peers=self._num_rings)
         if asked.resume:
             self.service.resume(snapshots.load(asked.resume))
         self.server = wire.Server(
-            wire.Tls(credentials),
-            self.service.handlers(),
-            roles=("worker",),
+            trust,
+            [*self.service.handlers(), *(self.pair.handlers(self.service) if self.pair else ())],
+            roles=("worker", "server") if self.pair else ("worker",),
             record=self._log.write if self._log else None,
             complain=_complain,
         )
@@ -66,8 +75,12 @@ class Process:
         """Until the end."""
         with self.server.start(self._asked.host, self._asked.port):
             print(f"parameter server listens on {self._asked.host}:{self.server.port}", flush=True)
+            if self.pair:
+                self.pair.begin(self.service, self._stop)
             counted_s = saved_s = time.monotonic()
             while not self._stop.wait(_TICK_S) and not self.service.is_done:
+                if self.pair:
+                    self.pair.tick(is_other_connected=self._num_of("server") > 0)
                 now_s = time.monotonic()
                 if now_s - counted_s >= _COUNT_EVERY_S and self.service.version:
                     counted_s = now_s
@@ -79,7 +92,33 @@ class Process:
                 self._save()
         self._count(is_last=True)
 
+    @property
+    def _leads(self) -> bool:
+        return self.pair is None or self.pair.leadership.leads
+
+    def _num_rings(self) -> int:
+        return self._num_of("worker")
+
+    def _num_of(self, role: str) -> int:
+        return sum(peer.identity.role == role for peer in self.server.peers())
+
+    def _note_claim(self, claim: Claim, why: str) -> None:
+        others = "with a standby" if len(claim.members) > 1 else "alone"
+        print(f"parameter server: server {claim.leader} leads in term {claim.term}, {others}: {why}", flush=True)
+        if self._log:
+            self._log.write(
+                "params_led",
+                node=self._asked.node,
+                server=claim.leader,
+                term=claim.term,
+                claim=claim.number,
+                members=list(claim.members),
+                reason=why,
+            )
+
     def _count(self, *, is_last: bool) -> None:
+        if not self._leads:
+            return
         status = self.service.status()
         if self._log:
             self._log.write("params_counted", node=self._asked.node, last=is_last, **status.model_dump())

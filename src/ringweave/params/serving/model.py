@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ringweave.errors import TrainingError, explain
 from ringweave.params.flat import Flat
-from ringweave.params.messages import Group, Option, Setup
+from ringweave.params.messages import Group, Option, Push, Setup
 from ringweave.params.rules import Progress
 from ringweave.params.serving import optimizers
 
@@ -39,8 +39,10 @@ class GatheredModel:
         self.progress = progress or Progress()
         self._start = initial
         self._sum: Flat | None = None
-        self._options: Sequence[dict[str, Option]] = ()
-        self._moved: set[int] = set()
+        self.options: Sequence[dict[str, Option]] = ()
+        """Of each group, as they came with the last push."""
+        self.moved: set[int] = set()
+        """Places of the parameters that the last train step has moved."""
         self._bases: dict[Hashable, Flat] = {}
         self._starts = blocks_of(initial)
         self._places = [place for place, view in enumerate(initial.views) for _ in range(_num_blocks(view))]
@@ -68,12 +70,9 @@ class GatheredModel:
         Raises:
             TrainingError: Options or places do not belong to this model; nothing is changed.
         """
-        if not all(place < len(self.setup.tensors) for place in absent):
-            raise TrainingError(
-                explain("absent gradients", got=list(absent), expected="places of parameters", do="Push them whole")
-            )
+        self._check_places(absent)
         optimizers.adjust(self.optimizer, options, self.progress.length + share)
-        self._options = options
+        self.options = options
         is_first = not self.progress.weight
         self.progress.add(share, share * damping, set(range(len(self.setup.tensors))) - set(absent))
         if is_first and self.progress.is_full:
@@ -82,6 +81,16 @@ class GatheredModel:
         self._gather(gradient, share * damping, is_first=is_first)
         if self.progress.is_full and self._sum is not None:
             self._finish(self._sum, 1 / self.progress.weight)
+
+    def check(self, push: Push) -> None:
+        """Refuse a push that could not be applied, before anybody else is told of it.
+
+        Raises:
+            TrainingError: As `apply_gradient` says.
+        """
+        if push.content == "gradient":
+            self._check_places(push.absent)
+            optimizers.check(self.optimizer, push.options)
 
     @torch.no_grad()
     def apply_change(self, change: Flat, factor: float) -> None:
@@ -97,11 +106,11 @@ class GatheredModel:
         where the train step has none yet.
         """
         into.copy_(self._start)
-        present = self.progress.present or self._moved
+        present = self.progress.present or self.moved
         length = self.progress.length + (ahead if present else 0.0)
         if not length:
             return
-        optimizers.adjust(self.optimizer, self._options, length)
+        optimizers.adjust(self.optimizer, self.options, length)
         outs, gathered = blocks_of(into), self.gathered
         sums = blocks_of(gathered) if gathered else None
         for batch in self._batches():
@@ -152,6 +161,12 @@ class GatheredModel:
         state = sum(value.nbytes for each in states for value in each.values() if isinstance(value, Tensor))
         return self._start.num_bytes + state
 
+    def _check_places(self, absent: Sequence[int]) -> None:
+        if not all(place < len(self.setup.tensors) for place in absent):
+            raise TrainingError(
+                explain("absent gradients", got=list(absent), expected="places of parameters", do="Push them whole")
+            )
+
     def _groups(self) -> list[Group]:
         """The script's groups, of blocks in the place of tensors."""
         found = []
@@ -175,7 +190,7 @@ class GatheredModel:
         blocks = blocks_of(sums)
         for batch in self._batches():
             self._step(batch, self.progress.present, blocks, scale)
-        self._moved = set(self.progress.present)
+        self.moved = set(self.progress.present)
         self.progress.clear()
 
     def _step(self, batch: Sequence[int], present: Container[int], sums: Sequence[Tensor] | None, scale: float) -> None:

@@ -60,10 +60,8 @@ def make(name: str, groups: Sequence[Group], parameters: Sequence[nn.Parameter])
         ) from cause
 
 
-def adjust(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, Option]], factor: float) -> None:
-    """Give each group its options of now, and scale the length of the next step.
-
-    What the group does not know is a scheduler's own (`initial_lr`) and is left out.
+def check(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, Option]]) -> None:
+    """Refuse options that are not of this optimizer's groups.
 
     Raises:
         TrainingError: They belong to other groups.
@@ -77,6 +75,17 @@ def adjust(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, Opti
                 do="Run the same script on all ranks",
             )
         )
+
+
+def adjust(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, Option]], factor: float) -> None:
+    """Give each group its options of now, and scale the length of the next step.
+
+    What the group does not know is a scheduler's own (`initial_lr`) and is left out.
+
+    Raises:
+        TrainingError: They belong to other groups.
+    """
+    check(optimizer, options)
     for group, given in zip(optimizer.param_groups, options, strict=True):
         group.update({name: value for name, value in _taken(given).items() if name in group})
         group["lr"] = group["lr"] * factor

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
@@ -20,11 +21,23 @@ from ringweave.errors import TrainingError, explain
 from ringweave.files import durable
 from ringweave.params.flat import Flat
 from ringweave.params.messages import Setup
-from ringweave.params.rules import Progress, Receipt
+from ringweave.params.rules import Holding, Progress, Receipt, Ticket
 from ringweave.params.serving.model import GatheredModel
 
-_FORMAT = 3
+_FORMAT = 4
 _KEY, _CHECK = "ringweave", "check"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Live:
+    """What rings are about: only of use to a server that takes over while they compute."""
+
+    holdings: list[Holding]
+    tickets: list[Ticket]
+    taken: dict[int, int]
+    """Epoch -> samples that are on tickets."""
+    gone: list[int]
+    """Rings that have left for good."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,9 +59,20 @@ class Snapshot:
     """The optimizer's, by `block.name`; tensors only."""
     scalars: dict[str, float]
     """Likewise; numbers."""
+    options: list[dict[str, Any]]
+    """Of each group, as they came with the last push; empty before the first."""
+    moved: list[int]
+    """Places of the parameters that the last train step has moved."""
+    live: Live | None = None
+    """Not in files: whoever goes on from one of these begins with rings that begin anew."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors in it."""
+        return sum(each.nbytes for each in [*self.parameters, *self.gathered, *self.state.values()])
 
 
-def take(model: GatheredModel, version: int, pushed: Mapping[int, Receipt]) -> Snapshot:
+def take(model: GatheredModel, version: int, pushed: Mapping[int, Receipt], live: Live | None = None) -> Snapshot:
     """A copy of the state now."""
     found = model.optimizer.state_dict()
     entries = {f"{place}.{name}": value for place, each in found["state"].items() for name, value in each.items()}
@@ -63,6 +87,9 @@ def take(model: GatheredModel, version: int, pushed: Mapping[int, Receipt]) -> S
         groups=groups,
         state={key: value.clone() for key, value in entries.items() if isinstance(value, Tensor)},
         scalars={key: value for key, value in entries.items() if isinstance(value, (int, float))},
+        options=[dict(each) for each in model.options],
+        moved=sorted(model.moved),
+        live=live,
     )
 
 
@@ -72,6 +99,24 @@ def save(snapshot: Snapshot, path: Path) -> None:
     Raises:
         OSError: The disk does not take it; an earlier file is as it was.
     """
+    tensors, metadata = _packed(snapshot)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    save_file(tensors, partial, metadata=metadata)
+    with partial.open("rb") as file:
+        durable.sync(file)
+    partial.replace(path)
+    durable.sync_folder(path.parent)
+
+
+def to_bytes(snapshot: Snapshot) -> bytes:
+    """The same as one piece of memory, what rings are about included: for a standby."""
+    tensors, metadata = _packed(snapshot)
+    return safetensors.torch.save(tensors, metadata)
+
+
+def _packed(snapshot: Snapshot) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata of a file."""
     books = {
         "format": _FORMAT,
         "version": snapshot.version,
@@ -80,18 +125,15 @@ def save(snapshot: Snapshot, path: Path) -> None:
         "progress": {**asdict(snapshot.progress), "present": sorted(snapshot.progress.present)},
         "groups": snapshot.groups,
         "scalars": snapshot.scalars,
+        "options": snapshot.options,
+        "moved": snapshot.moved,
+        "live": asdict(snapshot.live) if snapshot.live else None,
     }
     tensors = {f"parameter.{place}": each.contiguous() for place, each in enumerate(snapshot.parameters)}
     tensors |= {f"gathered.{place}": each.contiguous() for place, each in enumerate(snapshot.gathered)}
     tensors |= {f"state.{key}": each for key, each in snapshot.state.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
     text = json.dumps(books)
-    save_file(tensors, partial, metadata={_KEY: text, _CHECK: _check(text, tensors)})
-    with partial.open("rb") as file:
-        durable.sync(file)
-    partial.replace(path)
-    durable.sync_folder(path.parent)
+    return tensors, {_KEY: text, _CHECK: _check(text, tensors)}
 
 
 def load(path: Path) -> Snapshot:
@@ -102,40 +144,71 @@ def load(path: Path) -> Snapshot:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            text, stated = file.metadata()[_KEY], file.metadata()[_CHECK]
-            _compare(stated, _check(text, {key: file.get_tensor(key) for key in file.keys()}))  # noqa: SIM118
-            books = json.loads(text)
-            setup = Setup.model_validate(books["setup"])
-            state = {key: file.get_tensor(f"state.{key}") for key in _below(file.keys(), "state.")}
-            parameters = [file.get_tensor(f"parameter.{place}") for place in range(len(setup.tensors))]
-            progress = _progress_of(books["progress"])
-            gathered = [file.get_tensor(f"gathered.{place}") for place in range(len(_below(file.keys(), "gathered.")))]
-        return Snapshot(
-            setup=setup,
-            version=books["version"],
-            pushed={receipt["ring"]: Receipt(**receipt) for receipt in books["pushed"]},
-            parameters=parameters,
-            progress=progress,
-            gathered=gathered,
-            groups=books["groups"],
-            state=state,
-            scalars=books["scalars"],
-        )
-    except (SafetensorError, OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as cause:
-        raise TrainingError(
-            explain(
-                "snapshot of the parameter server",
-                got=str(cause)[:200],
-                expected="a whole file that ringweave server wrote",
-                do="Use the one before it",
-                where=str(path),
-            )
-        ) from cause
+            # Not a dictionary: it has keys(), but cannot be iterated over.
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            return _unpacked(file.metadata(), tensors)
+    except _DAMAGES as cause:
+        do = "Use the one before it"
+        raise _refusal(cause, "a whole file that ringweave server wrote", do, str(path)) from cause
+
+
+def from_bytes(content: bytes) -> Snapshot:
+    """What `to_bytes` made.
+
+    Raises:
+        TrainingError: It is something else.
+    """
+    try:
+        # The metadata, which the library does not give: JSON of a length that stands before it.
+        length = int.from_bytes(content[:8], "little")
+        metadata = json.loads(content[8 : 8 + length])["__metadata__"]
+        return _unpacked(metadata, safetensors.torch.load(content))
+    except _DAMAGES as cause:
+        raise _refusal(cause, "one of a server that leads", "Run the same ringweave on all nodes", "") from cause
+
+
+_DAMAGES = (SafetensorError, OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
+
+
+def _refusal(cause: Exception, expected: str, do: str, where: str) -> TrainingError:
+    what = "snapshot of the parameter server"
+    return TrainingError(explain(what, got=str(cause)[:200], expected=expected, do=do, where=where))
+
+
+def _unpacked(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Snapshot:
+    text = metadata[_KEY]
+    _compare(metadata[_CHECK], _check(text, tensors))
+    books = json.loads(text)
+    setup = Setup.model_validate(books["setup"])
+    return Snapshot(
+        setup=setup,
+        version=books["version"],
+        pushed={receipt["ring"]: Receipt(**receipt) for receipt in books["pushed"]},
+        parameters=[tensors[f"parameter.{place}"] for place in range(len(setup.tensors))],
+        progress=_progress_of(books["progress"]),
+        gathered=[tensors[f"gathered.{place}"] for place in range(sum(key.startswith("gathered.") for key in tensors))],
+        groups=books["groups"],
+        state={key.removeprefix("state."): each for key, each in tensors.items() if key.startswith("state.")},
+        scalars=books["scalars"],
+        options=books["options"],
+        moved=books["moved"],
+        live=_live_of(books["live"]) if books["live"] else None,
+    )
+
+
+def _live_of(book: Mapping[str, Any]) -> Live:
+    return Live(
+        holdings=[Holding(grants=tuple(each["grants"]), num_since=each["num_since"]) for each in book["holdings"]],
+        tickets=[Ticket(**each) for each in book["tickets"]],
+        taken={int(epoch): count for epoch, count in book["taken"].items()},
+        gone=list(book["gone"]),
+    )
 
 
 def restore(snapshot: Snapshot) -> GatheredModel:
     """The model as it was."""
     model = GatheredModel(snapshot.setup, _flat_of(snapshot.setup, snapshot.parameters), snapshot.progress)
+    model.options, model.moved = snapshot.options, set(snapshot.moved)
     if snapshot.gathered:
         model.gathered = _flat_of(snapshot.setup, snapshot.gathered)
     state: dict[int, dict[str, Any]] = {}
@@ -177,7 +250,3 @@ def _compare(stated: str, found: str) -> None:
 
 def _tupled(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
-
-
-def _below(keys: list[str], prefix: str) -> list[str]:
-    return [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]

@@ -69,7 +69,7 @@ def prepare(
         TrainingError: The optimizer or the data do not fit this mode.
     """
     (model, optimizer, loader), (environment, control, recorder) = triple, surroundings
-    connect = _connector(environment)
+    servers = _servers(environment)
     speeds = speeds_of(said)
     rings, follows = _form(asked, speeds)
     groups = groups_of(rings, control.rank)
@@ -77,11 +77,12 @@ def prepare(
     weights = SampleWeights(num_ranks=len(rings[index]), is_mean=asked.is_mean)
     timer = StepTimer(HostTimeline())
     reducer = GradientReducer(process_group=groups[0], timer=timer)
-    parallel = reducing.attach(model, weights, reducer, asked.ddp)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    share_rest(model, parameters, control)
+    parallel = reducing.attach(model, weights, reducer, asked.ddp)
     setup = _setup(parallel.module, optimizer, rings, asked)
-    _begin(setup, parameters, RingClient(connect, index, reconnect_s=_START_S), control)
-    places = Seating(connect, control, setup, parameters, groups)
+    _begin(setup, parameters, RingClient(servers, index, reconnect_s=_START_S), control)
+    places = Seating(servers, control, setup, parameters, groups)
     places.seat.member.refresh()
     atexit.register(places.leave)
     # Each as fast as it is, so that all rings push equally often: what a slow ring pushes is no older then.
@@ -123,7 +124,7 @@ def _form(asked: Asked, speeds: Sequence[float]) -> tuple[tuple[Ring, ...], bool
     return rings, asked.mode == modes.PS_HRA and sorted(map(sorted, rings)) == sorted(map(sorted, by_speed))
 
 
-def _connector(environment: WorkerEnvironment) -> Callable[[], wire.Client]:
+def _servers(environment: WorkerEnvironment) -> list[Callable[[], wire.Client]]:
     if environment.server is None or environment.credentials is None:
         raise UsageError(
             explain(
@@ -133,12 +134,15 @@ def _connector(environment: WorkerEnvironment) -> Callable[[], wire.Client]:
                 do="Use ringweave run --mode ps-hra",
             )
         )
-    host, _, port = environment.server.rpartition(":")
     where = environment.credentials
     kind, _, number = where.partition(":")
     credentials = wire.Credentials.from_descriptor(int(number)) if kind == "fd" else wire.Credentials.load(Path(where))
     trust = wire.Tls(credentials)
-    return lambda: wire.Client.connect(host, int(port), trust, role="server")
+    addresses = [address.rpartition(":") for address in environment.server.split(",")]
+    return [
+        lambda host=host, port=port: wire.Client.connect(host, int(port), trust, role="server")
+        for host, _, port in addresses
+    ]
 
 
 def _setup(module: nn.Module, optimizer: Optimizer, rings: Sequence[Sequence[int]], asked: Asked) -> Setup:
@@ -161,6 +165,18 @@ def _setup(module: nn.Module, optimizer: Optimizer, rings: Sequence[Sequence[int
         overlaps=overlaps,
         compensation=0.0 if overlaps else asked.settings.compensation,
     )
+
+
+@torch.no_grad()
+def share_rest(model: nn.Module, trained: Sequence[torch.Tensor], control: Control) -> None:
+    """Give all ranks rank 0's frozen parameters and buffers: DDP does so within a ring, the server has what is trained.
+
+    Buffers that go on changing, such as those of batch norm, are each ring's own from here on.
+    """
+    known = set(trained)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor not in known:
+            tensor.copy_(control.broadcast(tensor.detach().cpu().contiguous()))
 
 
 @torch.no_grad()

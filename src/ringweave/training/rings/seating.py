@@ -43,7 +43,7 @@ class Seating:
 
     def __init__(
         self,
-        connect: Callable[[], wire.Client],
+        servers: Sequence[Callable[[], wire.Client]],
         control: Control,
         setup: Setup,
         parameters: Sequence[torch.Tensor],
@@ -52,13 +52,13 @@ class Seating:
         """Takes the place that `setup` says.
 
         Args:
-            connect: Connects to the server.
+            servers: Each connects to one server of the job; the one that leads at the start comes first.
             control: Messages among all ranks.
             setup: The job, which the server knows already.
             parameters: Those that are trained, in the order of the server's.
             groups: This ring's, for tensors and for small numbers.
         """
-        self._connect, self._control, self._parameters = connect, control, list(parameters)
+        self._servers, self._control, self._parameters = servers, control, list(parameters)
         self._overlaps = setup.overlaps
         self.has_left = False
         self.seat = self._take(tuple(map(tuple, setup.rings)), groups)
@@ -71,7 +71,7 @@ class Seating:
         """
         before, wanted = self.seat, tuple(map(tuple, rings))
         if self._control.rank == 0:
-            client = RingClient(self._connect, before.index)
+            client = RingClient(self._servers, before.index)
             client.regroup(wanted)
             client.close()
         before.member.retire()
@@ -99,7 +99,7 @@ class Seating:
     def _take(self, rings: tuple[Ring, ...], groups: tuple[dist.ProcessGroup, dist.ProcessGroup]) -> Seat:
         rank = self._control.rank
         index = index_of(rings, rank)
-        client = RingClient(self._connect, index) if rank == rings[index][0] else None
+        client = RingClient(self._servers, index) if rank == rings[index][0] else None
         place = Place(process_group=groups[0], representative=rings[index][0], client=client)
         return Seat(
             rings=rings,

@@ -1,0 +1,135 @@
+"""How long rings stand still when a parameter server dies: `python bench/faults/server_kills.py [--kills N]`.
+
+Two servers in processes of their own, over TLS on this machine, and rings in threads that push known gradients and take
+the parameters, again and again. In turn the server that leads is killed (SIGKILL), its standby is killed, and the one
+that leads is stopped (SIGSTOP) until the other has taken over, and woken again. Whatever has ended is started again,
+and the next fault waits until it has everything. For each fault: the longest round of any ring from the fault on
+(measured). In the end every push must have been applied once: the parameters are compared with the sum of all gradients.
+"""
+
+import argparse
+import itertools
+import json
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from ringweave.params.flat import Flat
+from ringweave.params.messages import Group, Setup, TensorSpec
+from ringweave.params.ring.client import RingClient, Round
+from ringweave.testing.servers import PairOfServers
+
+OPTIONS = {"lr": 0.125}
+FAULTS = ("kill leader", "kill standby", "stop leader")
+
+
+class Ring:
+    """One ring; `total` is the sum of what it has pushed."""
+
+    def __init__(self, client: RingClient, index: int, specs: list[TensorSpec]) -> None:
+        self.client, self._index, self._specs = client, index, specs
+        self.total = torch.zeros(specs[0].num_elements, dtype=torch.float64)
+        self.num_pushed = 0
+        self.done: list[float] = []
+        self.stop = threading.Event()
+
+    def run(self) -> None:
+        """Rounds until it is told to stop."""
+        room, draw = Flat(self._specs), torch.Generator().manual_seed(self._index)
+        version = self.client.pull(0, room.buffers())
+        while not self.stop.is_set():
+            found = torch.randint(-1000, 1000, self.total.shape, generator=draw).double()
+            self.num_pushed += 1
+            round_ = Round(
+                sequence=self.num_pushed,
+                base_version=version,
+                content="gradient",
+                num_samples=1,
+                batch_share=1.0,
+                options=[OPTIONS],
+            )
+            version = self.client.exchange(round_, Flat(self._specs, [found]).buffers(), room.buffers())[1]
+            self.total += found
+            self.done.append(time.monotonic())
+        self.client.leave(is_for_good=False)
+
+    def longest_s(self, since_s: float) -> float:
+        """Its longest round that ended after that moment."""
+        spans = itertools.pairwise(self.done)
+        return max((after - before for before, after in spans if after > since_s), default=0.0)
+
+
+def strike(pair: PairOfServers, fault: str, claim: int) -> tuple[float, int]:
+    """Do it, and wait until both servers are whole again; when, and the newest claim then."""
+    leader = pair.wait_leader()
+    at_s = time.monotonic()
+    if fault == "stop leader":
+        pair.signal(leader, signal.SIGSTOP)
+        pair.wait_leader(besides=leader)
+        time.sleep(0.5)  # the others go on while it stands still
+        pair.signal(leader, signal.SIGCONT)
+    else:
+        pair.signal(leader if fault == "kill leader" else 1 - leader, signal.SIGKILL)
+    return at_s, pair.wait_claim(2, after=claim).number
+
+
+def measure(num_rings: int, num_elements: int, faults: list[str], pause_s: float, lease_s: float) -> None:
+    """Run it and print a line for each kind of fault."""
+    specs = [TensorSpec(name="weight", shape=[num_elements], dtype="float64")]
+    groups = [Group(parameters=[0], options=OPTIONS)]
+    alone = [[ring] for ring in range(num_rings)]
+    setup = Setup(tensors=specs, optimizer="SGD", groups=groups, rings=alone, overlaps=False, compensation=0.0)
+    stalls: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder, PairOfServers(Path(folder), num_rings, lease_s=lease_s) as pair:
+        claim = pair.wait_claim(2).number
+        rings = [Ring(pair.client(index), index, specs) for index in range(num_rings)]
+        rings[0].client.start(setup, Flat(specs, [torch.zeros(num_elements, dtype=torch.float64)]).buffers())
+        threads = [threading.Thread(target=ring.run) for ring in rings]
+        for thread in threads:
+            thread.start()
+        for fault in faults:
+            time.sleep(pause_s)
+            at_s, claim = strike(pair, fault, claim)
+            time.sleep(pause_s)
+            stalls.setdefault(fault, []).append(max(ring.longest_s(at_s) for ring in rings))
+        for ring in rings:
+            ring.stop.set()
+        for thread in threads:
+            thread.join()
+        room, total = Flat(specs), sum(ring.total for ring in rings)
+        version = rings[0].client.pull(rings[0].num_pushed, room.buffers())
+        num_pushed = sum(ring.num_pushed for ring in rings)
+        error = float((room.pieces[0] + OPTIONS["lr"] * total).abs().max())
+        for ring in rings:
+            ring.client.close()
+    for fault, found in stalls.items():
+        print(
+            f"{fault}: longest round {statistics.median(found):.2f} s median, {max(found):.2f} s most, n={len(found)}"
+        )
+    verdict = "every push applied once" if version == num_pushed and error < 1e-6 else "PUSHES LOST OR DOUBLED"
+    print(f"{num_pushed} pushes, version {version}, parameters off by {error:.1e}: {verdict} (measured)")
+    print(json.dumps({"stalls_s": stalls, "pushes": num_pushed, "version": version, "error": error}))
+    if verdict != "every push applied once":
+        raise SystemExit(1)
+
+
+def main() -> None:
+    """Strike as often as was asked."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=9, help="faults, of the three kinds in turn")
+    parser.add_argument("--rings", type=int, default=4)
+    parser.add_argument("--elements", type=int, default=500_000, help="parameters, of 8 bytes each")
+    parser.add_argument("--pause-s", type=float, default=1.0, help="of undisturbed work before and after each fault")
+    parser.add_argument("--lease-s", type=float, default=2.0)
+    asked = parser.parse_args()
+    faults = list(itertools.islice(itertools.cycle(FAULTS), asked.kills))
+    measure(asked.rings, asked.elements, faults, asked.pause_s, asked.lease_s)
+
+
+if __name__ == "__main__":
+    main()

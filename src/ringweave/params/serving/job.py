@@ -1,0 +1,135 @@
+"""What a parameter server holds of its job once it has begun: books, model, memory for what comes and goes."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ringweave.errors import TrainingError, explain
+from ringweave.params import flat
+from ringweave.params.flat import Flat
+from ringweave.params.messages import Pull, Setup
+from ringweave.params.rules import Leads, Ledger, StalenessPolicy, Tempo, TicketOffice
+from ringweave.params.serving import snapshots
+from ringweave.params.serving.model import GatheredModel
+from ringweave.params.serving.rooms import Lanes
+from ringweave.params.serving.snapshots import Live, Snapshot
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a server has done."""
+
+    staleness: Counter[int] = field(default_factory=Counter)
+    pushes: Counter[int] = field(default_factory=Counter)
+    samples: int = 0
+    repeats: int = 0
+    received_bytes: int = 0
+    """Content of pushes and of the first parameters."""
+    sent_bytes: int = 0
+    """Parameters."""
+    most_peers: int = 0
+
+
+@dataclass(slots=True)
+class Job:
+    """All that is there once the job has begun."""
+
+    setup: Setup
+    ledger: Ledger
+    model: GatheredModel
+    tickets: TicketOffice
+    receiving: Lanes
+    sending: Lanes
+    tempo: Tempo
+    leads: Leads = field(default_factory=Leads)
+    gone: set[int] = field(default_factory=set)
+    pulled_after: dict[int, int] = field(default_factory=dict)
+    """After which push each ring has asked last: who asks after an earlier one has been given up."""
+
+    @property
+    def live(self) -> Live:
+        """What its rings are about."""
+        return Live(
+            holdings=self.ledger.holdings,
+            tickets=self.tickets.last,
+            taken=self.tickets.epochs,
+            gone=sorted(self.gone),
+        )
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of all tensors, and of the memory that they are received into and sent from."""
+        return self.model.memory_bytes + self.receiving.memory_bytes + self.sending.memory_bytes
+
+
+def begin(setup: Setup, first: Flat, clock: Callable[[], float] = time.monotonic) -> Job:
+    """A job that begins with these parameters, whose memory is the job's from now on.
+
+    Raises:
+        TrainingError: The optimizer cannot be made.
+    """
+    return _made(GatheredModel(setup, first), Ledger(_policy(setup)), TicketOffice(len(setup.rings)), clock)
+
+
+def resume(snapshot: Snapshot, clock: Callable[[], float] = time.monotonic) -> Job:
+    """A job that goes on from a snapshot; with its rings, if that says what they are about."""
+    setup, live = snapshot.setup, snapshot.live
+    holdings = live.holdings if live else None
+    ledger = Ledger(_policy(setup), version=snapshot.version, pushed=snapshot.pushed, holdings=holdings)
+    tickets = TicketOffice(len(setup.rings), live.tickets if live else (), live.taken if live else None)
+    job = _made(snapshots.restore(snapshot), ledger, tickets, clock)
+    job.gone.update(live.gone if live else ())
+    return job
+
+
+def regrouped(job: Job, setup: Setup, clock: Callable[[], float] = time.monotonic) -> Job:
+    """The same job with other rings, which have pushed nothing yet."""
+    job.model.setup = setup
+    ledger = Ledger(_policy(setup), version=job.ledger.version)
+    return _made(job.model, ledger, TicketOffice(len(setup.rings)), clock)
+
+
+def _policy(setup: Setup) -> StalenessPolicy:
+    return StalenessPolicy(num_rings=len(setup.rings), overlaps=setup.overlaps, compensation=setup.compensation)
+
+
+def _made(model: GatheredModel, ledger: Ledger, tickets: TicketOffice, clock: Callable[[], float]) -> Job:
+    """The job, with memory of which one push is received and one copy sent at once, for all quick rings together.
+
+    The others wait on their links, which loses nothing: it is the server's link that they share, and while a push is
+    applied or a copy made, what the kernel holds keeps the link busy.
+    """
+    setup, tempo = model.setup, Tempo()
+    num_rings, sizes = len(setup.rings), flat.sizes_of(setup.tensors)
+    lanes = [
+        Lanes(sizes, num_rings=num_rings, num_kept=num_kept, patience_s=lambda: tempo.patience_s, clock=clock)
+        for num_kept in (0, num_rings if setup.compensation else 0)
+    ]
+    return Job(
+        setup=setup, ledger=ledger, model=model, tickets=tickets, receiving=lanes[0], sending=lanes[1], tempo=tempo
+    )
+
+
+def is_due(job: Job, pull: Pull) -> bool:
+    """Whether the push that the ring speaks of is applied, and the ring may go on."""
+    last = job.ledger.pushed.get(pull.ring)
+    return (last.sequence if last else 0) >= pull.after_sequence and job.ledger.can_grant(pull.ring)
+
+
+def check_buffers(setup: Setup, sizes: Sequence[int]) -> None:
+    """Refuse buffers that are not of the model's sizes.
+
+    Raises:
+        TrainingError: They are not.
+    """
+    expected = flat.sizes_of(setup.tensors)
+    if tuple(sizes) != expected:
+        raise TrainingError(
+            explain(
+                "bytes of a push",
+                got=list(sizes),
+                expected=f"{list(expected)}, those of the model",
+                do="Train the same model",
+            )
+        )

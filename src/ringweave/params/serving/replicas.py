@@ -1,0 +1,78 @@
+"""How a server makes sure that it leads, and that what it acknowledges outlives it."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ringweave.errors import RefusedError, explain
+from ringweave.params.messages import Leave, Push
+from ringweave.params.rules import Ticket
+
+
+class Replica(Protocol):
+    """Where a server makes sure that it leads, and that another one knows what it is about to acknowledge.
+
+    All but `check_term` return once the standby has it, or there is none any more; and raise LeadershipError if this
+    server does not lead any more: then nothing may be acknowledged.
+    """
+
+    def check_term(self, term: int) -> None:
+        """Refuse a message that is meant for a server of another term, or that this one may not answer now."""
+        ...
+
+    def started(self) -> None:
+        """The job has begun."""
+        ...
+
+    def pushing(self, push: Push, buffers: Sequence[memoryview]) -> None:
+        """This push is applied next."""
+        ...
+
+    def granted(self, ring: int, version: int) -> None:
+        """The ring is given the parameters of that version."""
+        ...
+
+    def ticketed(self, ticket: Ticket) -> None:
+        """A ring is given these samples."""
+        ...
+
+    def left(self, leave: Leave) -> None:
+        """A ring has left."""
+        ...
+
+
+class Alone:
+    """A server without a standby, of one term from begin to end."""
+
+    def __init__(self, term: int = 0) -> None:
+        self._term = term
+
+    def check_term(self, term: int) -> None:
+        """See Replica.
+
+        Raises:
+            RefusedError: Another term is meant.
+        """
+        if term != self._term:
+            raise RefusedError(
+                explain(
+                    "term of the parameter server",
+                    got=term,
+                    expected=f"{self._term}, that of this one",
+                    do="Ask which server leads now, and join again",
+                )
+            )
+
+    def started(self) -> None:
+        """Nobody has to know."""
+
+    def pushing(self, push: Push, buffers: Sequence[memoryview]) -> None:
+        """Likewise."""
+
+    def granted(self, ring: int, version: int) -> None:
+        """Likewise."""
+
+    def ticketed(self, ticket: Ticket) -> None:
+        """Likewise."""
+
+    def left(self, leave: Leave) -> None:
+        """Likewise."""

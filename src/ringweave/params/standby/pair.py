@@ -1,0 +1,67 @@
+"""One of two servers, as its process has it: whom it talks to, and what it does as time passes."""
+
+import argparse
+import sys
+import threading
+from collections.abc import Callable
+
+from ringweave import wire
+from ringweave.errors import LeadershipError, UsageError, explain
+from ringweave.params.rules.succession import Claim
+from ringweave.params.serving.service import ParameterService
+from ringweave.params.standby.claims import Claims
+from ringweave.params.standby.following import Following, follow_on
+from ringweave.params.standby.leadership import Leadership
+from ringweave.wire import Handler
+
+_CONNECT_S = 1.0
+
+
+class Pair:
+    """This server, and how it finds the other one."""
+
+    def __init__(self, asked: argparse.Namespace, trust: wire.Trust, note: Callable[[Claim, str], object]) -> None:
+        """`asked` are the arguments of the process.
+
+        Raises:
+            UsageError: There is no register, or no address.
+        """
+        host, _, port = asked.other.rpartition(":")
+        if asked.claims is None or not host or not port.isdigit():
+            got = f"--other {asked.other}" + ("" if asked.claims else " without --claims")
+            do = "Give the address of the other server and a folder that both can write to"
+            raise UsageError(explain("standby", got=got, expected="--other HOST:PORT and --claims DIR", do=do))
+        self._address, self._trust = (host, int(port)), trust
+        self.leadership = Leadership(asked.index, Claims(asked.claims), self._connect, lease_s=asked.lease_s, note=note)
+        self._following: Following | None = None
+
+    def handlers(self, service: ParameterService) -> list[Handler]:
+        """What the wire's server has to know beside the service's."""
+        self._following = Following(self.leadership, service, self._connect)
+        return self._following.handlers()
+
+    def begin(self, service: ParameterService, stop: threading.Event) -> None:
+        """The server listens: lead, or ask the other one for everything."""
+        self.leadership.begin(service)
+        assert self._following is not None, "its handlers are known"
+        following = self._following
+        threading.Thread(
+            target=follow_on, args=(following, self.leadership, stop.wait), name="params following", daemon=True
+        ).start()
+
+    def tick(self, *, is_other_connected: bool) -> None:
+        """Time has passed.
+
+        Raises:
+            LeadershipError: The other one has gone on without this one, which has to end.
+        """
+        try:
+            self.leadership.tick(is_leader_connected=is_other_connected)
+        except LeadershipError as error:  # the register cannot be used just now
+            print(f"parameter server: {error}", file=sys.stderr, flush=True)
+        if self.leadership.deposed:
+            got, do = self.leadership.deposed, "Start it again: it follows the one that leads"
+            raise LeadershipError(explain("parameter server", got=got, expected="one that is needed", do=do))
+
+    def _connect(self) -> wire.Client:
+        return wire.Client.connect(*self._address, self._trust, role="server", timeout_s=_CONNECT_S)

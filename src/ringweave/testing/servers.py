@@ -1,0 +1,121 @@
+"""Two parameter servers in real processes, one of them the standby of the other, that can be killed and stopped."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Self
+
+from ringweave import wire
+from ringweave.errors import WireError
+from ringweave.params.messages import Enter, Entered
+from ringweave.params.ring.client import RingClient
+from ringweave.params.rules.succession import Claim
+from ringweave.params.standby.claims import Claims
+
+_LOOK_S = 0.02
+LIMIT_S = 600.0
+"""For servers to start: a process that loads torch takes minutes where dozens of others do so, too."""
+
+
+class PairOfServers:
+    """What `ringweave run` does with servers: starts two, and starts again, by `look`, those that have ended."""
+
+    def __init__(self, folder: Path, num_rings: int, *, lease_s: float = 60.0) -> None:
+        """`lease_s` is long unless silence is what is tried: a busy machine is silent for seconds."""
+        self._folder, self._lease_s = folder, lease_s
+        self._authority = wire.Authority("test")
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        self._ports = [_free_port() for _ in range(2)]
+        self._trust = {
+            (role, name): self._keep(role, name)
+            for role, name in [("server", "0"), ("server", "1"), *(("worker", str(each)) for each in range(num_rings))]
+        }
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Self:
+        self.processes = [self._start(index) for index in range(2)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def look(self) -> None:
+        """Start again what has ended."""
+        for index, process in enumerate(self.processes):
+            if process.poll() is not None:
+                self.processes[index] = self._start(index)
+
+    def signal(self, index: int, how: signal.Signals) -> None:
+        """Send a real signal to a server."""
+        os.kill(self.processes[index].pid, how)
+
+    def client(self, ring: int) -> RingClient:
+        """The representative of a ring, which looks for servers as long as these may take to start."""
+        connects = [lambda at=at: self.connect(at, ring) for at in range(2)]
+        return RingClient(connects, ring, reconnect_s=LIMIT_S)
+
+    def connect(self, index: int, ring: int) -> wire.Client:
+        """A connection of that ring to that server."""
+        trust = wire.Tls(wire.Credentials.load(self._trust["worker", str(ring)]))
+        return wire.Client.connect("127.0.0.1", self._ports[index], trust, role="server")
+
+    def entered(self, index: int) -> Entered | None:
+        """What that server says of itself; None if it does not answer."""
+        try:
+            with self.connect(index, 0) as client:
+                found = client.call(Enter(), timeout_s=2.0).message
+        except WireError:
+            return None
+        assert isinstance(found, Entered), "the class of the reply"
+        return found
+
+    def wait_leader(self, *, besides: int | None = None) -> int:
+        """Index of the server that leads, other than `besides`."""
+        deadline_s = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline_s:
+            for index in {0, 1} - {besides}:
+                found = self.entered(index)
+                if found is not None and found.leads:
+                    return index
+            time.sleep(_LOOK_S)
+        raise TimeoutError(f"no server leads. {self.said()}")
+
+    def wait_claim(self, num_members: int | None = None, *, after: int = -1) -> Claim:
+        """The newest claim, once that comes after another one and names so many members; meanwhile `look`."""
+        deadline_s = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline_s:
+            self.look()
+            newest = Claims(self._folder / "claims").newest()
+            if newest is not None and newest.number > after and num_members in (None, len(newest.members)):
+                return newest
+            time.sleep(_LOOK_S)
+        raise TimeoutError(f"no claim of {num_members} servers. {self.said()}")
+
+    def said(self) -> str:
+        """What both have printed."""
+        return "\n".join(path.read_text(errors="replace") for path in sorted((self._folder / "logs").iterdir()))
+
+    def _keep(self, role: str, name: str) -> Path:
+        path = self._folder / f"{role}-{name}"
+        self._authority.issue(role, name).save(path)
+        return path
+
+    def _start(self, index: int) -> "subprocess.Popen[bytes]":
+        argv = [sys.executable, "-m", "ringweave.params.serving.main", "--host", "127.0.0.1"]
+        argv += ["--port", str(self._ports[index]), "--credentials", str(self._trust["server", str(index)])]
+        argv += ["--other", f"127.0.0.1:{self._ports[1 - index]}", "--index", str(index)]
+        argv += ["--claims", str(self._folder / "claims"), "--lease-s", str(self._lease_s)]
+        argv += ["--run-dir", str(self._folder), "--node", "here"]
+        with (self._folder / "logs" / f"server-{index}.log").open("ab") as output:
+            return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]

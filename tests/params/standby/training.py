@@ -1,0 +1,117 @@
+"""Rings in threads that push known gradients through servers which die, and what the parameters must be after it."""
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from ringweave.params.flat import Flat
+from ringweave.params.messages import Group, Setup, TensorSpec
+from ringweave.params.ring.client import RingClient, Round
+from ringweave.params.serving.optimizers import options_of
+from ringweave.testing.servers import PairOfServers
+
+SPECS = [TensorSpec(name="weight", shape=[400], dtype="float64")]
+OPTIONS = options_of(torch.optim.SGD([torch.zeros(1)], lr=0.125).param_groups[0])
+
+
+def setup_of(num_rings: int) -> Setup:
+    return Setup(
+        tensors=SPECS,
+        optimizer="SGD",
+        groups=[Group(parameters=[0], options=OPTIONS)],
+        rings=[[ring] for ring in range(num_rings)],
+        overlaps=False,
+        compensation=0.0,
+    )
+
+
+def gradient(ring: int, sequence: int) -> Flat:
+    """Another one for every push, of whole numbers: sums are exact in any order."""
+    found = torch.randint(-1000, 1000, (400,), generator=torch.Generator().manual_seed(1000 * ring + sequence))
+    return Flat(SPECS, [found.double()])
+
+
+def expected(num_rings: int, num_pushes: int) -> torch.Tensor:
+    """After all pushes, each applied once: plain SGD does not care for their order.
+
+    Each is a train step of its own: damping, which depends on who was faster, weighs nothing within one.
+    """
+    total = sum(gradient(ring, number).pieces[0] for ring in range(num_rings) for number in range(1, num_pushes + 1))
+    return -0.125 * total
+
+
+@dataclass
+class Ring:
+    """One ring that does its rounds in a thread."""
+
+    client: RingClient
+    index: int
+    num_rings: int
+    num_pushes: int
+    done: list[float] = field(default_factory=list)
+    """When each round was over."""
+    tickets: list[tuple[int, int]] = field(default_factory=list)
+    error: BaseException | None = None
+
+    def start(self) -> threading.Thread:
+        thread = threading.Thread(target=self._guarded, daemon=True)
+        thread.start()
+        return thread
+
+    def _guarded(self) -> None:
+        try:
+            self.run()
+        except BaseException as error:
+            self.error = error
+            raise
+
+    def run(self) -> None:
+        room = Flat(SPECS)
+        version = self.client.pull(0, room.buffers())
+        for sequence in range(1, self.num_pushes + 1):
+            self.tickets.append(self.client.take(0, 3, 3 * self.num_rings * self.num_pushes))
+            round_ = Round(
+                sequence=sequence,
+                base_version=version,
+                content="gradient",
+                num_samples=3,
+                batch_share=1.0,
+                options=[OPTIONS],
+            )
+            version = self.client.exchange(round_, gradient(self.index, sequence).buffers(), room.buffers())[1]
+            self.done.append(time.monotonic())
+        self.client.leave(is_for_good=False)
+
+    @property
+    def longest_s(self) -> float:
+        """The longest round but the first."""
+        return max((after - before for before, after in zip(self.done, self.done[1:], strict=False)), default=0.0)
+
+
+def begin(pair: PairOfServers, num_rings: int, num_pushes: int) -> list[Ring]:
+    """A job with a standby that has everything, and its rings, which have not started."""
+    pair.wait_claim(2)
+    clients = [pair.client(ring) for ring in range(num_rings)]
+    clients[0].start(setup_of(num_rings), Flat(SPECS, [torch.zeros(400, dtype=torch.float64)]).buffers())
+    return [Ring(client, index, num_rings, num_pushes) for index, client in enumerate(clients)]
+
+
+def newest(ring: Ring) -> tuple[int, torch.Tensor]:
+    """Version and parameters now."""
+    room = Flat(SPECS)
+    return ring.client.pull(ring.num_pushes, room.buffers()), room.pieces[0]
+
+
+def check(rings: list[Ring]) -> None:
+    """Every push was applied once, and every sample is on one ticket."""
+    for ring in rings:
+        if ring.error:
+            raise ring.error
+    version, parameters = newest(rings[0])
+    num_rings, num_pushes = rings[0].num_rings, rings[0].num_pushes
+    assert version == num_rings * num_pushes
+    torch.testing.assert_close(parameters, expected(num_rings, num_pushes), rtol=0, atol=1e-9)
+    given = sorted(ticket for ring in rings for ticket in ring.tickets)
+    assert given == [(3 * number, 3) for number in range(num_rings * num_pushes)]
