@@ -182,8 +182,9 @@ def test_of_64_processes_one_wins_and_63_are_refused(jobs):
     assert all(refusal.fullmatch(each["err"].splitlines()[-1]) for each in told if each["code"] == 2), told
     (batch,) = (jobs.folder / "home").rglob("job.json")
     assert batch.parent.name == "text"
-    numbers = set(jobs.cluster.call("squeue", "-h", "--states=all", "--name=rw-text", "-o", "%A %k").split("\n"))
-    assert len([line for line in numbers if json.loads(batch.read_text())["id"] in line]) == 1, "Slurm was asked once"
+    known = jobs.cluster.call("squeue", "-h", "--states=all", "--name=rw-text", "-o", "%A %k").splitlines()
+    mine = {line.split()[0] for line in known if json.loads(batch.read_text())["id"] in line}
+    assert len(mine) == 2, "Slurm was asked once, and has a job of two components"
 
 
 def test_fifteen_workers_on_ten_and_five_train(jobs):
