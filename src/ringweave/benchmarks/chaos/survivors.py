@@ -152,7 +152,7 @@ def _toll(
         for each in _alive(everybody, time_s)
         if each.rank not in hit and (stayed is None or each.rank in stayed) and not _is_hit_later(each, time_s, begun)
     ]
-    stalls = [_longest_s(each, time_s, settled_s) - _usual_s(each, time_s) for each in survivors]
+    stalls = [max(0.0, _longest_s(each, time_s, settled_s) - _usual_s(each, time_s)) for each in survivors]
     victims = [each for each in _alive(everybody, time_s) if each.rank in hit]
     late = sum(1 for each in victims for step_s in each.steps_s if without and step_s > without.time_s)
     return Toll(
