@@ -21,7 +21,7 @@ UNTIL_IT_IS_BACK = """
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     data = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=12, shuffle=True)
     model, optimizer, loader = ringweave.prepare(model, optimizer, data)
-    print("joined as", os.environ["RINGWEAVE_MEMBER"], flush=True)
+    print("joined as " + os.environ["RINGWEAVE_MEMBER"] + chr(10), end="", flush=True)
     left = 5
     for epoch in loader.epochs(100000):
         for given, wanted in loader:
@@ -58,7 +58,8 @@ def events(run) -> list[dict]:
 
 def test_a_killed_worker_comes_back_and_the_others_go_on(start, script) -> None:
     run = start("--elastic", "1:2", "--workers", "2", "--mode", "sync", script(UNTIL_IT_IS_BACK))
-    run.wait_printed("joined as", 2)
+    run.wait_printed("joined as 0.0")
+    run.wait_printed("joined as 1.0")
     os.kill(run.pids()[1], signal.SIGKILL)
     assert run.wait_ended() == 0, run.stderr + run.stdout
     assert "joined as 1.1" in run.stdout
