@@ -4,7 +4,7 @@ Two servers in processes of their own, over TLS on this machine, and rings in th
 the parameters, again and again. In turn the server that leads is killed (SIGKILL), its standby is killed, and the one
 that leads is stopped (SIGSTOP) until the other has taken over, and woken again. Whatever has ended is started again,
 and the next fault waits until it has everything. For each fault: the longest round of any ring from the fault on
-(measured). In the end every push must have been applied once: the parameters are compared with all gradients' sum.
+(measured). In the end every push must have been applied once: parameters are compared with the sum of all gradients.
 """
 
 import argparse
