@@ -197,7 +197,6 @@ def test_a_script_too_long_for_a_config_map_is_refused_with_the_mend(kube: Kube,
 
 def test_what_cannot_be_run_here_is_refused_with_what_helps(kube: Kube, operator: OperatorProcess) -> None:
     for name, changes, reason, text in (
-        ("served", {"mode": "ps-hra"}, "ModeNeedsServer", "Leave mode out"),
         ("imageless", {"image": None}, "NoImage", "Write spec.image, or have the operator run with --image"),
         ("unasked", {"requester": None}, "RequesterUnknown", "as kubectl auth whoami says it"),
     ):

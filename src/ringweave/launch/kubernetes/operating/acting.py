@@ -233,7 +233,8 @@ class Actor:
         since_s = self._unread.setdefault(uid, now)
         if now - since_s < keeping.PATIENCE_S:
             do = f"It is tried again until {keeping.PATIENCE_S:g} s are over"
-            text = explain(f"log of Pod {uid}", got=str(error) or "no answer", expected="its lines", do=do)
+            got = error.message if isinstance(error, ApiError) else str(error) or "no answer"
+            text = explain(f"log of Pod {uid}", got=got, expected="its lines", do=do)
             raise UnreadLogError(text) from error
 
     async def _delete(self, kind: Kind, found: Pod) -> None:
