@@ -17,6 +17,10 @@ MACHINES = st.builds(
     inside_s_per_byte=st.sampled_from([0.0, 0.02]),
     send_buffer_bytes=st.sampled_from([0.0, 40.0, float("inf")]),
     receive_buffer_bytes=st.sampled_from([0.0, 100.0, float("inf")]),
+    kernel_s_per_byte=st.sampled_from([0.0, 0.05]),
+    start_s=st.sampled_from([0.0, 5.0]),
+    burst_bytes=st.sampled_from([7.0, 40.0, float("inf")]),
+    window_bytes=st.sampled_from([1.0, 60.0, float("inf")]),
     num_processors=st.none() | st.integers(1, 3),
 )
 

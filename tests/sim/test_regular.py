@@ -51,7 +51,7 @@ def test_a_matrix_of_leaders(num_columns: int, message_s: float) -> None:
     cluster = dataclasses.replace(flat([10.0] * 16), latency_s=0.25)
     nodes = [each.name for each in cluster.nodes]
     schedule = schedules.leader_matrix([[rank] for rank in range(16)], num_columns)
-    machine = Machine(message_s=message_s, combine_s_per_byte=0.125)
+    machine = Machine(message_s=message_s, combine_s_per_byte=0.125, kernel_s_per_byte=0.25, start_s=2.0)
     found = follow(schedule, routes_of(cluster, nodes), 4 * 16 * 8, machine)
     one_by_one = sim.simulate(schedule, cluster, nodes, 4 * 16 * 8, machine=machine)
     assert found.finish_s.tolist() == pytest.approx(one_by_one.finish_s)

@@ -33,6 +33,17 @@ def test_a_ring_takes_what_the_formula_says(count: int, message_s: float) -> Non
     assert found.finish_s == pytest.approx([expected] * count)
 
 
+@pytest.mark.parametrize("burst", [float("inf"), 100.0])
+def test_what_the_kernel_does_for_each_byte_and_what_it_takes_to_begin(burst: float) -> None:
+    """Of each piece's 400 bytes one burst's are copied while nothing else goes on."""
+    cluster = dataclasses.replace(flat([100.0] * 4), latency_s=0.0)
+    machine = Machine(kernel_s_per_byte=0.01, start_s=3.0, burst_bytes=burst)
+    found = sim.simulate(schedules.ring(4), cluster, names(cluster), 1600, machine=machine)
+    near = min(burst, 400)
+    forwarded_s = 0 if burst == float("inf") else burst / 100
+    assert found.seconds == pytest.approx(3 + 6 * (400 / 100 + forwarded_s + 2 * near * 0.01))
+
+
 def test_streams_that_meet_share_the_link() -> None:
     """All send a quarter to the root at once, its link being the bottleneck, then it to all."""
     cluster = dataclasses.replace(flat([100.0] * 5), latency_s=0.0)

@@ -1,4 +1,4 @@
-"""What the ranks' machines add to the time that the network takes."""
+"""What the ranks' machines and the queues between them add to the time that the links' rates say."""
 
 import math
 from dataclasses import dataclass
@@ -6,13 +6,25 @@ from typing import Self
 
 from ringweave.cost import Assumptions
 
+MESSAGE_S, KERNEL_S_PER_BYTE, START_S = 16e-6, 1.2e-9, 1e-3
+"""Measured: processor time of 63 kinds of allreduce in labs (2 to 7 % of the bytes' time at 200 Mbit/s) follows from
+33 us for a message, 2.4 ns for a byte, both of its ends together, and 1 ms for each rank (docs/simulation.md)."""
+SEND_BUFFER_BYTES, RECEIVE_BUFFER_BYTES = 1e6, 4e6
+"""About what Linux comes to by itself on links of some 100 Mbit/s to some Gbit/s."""
+WINDOW_BYTES, BURST_BYTES = 128 * 2**10, 4 * 2**10
+"""About what Linux has under way on such links, and three packets."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """Costs of processors and memory, and buffers of the kernel. The defaults are none: the network alone."""
+    """Costs of processors and memory, buffers of the kernel, queues. The defaults are none: the network alone."""
 
     message_s: float = 0.0
     """Processor time of a rank for each message that it sends or receives."""
+    kernel_s_per_byte: float = 0.0
+    """Processor time of a rank for each byte that it sends to or receives from another node."""
+    start_s: float = 0.0
+    """Processor time of a rank before its first message."""
     combine_s_per_byte: float = 0.0
     """Time to add what came from another node to the message."""
     inside_s_per_byte: float = 0.0
@@ -22,30 +34,41 @@ class Machine:
     on the wire yet."""
     receive_buffer_bytes: float = math.inf
     """What the kernel keeps of a connection that no receive is posted for; then the sender has to wait."""
+    burst_bytes: float = math.inf
+    """What goes from link to link in one piece, and waits in a switch while the next link is busy. Infinite: there are
+    no queues, and a stream moves on all links of its route at once."""
+    window_bytes: float = math.inf
+    """What a stream may have under way, where there are queues."""
+    bucket_bytes: float = 0.0
+    """What a link that was idle for long lets pass at once, where there are queues: the token buckets of a lab do."""
     num_processors: int | None = None
     """Processors that *all* nodes share, as in a lab, which one machine plays; None: each rank has its own."""
 
     def __post_init__(self) -> None:
-        numbers = (self.message_s, self.combine_s_per_byte, self.inside_s_per_byte)
-        buffers = (self.send_buffer_bytes, self.receive_buffer_bytes)
-        if any(not 0 <= number < math.inf for number in numbers) or any(not size >= 0 for size in buffers):
+        costs = (self.message_s, self.kernel_s_per_byte, self.start_s, self.combine_s_per_byte, self.inside_s_per_byte)
+        sizes = (self.send_buffer_bytes, self.receive_buffer_bytes, self.bucket_bytes)
+        if any(not 0 <= cost < math.inf for cost in costs) or any(not size >= 0 for size in sizes):
             raise ValueError(f"machine: {self}, expected finite times and sizes, none negative")
+        if not (self.burst_bytes > 0 and self.window_bytes > 0):
+            raise ValueError(f"machine: {self}, expected bursts and windows of more than 0 bytes")
         if self.num_processors is not None and self.num_processors < 1:
             raise ValueError(f"machine: {self.num_processors} processors, expected at least one, or None")
 
     @classmethod
     def assumed(cls, assumptions: Assumptions | None = None) -> Self:
-        """What planning assumes of machines; None is the default assumptions."""
-        assumed = assumptions or Assumptions()
-        s_per_byte = 1 / assumed.memory_bytes_per_s
+        """What Linux and this program's own work are taken for; memory as planning assumes it, None being its default.
+
+        Processor time is split into messages and bytes here, where planning counts pieces of a usual size.
+        """
+        s_per_byte = 1 / (assumptions or Assumptions()).memory_bytes_per_s
         return cls(
-            message_s=assumed.message_s,
+            message_s=MESSAGE_S,
+            kernel_s_per_byte=KERNEL_S_PER_BYTE,
+            start_s=START_S,
             combine_s_per_byte=s_per_byte,
             inside_s_per_byte=s_per_byte,
             send_buffer_bytes=SEND_BUFFER_BYTES,
             receive_buffer_bytes=RECEIVE_BUFFER_BYTES,
+            burst_bytes=BURST_BYTES,
+            window_bytes=WINDOW_BYTES,
         )
-
-
-SEND_BUFFER_BYTES, RECEIVE_BUFFER_BYTES = 1e6, 4e6
-"""About what Linux comes to by itself on links of some 100 Mbit/s to some Gbit/s."""

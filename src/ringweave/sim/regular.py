@@ -74,6 +74,7 @@ class _Rounds:
         borders = np.concatenate([[0.0], np.cumsum(np.array(schedule.shares, np.float64))])
         self._borders = borders * (num_bytes / borders[-1])
         self._free_s, self._times, capacities = _with_faults(routes, faults, count)
+        self._free_s += machine.start_s * self._times
         self._paths = _Paths(routes, capacities)
         self._last_first = np.full(count, _NOTHING, np.int64)
         self._last_end = np.full(count, _NOTHING, np.int64)
@@ -90,8 +91,8 @@ class _Rounds:
 
     def _follow(self, index: int, round_: Round) -> None:
         src, dst, sizes = self._checked(index, round_)
-        message_s = self._machine.message_s
-        sends_s = self._free_s[src] + message_s * self._times[src]
+        machine, handling_s = self._machine, self._handling_s(sizes)
+        sends_s = self._free_s[src] + handling_s * self._times[src]
         self._free_s[src] = sends_s
         same = self._stream_to[src] == dst
         begin_s = np.where(same, np.maximum(sends_s, self._stream_free_s[src]), sends_s)
@@ -99,10 +100,17 @@ class _Rounds:
         end_s = begin_s + sizes / path.rates(sizes, begin_s)
         self._occupy(index, path, begin_s, end_s)
         self._stream_free_s[src], self._stream_to[src] = end_s, dst
-        added = np.where(round_.how == How.REDUCE, self._machine.combine_s_per_byte, 0.0) * sizes
+        added = np.where(round_.how == How.REDUCE, machine.combine_s_per_byte, 0.0) * sizes
         there_s = np.maximum(self._free_s[dst], end_s + self._latency_s)
-        self._free_s[dst] = there_s + (message_s + added) * self._times[dst]
+        self._free_s[dst] = there_s + (handling_s + added) * self._times[dst]
         self._carried += path.carried(sizes)
+
+    def _handling_s(self, sizes: Floats) -> Floats | float:
+        """Processor time of each message at each of its ends, but for additions."""
+        machine = self._machine
+        if not machine.kernel_s_per_byte:
+            return machine.message_s
+        return machine.message_s + machine.kernel_s_per_byte * np.minimum(sizes, machine.burst_bytes)
 
     def _checked(self, index: int, round_: Round) -> tuple[Ranks, Ranks, Floats]:
         """Sender, receiver and bytes of each message, if the round is regular."""

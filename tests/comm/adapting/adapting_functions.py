@@ -1,5 +1,6 @@
 """What the ranks of the tests of adapting run: importable, because real processes import it."""
 
+import hashlib
 import os
 import signal
 import threading
@@ -37,6 +38,17 @@ def reduce_many(count: int, *sizes: int) -> dict[str, int]:
         for tensor in tensors:
             assert (tensor == size * (size + 1) / 2 + size * number).all()
     return taken()
+
+
+def digest_of_sums(*sizes: int) -> tuple[str, dict[str, int]]:
+    """Of the bits of sums whose last bits depend on the order of adding; and what they were computed by."""
+    values = torch.Generator().manual_seed(dist.get_rank())
+    digest = hashlib.sha256()
+    for num in sizes:
+        tensor = torch.randn(num, generator=values) * 10.0 ** (dist.get_rank() - 2)
+        dist.all_reduce(tensor)
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest(), taken()
 
 
 def reduce_in_groups_and_threads(count: int) -> dict[str, int]:

@@ -44,6 +44,10 @@ def test_candidates_are_tried_once_and_the_next_run_knows(environ: dict[str, str
     again = run_ranks(function, 4, 10, 100_000, 30_000, nodes=NODES, environ=environ)
     assert set(again[0]) <= won | {"host"}
     assert len(events(environ, "schedule_tuned")) == 2
+    sizes = (100_000, 30_000, 100_000)
+    runs = [run_ranks(adapting_functions.digest_of_sums, 4, *sizes, nodes=NODES, environ=environ) for _ in range(2)]
+    assert len({digest for run in runs for digest, _ in run}) == 1  # on all ranks, and from run to run
+    assert set(runs[0][0][1]) <= won
 
 
 OFF, FORCED, ON = {"RINGWEAVE_TUNING": "0"}, {"RINGWEAVE_SCHEDULE": "ring"}, {"RINGWEAVE_TUNING": "1"}

@@ -3,12 +3,12 @@
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from ringweave.schedules.programs import IN_PLACE, Do, Instruction, Program
 from ringweave.sim.events.arenas import Arena
 from ringweave.sim.events.clock import Clock
-from ringweave.sim.events.streams import Stream, Told, Wires
+from ringweave.sim.events.streams import Told
 from ringweave.sim.machine import Machine
 from ringweave.sim.results import Span
 
@@ -21,6 +21,26 @@ class Processors(Protocol):
 
     def work(self, now_s: float, seconds: float) -> float:
         """When work that is ready now is done."""
+        ...
+
+
+class Wires(Protocol):
+    """What carries messages between nodes. Whatever it calls a stream is its own."""
+
+    def send(self, stream: Any, num_bytes: float) -> float:
+        """Queue a message; returns where it ends."""
+        ...
+
+    def post(self, stream: Any, num_bytes: float) -> None:
+        """Make room for the next message."""
+        ...
+
+    def when_left(self, stream: Any, end: float, tell: Told) -> None:
+        """Tell when all up to `end` has left the sender's memory."""
+        ...
+
+    def when_there(self, stream: Any, index: int, tell: Told) -> None:
+        """Tell when message number `index` is there."""
         ...
 
 
@@ -52,8 +72,8 @@ class Rank:
         self.times = 1.0
         """How many times as long its work takes."""
         self._walk = self._run()
-        self._out: Mapping[int, Stream] = {}
-        self._in: Mapping[int, Stream] = {}
+        self._out: Mapping[int, Any] = {}
+        self._in: Mapping[int, Any] = {}
         self._arenas: Mapping[int, Arena] = {}
         self._num_arrived: Counter[int] = Counter()
         self._left_at: dict[int, float | int] = {}
@@ -61,7 +81,7 @@ class Rank:
         self._refused: dict[int, float] = {}
         self.arena = Arena(program.layout.stages, self._show)
 
-    def connect(self, out: Mapping[int, Stream], into: Mapping[int, Stream], arenas: Mapping[int, Arena]) -> None:
+    def connect(self, out: Mapping[int, Any], into: Mapping[int, Any], arenas: Mapping[int, Arena]) -> None:
         """Streams by peer, both ways; arenas of the peers on its own node."""
         self._out, self._in, self._arenas = out, into, arenas
 
@@ -94,6 +114,8 @@ class Rank:
         return self._program.peers
 
     def _run(self) -> _Walk:
+        if start_s := self._around.machine.start_s:
+            yield self._around.processors.work(self._around.clock.now_s, start_s * self.times)
         for step in self._program.instructions:
             if step.peer in self._refused and step.do in (Do.SEND, Do.POST):
                 self._fail()
@@ -111,7 +133,7 @@ class Rank:
                 yield from self._wait_left(step)
 
     def _send(self, step: Instruction) -> _Walk:
-        yield from self._work("send", step, self._around.machine.message_s)
+        yield from self._handle("send", step, is_outside=step.peer in self._out)
         self._open[step.peer] += 1
         if step.peer in self._out:
             self._left_at[step.piece] = self._around.wires.send(self._out[step.peer], self._bytes(step))
@@ -131,7 +153,7 @@ class Rank:
             line = self._arenas[peer].line(self.number)
             yield from self._wait("wait for", step, lambda tell: line.when_there(index, tell))
         what = "copy" if step.buffer == IN_PLACE else "add"
-        yield from self._work(what, step, machine.message_s + s_per_byte * self._bytes(step))
+        yield from self._handle(what, step, is_outside=peer in self._in, s_per_byte=s_per_byte)
         self._open[peer] -= 1
         if peer not in self._in:
             self._arenas[peer].read(self._arenas[peer].line(self.number).stages[index])
@@ -162,6 +184,16 @@ class Rank:
         elif told[0] > clock.now_s:
             yield told[0]
         self._note(what, step, begin_s)
+
+    def _handle(self, what: str, step: Instruction, *, is_outside: bool, s_per_byte: float = 0.0) -> _Walk:
+        """Work on a message. Of the kernel's copies one burst's is waited for: the others go on beside the network."""
+        machine, num_bytes = self._around.machine, self._bytes(step)
+        near = min(num_bytes, machine.burst_bytes)
+        kernel_s_per_byte = machine.kernel_s_per_byte if is_outside else 0.0
+        seconds = machine.message_s + s_per_byte * num_bytes + kernel_s_per_byte * near
+        yield from self._work(what, step, seconds)
+        if beside_s := kernel_s_per_byte * (num_bytes - near):
+            self._around.processors.work(self._around.clock.now_s, beside_s * self.times)
 
     def _work(self, what: str, step: Instruction, seconds: float) -> _Walk:
         clock = self._around.clock

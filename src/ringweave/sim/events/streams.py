@@ -57,8 +57,8 @@ class Stream:
         return self.sent if self.is_cut else min(self.queued, self.posted + kept)
 
 
-class Wires:
-    """All streams and the links that they share."""
+class SharedLinks:
+    """All streams and the links that they share, each at all links of its route at once."""
 
     def __init__(self, clock: Clock, capacities: Sequence[float], latency_s: float, machine: Machine) -> None:
         """`capacities` are bytes per second by link."""
@@ -72,6 +72,10 @@ class Wires:
         self._changed: dict[int, None] = {}
         self.note_rate: Callable[[int, float], None] | None = None
         """Told of each link's new load in bytes per second, where somebody wants to know."""
+
+    def stream(self, route: tuple[int, ...]) -> Stream:
+        """A new one."""
+        return Stream(route)
 
     def send(self, stream: Stream, num_bytes: float) -> float:
         """Queue a message; returns where it ends."""

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from ringweave.schedules.programs import Program
 from ringweave.sim.events.clock import Action, Clock
 from ringweave.sim.events.processors import OwnProcessors, SharedProcessors
+from ringweave.sim.events.queues import Queues
 from ringweave.sim.events.ranks import Rank, Surroundings
-from ringweave.sim.events.streams import Stream, Wires
+from ringweave.sim.events.streams import SharedLinks
 from ringweave.sim.faults import Death, Delay, Fault, RateChange, Slowdown
 from ringweave.sim.machine import Machine
 from ringweave.sim.results import LinkLoad, Simulation, Span
@@ -23,7 +25,8 @@ class World:
         """One program per rank; `machine` is everybody's."""
         self._routes = routes
         self._clock = Clock()
-        self._wires = Wires(self._clock, routes.capacities, routes.latency_s, machine)
+        links = SharedLinks if math.isinf(machine.burst_bytes) else Queues
+        self._wires = links(self._clock, routes.capacities, routes.latency_s, machine)
         self._spans, self._loads = list[Span](), list[LinkLoad]()
         shared = SharedProcessors(machine.num_processors) if machine.num_processors else OwnProcessors()
         around = Surroundings(
@@ -38,7 +41,7 @@ class World:
         if keeps_trace:
             self._wires.note_rate = self._note_load
         self._ranks = [Rank(number, program, around) for number, program in enumerate(programs)]
-        self._streams: dict[tuple[int, int], Stream] = {}
+        self._streams: dict[tuple[int, int], Any] = {}
         self._start_s = [0.0] * len(programs)
         self._connect()
 
@@ -79,7 +82,7 @@ class World:
 
     def _connect(self) -> None:
         for rank in self._ranks:
-            out, into, arenas = dict[int, Stream](), dict[int, Stream](), {}
+            out, into, arenas = dict[int, Any](), dict[int, Any](), {}
             for peer in sorted(rank.peers):
                 if route := self._routes.between(rank.number, peer):
                     out[peer] = self._stream(rank.number, peer, route)
@@ -88,8 +91,10 @@ class World:
                     arenas[peer] = self._ranks[peer].arena
             rank.connect(out, into, arenas)
 
-    def _stream(self, src: int, dst: int, route: tuple[int, ...]) -> Stream:
-        return self._streams.setdefault((src, dst), Stream(route))
+    def _stream(self, src: int, dst: int, route: tuple[int, ...]) -> Any:
+        if (src, dst) not in self._streams:
+            self._streams[src, dst] = self._wires.stream(route)
+        return self._streams[src, dst]
 
     def _change(self, link: int, change: RateChange) -> None:
         self._clock.at(change.at_s, lambda: self._wires.set_capacity(link, change.bytes_per_s))

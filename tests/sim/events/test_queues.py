@@ -1,0 +1,135 @@
+"""Links that serve bursts in turn, looked at one by one: times that can be computed by hand."""
+
+import math
+
+import pytest
+
+from ringweave.sim.events.clock import Clock
+from ringweave.sim.events.queues import BurstyStream, Queues
+from ringweave.sim.machine import Machine
+
+FAST, SLOW = 100.0, 50.0
+
+
+def queues(*rates: float, **settings: float) -> tuple[Clock, Queues]:
+    clock = Clock()
+    return clock, Queues(clock, rates, 0.5, Machine(**({"burst_bytes": 10.0} | settings)))
+
+
+def sent(net: Queues, route: tuple[int, ...], *sizes: float, posted: float | None = None) -> BurstyStream:
+    """A stream on which these messages are sent now; all of them are posted, or so many bytes."""
+    stream = net.stream(route)
+    net.post(stream, sum(sizes) if posted is None else posted)
+    for size in sizes:
+        net.send(stream, size)
+    return stream
+
+
+def test_a_burst_is_forwarded_when_it_is_there_as_a_whole() -> None:
+    clock, net = queues(FAST, FAST)
+    stream = sent(net, (0, 1), 100, 50)
+    clock.run(net.settle)
+    assert stream.arrivals == pytest.approx([(100 + 10) / FAST + 0.5, (150 + 10) / FAST + 0.5])
+    assert net.carried == [150, 150]
+
+
+def test_a_switch_keeps_what_the_next_link_is_too_slow_for_up_to_a_window() -> None:
+    """Links of 0 and 2 are busy with two streams each: with a queue between them neither waits for the other."""
+    times = {}
+    for window in (10.0, 1000.0):
+        clock, net = queues(FAST, SLOW, FAST, window_bytes=window)
+        slow, quick = sent(net, (0, 1), 200), sent(net, (0, 2), 300)
+        clock.run(net.settle)
+        times[window] = slow.arrivals[0], quick.arrivals[0]
+        assert net.carried == [500, 200, 300]
+    assert times[1000.0][0] == pytest.approx(0.5 + 10 / FAST + 200 / SLOW)  # its slow link is never idle
+    assert times[1000.0][1] < times[10.0][1]
+    assert max(times[1000.0]) < max(times[10.0])
+
+
+def test_streams_of_a_node_take_turns_and_those_that_meet_get_alike() -> None:
+    clock, net = queues(FAST, SLOW)
+    first, second = sent(net, (0, 1), 500), sent(net, (0, 1), 500)
+    clock.run(net.settle)
+    assert abs(first.arrivals[0] - second.arrivals[0]) <= 2 * 10 / SLOW
+    assert max(first.arrivals[0], second.arrivals[0]) == pytest.approx(0.5 + 10 / FAST + 1000 / SLOW)
+
+
+def test_who_is_not_received_is_stopped() -> None:
+    clock, net = queues(FAST, receive_buffer_bytes=20.0)
+    stream = sent(net, (0,), 100, posted=30.0)
+    clock.run(net.settle)
+    assert (stream.arrivals, stream.delivered) == ([], 50)
+    net.post(stream, 70)
+    clock.run(net.settle)
+    assert stream.delivered == 100
+    assert len(stream.arrivals) == 1
+
+
+def test_a_message_has_left_when_the_kernel_has_the_rest_of_it() -> None:
+    clock, net = queues(FAST, send_buffer_bytes=40.0)
+    stream = sent(net, (0,), 100)
+    left = list[float]()
+    net.when_left(stream, 100, left.append)
+    net.when_left(net.stream((0,)), 0, left.append)
+    assert left == [0.0]
+    clock.run(net.settle)
+    assert left == [0.0, pytest.approx(60 / FAST)]
+
+
+def test_a_pause_fills_the_bucket_and_what_it_holds_passes_at_once() -> None:
+    clock, net = queues(FAST, bucket_bytes=30.0)
+    stream = sent(net, (0,), 100)
+    clock.run(net.settle)
+    assert stream.arrivals == [pytest.approx(70 / FAST + 0.5)]
+    begin_s = clock.now_s = 10.0
+    net.post(stream, 20)
+    net.send(stream, 20)
+    clock.run(net.settle)
+    assert stream.arrivals[1] == begin_s + 0.5
+
+
+def test_a_rate_that_changes_counts_from_then_on() -> None:
+    clock, net = queues(FAST)
+    stream = sent(net, (0,), 100)
+    clock.at(0.55, lambda: net.set_capacity(0, SLOW))
+    clock.run(net.settle)
+    assert stream.arrivals == [pytest.approx(0.55 + 45 / SLOW + 0.5)]
+
+
+def test_a_cut_link_carries_nothing_until_it_is_mended() -> None:
+    clock, net = queues(FAST)
+    stream = sent(net, (0,), 100)
+    clock.at(0.35, lambda: net.set_capacity(0, 0.0))
+    clock.run(net.settle)
+    assert stream.arrivals == []
+    clock.now_s = 7.0
+    net.set_capacity(0, FAST)
+    clock.run(net.settle)
+    assert stream.arrivals == [pytest.approx(7.0 + 65 / FAST + 0.5)]
+
+
+def test_what_is_lost_with_a_stream_holds_up_nobody_for_ever() -> None:
+    clock, net = queues(FAST)
+    lost, other = sent(net, (0,), 100), sent(net, (0,), 100)
+    net.cut(lost)
+    told = list[float]()
+    net.when_there(other, 0, told.append)
+    clock.run(net.settle)
+    assert lost.arrivals == []
+    assert told == [pytest.approx((100 + 20) / FAST + 0.5)]  # two bursts of the lost one were under way
+
+
+def test_loads_are_told_when_a_link_gets_busy_and_idle() -> None:
+    clock, net = queues(FAST, SLOW)
+    told = list[tuple[int, float]]()
+    net.note_rate = lambda link, rate: told.append((link, rate))
+    sent(net, (0, 1), 10)
+    clock.run(net.settle)
+    assert told == [(0, FAST), (0, 0.0), (1, SLOW), (1, 0.0)]
+
+
+@pytest.mark.parametrize("wrong", [{"burst_bytes": 0.0}, {"window_bytes": -1.0}, {"burst_bytes": math.nan}])
+def test_bursts_and_windows_of_nothing(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="expected bursts and windows of more than 0 bytes"):
+        Machine(**wrong)
