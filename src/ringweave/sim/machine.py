@@ -7,8 +7,8 @@ from typing import Self
 from ringweave.cost import Assumptions
 
 MESSAGE_S, KERNEL_S_PER_BYTE, START_S = 16e-6, 1.2e-9, 1e-3
-"""Fitted to the measured processor time of 63 kinds of allreduce in labs: 33 us for a message, 2.4 ns for a byte, both of
-its ends together, and 1 ms for each rank; a single kind is off by up to 40 % (docs/simulation.md)."""
+"""Fitted to the measured processor time of 63 kinds of allreduce in labs: 33 us for a message, 2.4 ns for a byte, both
+of its ends together, and 1 ms for each rank; a single kind is off by up to 40 % (docs/simulation.md)."""
 SEND_BUFFER_BYTES, RECEIVE_BUFFER_BYTES = 1e6, 4e6
 """About what Linux comes to by itself on links of some 100 Mbit/s to some Gbit/s."""
 WINDOW_BYTES, BURST_BYTES = 128 * 2**10, 4 * 2**10

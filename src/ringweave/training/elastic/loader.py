@@ -17,6 +17,7 @@ from ringweave.training.loading import orders
 from ringweave.training.loading.loader import subset
 from ringweave.training.loading.orders import Reading
 from ringweave.training.loading.portions import Portion
+from ringweave.training.loading.prepared import PreparedLoader
 from ringweave.training.loading.sources import IndexedSource
 from ringweave.training.reducing import SampleWeights
 from ringweave.training.timing import StepTimer
@@ -51,7 +52,7 @@ class ElasticParts:
     note: Callable[[ElasticAccount], object]
 
 
-class ElasticLoader:
+class ElasticLoader(PreparedLoader):
     """Iterates like the DataLoader that it was made of; each pass is an epoch, with an order of its own.
 
     A member that joins later goes on where the others are: the passes of epochs that are over give no batch. Use
@@ -60,26 +61,12 @@ class ElasticLoader:
 
     def __init__(self, loader: DataLoader, reading: Reading, seed: int, parts: ElasticParts) -> None:
         _check(reading)
-        self._loader, self._reading, self._seed, self._parts = loader, reading, seed, parts
+        super().__init__(loader, reading, parts.weights)
+        self._seed, self._parts = seed, parts
         self._source = IndexedSource(loader, self._portion)
         self._pass = 0
         self.account: ElasticAccount | None = None
         """That of the last epoch that was completed."""
-
-    @property
-    def dataset(self) -> Any:
-        """The data set."""
-        return self._loader.dataset
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of a train step over all members."""
-        return self._reading.batch_samples
-
-    @property
-    def fraction(self) -> float:
-        """This member's part of the present batch, as it was planned."""
-        return self._parts.weights.fraction
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -90,6 +77,11 @@ class ElasticLoader:
     def members(self) -> tuple[str, ...]:
         """Names of the members, by rank."""
         return self._parts.session.decree.members
+
+    @property
+    def next_epoch(self) -> int:
+        """Number of the epoch that the next pass is, or is the rest of: the members', where they are further."""
+        return max(self._pass, self._parts.place.epoch)
 
     def __len__(self) -> int:
         """Train steps in a whole epoch."""

@@ -22,12 +22,12 @@ class PreparedLoader(abc.ABC):
 
     @property
     def batch_size(self) -> int:
-        """Samples of a train step over all ranks."""
+        """Samples of a train step over all ranks, or members."""
         return self._reading.batch_samples
 
     @property
     def fraction(self) -> float:
-        """This rank's part of the present batch (of its ring's, in rings).
+        """This rank's part of the present batch, as planned (of its ring's, in rings).
 
         Weigh a mean by it before a sum over these ranks, to log the true mean.
         """
@@ -37,3 +37,8 @@ class PreparedLoader(abc.ABC):
     @abc.abstractmethod
     def shares(self) -> tuple[int, ...]:
         """Samples of each rank in the next whole batch; in rings of each rank of this one."""
+
+    @property
+    @abc.abstractmethod
+    def next_epoch(self) -> int:
+        """Number of the epoch that the next pass is, or is the rest of."""

@@ -75,6 +75,11 @@ class RingLoader(PreparedLoader):
         """Samples of each rank of the ring in a whole ticket."""
         return self._parts.shares.of_ring
 
+    @property
+    def next_epoch(self) -> int:
+        """Number of the epoch that the next pass is."""
+        return self._next_epoch
+
     def __len__(self) -> int:
         """Train steps of all rings together in an epoch; each ring has fewer or more batches, as fast as it is."""
         whole, rest = divmod(self._epoch_samples, self.batch_size)
