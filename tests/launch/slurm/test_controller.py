@@ -5,7 +5,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -87,6 +87,16 @@ class World:
     def orphans(self) -> list[int]:
         pids = [int(line.split()[1]) for line in (self.folder / "begun").read_text().splitlines()]
         return [pid for pid in pids if lives(pid)]
+
+
+@pytest.fixture(autouse=True)
+def _end_agents(tmp_path: Path) -> Iterator[None]:
+    """No agent outlives a test that leaves its job in the middle."""
+    yield
+    for process in psutil.process_iter(["cmdline"]):
+        if any(word.startswith(str(tmp_path)) for word in process.info["cmdline"] or ()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def lives(pid: int) -> bool:
