@@ -29,7 +29,7 @@ from ringweave.comm.running import reductions
 from ringweave.comm.running.engine import NUM_LANES, Engine
 from ringweave.comm.transport.connecting import Door, open_doors
 from ringweave.comm.transport.seam import TransferFailedError
-from ringweave.comm.transport.sockets import SocketTransport
+from ringweave.comm.transport.sockets import LOOK_S, SocketTransport
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import CommunicationError
 from ringweave.schedules import HOST, check_name
@@ -65,10 +65,12 @@ class RingweaveProcessGroup(HostedProcessGroup):
         found = knowing.look(store, own, timeout, environment)
         where = choosing.situation(own, environment, found)
         director = make_director(store, own, environment, where, timeout, Scribe(log, own.own.global_rank, group))
+        nodes = [member.place.node for member in own.ranks]
+        look_s = LOOK_S if own.num_nodes == 1 and not choosing.is_crowded(nodes) else 0.0
         self._engine = Engine(
             own,
             director,
-            connect=lambda lane: SocketTransport(doors[lane], lane, own, timeout),
+            connect=lambda lane: SocketTransport(doors[lane], lane, own, timeout, look_s=look_s),
             hosts=hosts,
             board=FaultBoard(store, own),
             counters=Counters(log, own.own.global_rank, group),

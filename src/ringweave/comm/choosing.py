@@ -195,8 +195,12 @@ def may_adapt(members: Members, environment: WorkerEnvironment) -> bool:
 
 def assumptions(nodes: Sequence[str]) -> Assumptions:
     """What is assumed of ranks on these nodes, whose machines are taken to have as many processors as this one."""
-    crowded = max(Counter(nodes).values()) > len(os.sched_getaffinity(0))
-    return Assumptions(local_piece_bytes=_CROWDED_PIECE_BYTES) if crowded else Assumptions()
+    return Assumptions(local_piece_bytes=_CROWDED_PIECE_BYTES) if is_crowded(nodes) else Assumptions()
+
+
+def is_crowded(nodes: Sequence[str]) -> bool:
+    """Whether some node has more of these ranks than this machine has processors."""
+    return max(Counter(nodes).values()) > len(os.sched_getaffinity(0))
 
 
 def host_limit_bytes(members: Members, environment: WorkerEnvironment, *, host_can: bool) -> float:

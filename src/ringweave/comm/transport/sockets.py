@@ -31,6 +31,8 @@ from ringweave.comm.transport.shared import Seen, SharedConnection, Shown
 from ringweave.comm.transport.streams import Message, StreamConnection
 from ringweave.schedules.programs.staging import NO_STAGE, Layout
 
+LOOK_S = 100e-6
+"""About what falling asleep and waking up take on a virtual processor: who looks so long loses no more than that."""
 Handle = Message | Bundle | Shown | Seen
 Connection = StreamConnection | RailedConnection | SharedConnection
 End = StreamConnection | SharedConnection
@@ -41,9 +43,26 @@ class SocketTransport:
     """Peer-to-peer messages within a group, driven by the one thread that calls it."""
 
     def __init__(
-        self, door: Door, lane: int, members: Members, timeout: timedelta, clock: Callable[[], float] = time.monotonic
+        self,
+        door: Door,
+        lane: int,
+        members: Members,
+        timeout: timedelta,
+        *,
+        look_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`door` is where the members expect this rank's lane; connections are made when first needed."""
+        """Nobody is connected yet: connections are made when first needed.
+
+        Args:
+            door: Where the members expect this rank's lane.
+            lane: Its number.
+            members: Who is in the group.
+            timeout: How long a peer may take to come.
+            look_s: Seconds for which a rank of this node is looked for before this thread sleeps; see LOOK_S.
+            clock: Seconds that only grow.
+        """
+        self._look_s = look_s
         self._members = members
         self._clock = clock
         self._switchboard = Switchboard(door, lane, members, timeout.total_seconds(), clock)
@@ -131,7 +150,7 @@ class SocketTransport:
             for connection in self._shared:
                 self._attempt(connection, connection.write)
                 self._watch(connection)
-            for descriptor, events in self._poller.poll(min(left_s, LOOK_UP_S)):
+            for descriptor, events in self._events(handle, min(left_s, LOOK_UP_S)):
                 connection = self._by_descriptor[descriptor]
                 if events & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
                     self._attempt(connection, connection.read)
@@ -166,6 +185,15 @@ class SocketTransport:
             with contextlib.suppress(OSError):
                 end.sock.shutdown(socket.SHUT_RDWR)
         self._switchboard.abort()
+
+    def _events(self, handle: Handle, timeout_s: float) -> list[tuple[int, int]]:
+        """What can move; sleeps until something can, after a short look for a rank of this node."""
+        if self._look_s and isinstance(handle, Seen | Shown):
+            until_s = self._clock() + self._look_s
+            while self._clock() < until_s:
+                if found := self._poller.poll(0):
+                    return found
+        return self._poller.poll(timeout_s)
 
     def _connection(self, peer: int) -> Connection:
         if self._closed:
