@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ringweave import telemetry
-from ringweave.errors import LaunchError
-from ringweave.launch.elastic.coordinating import Post
-from ringweave.launch.local import bootstrap
+from ringweave.launch.local import attendants
+from ringweave.launch.local.attendants import Post
 from ringweave.launch.local.sites import Site
 from ringweave.launch.run_dirs import RunDir
 from ringweave.launch.workers import WorkerSpec
@@ -143,29 +142,10 @@ class JobServer:
         if len(self._posts) > 1:
             serve += ["--other", _address(self._posts[1 - index]), "--index", str(index)]
             serve += ["--claims", str(self._run_dir.claims)]
-        command = [
-            sys.executable,
-            "-I",
-            "-S",
-            bootstrap.__file__,
-            str(os.getpid()),
-            *self._site.enter_node(post.node, serve),
-        ]
-        try:
-            with self._run_dir.server_log(index).open("ab") as output:
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env={**self._environ, **self._site.environ(post.node)},
-                    start_new_session=True,
-                    pass_fds=(secret,),
-                )
-        except OSError as error:
-            raise LaunchError(f"parameter server could not be started: {error}. [node {post.node}]") from error
-        finally:
-            os.close(secret)
+        log = self._run_dir.server_log(index)
+        process = attendants.start(
+            "parameter server", serve, post=post, site=self._site, environ=self._environ, log=log, secret=secret
+        )
         self._log.write("server_started", node=post.node, pid=process.pid, address=_address(post))
         return process
 

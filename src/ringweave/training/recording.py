@@ -7,6 +7,7 @@ from ringweave.environment import WorkerEnvironment
 from ringweave.planning.balancing import Change
 from ringweave.planning.balancing.shares import Shares
 from ringweave.telemetry import EventLog
+from ringweave.training.elastic.books import ElasticAccount
 from ringweave.training.loading.loader import EpochAccount
 
 _LOGGER = logging.getLogger("ringweave")
@@ -63,18 +64,24 @@ class Recorder:
         verdict = "each exactly once" if account.is_exact else "not the right ones"
         self._say(text, account.epoch, total.num_samples, expected.num_samples, verdict)
         if self._log:
-            self._log.write(
-                "samples_accounted",
-                rank=0,
-                epoch=account.epoch,
-                samples=total.num_samples,
-                expected=expected.num_samples,
-                fingerprint=f"{total.fingerprint:016x}",
-                expected_fingerprint=f"{expected.fingerprint:016x}",
-                by_rank=[own.num_samples for own in account.by_rank],
-                exact=account.is_exact,
-            )
+            write_account(self._log, account, [own.num_samples for own in account.by_rank])
 
     def _say(self, text: str, *values: object) -> None:
         if self._is_speaker:
             _LOGGER.info(text, *values)
+
+
+def write_account(log: EventLog, account: EpochAccount | ElasticAccount, by_rank: Sequence[int]) -> None:
+    """The event of an epoch that is complete; `by_rank` are the samples of each rank, where ranks stay the same."""
+    total, expected = account.total, account.expected
+    log.write(
+        "samples_accounted",
+        rank=0,
+        epoch=account.epoch,
+        samples=total.num_samples,
+        expected=expected.num_samples,
+        fingerprint=f"{total.fingerprint:016x}",
+        expected_fingerprint=f"{expected.fingerprint:016x}",
+        by_rank=list(by_rank),
+        exact=account.is_exact,
+    )

@@ -5,7 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ringweave.launch.elastic.coordinating import JobCoordinators, Post
+from ringweave.launch.elastic.coordinating import JobCoordinators
+from ringweave.launch.local.attendants import Post
 from ringweave.launch.local.sites import ThisMachine
 from ringweave.launch.run_dirs import RunDir
 from ringweave.membership.rules.settings import Bounds

@@ -14,6 +14,7 @@ from ruamel.yaml import YAML
 from ringweave.launch.kubernetes.api import connecting, kinds
 from ringweave.launch.kubernetes.api.client import Client, Object
 from ringweave.launch.kubernetes.api.failures import ApiError
+from ringweave.launch.kubernetes.operating import leading
 from ringweave.testing.kubernetes.checks import rules
 from ringweave.testing.kubernetes.cluster import FakeCluster
 from ringweave.testing.kubernetes.operators import OperatorProcess
@@ -194,5 +195,6 @@ def test_the_operator_ends_though_the_api_server_answers_nothing_any_more(
         finally:
             cluster.handler.delay = None
     assert "lease: not released: no answer" in operator.log.read_text()
-    for kind, name in ((kinds.TRAINING_JOBS, "third"), (kinds.PODS, pod["metadata"]["name"])):
+    left = ((kinds.TRAINING_JOBS, "third"), (kinds.PODS, pod["metadata"]["name"]), (kinds.LEASES, leading.NAME))
+    for kind, name in left:  # the lease, too: the next operator would wait for it to run out
         run(kubeconfig, lambda client, kind=kind, name=name: client.delete(kind, "default", name))

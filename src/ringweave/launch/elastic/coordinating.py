@@ -5,13 +5,12 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 
-from ringweave.errors import LaunchError
-from ringweave.launch.local import bootstrap
+from ringweave.launch.local import attendants
+from ringweave.launch.local.attendants import Post
 from ringweave.launch.local.sites import Site
 from ringweave.launch.run_dirs import RunDir
-from ringweave.launch.workers import Meeting, WorkerSpec
+from ringweave.launch.workers import WorkerSpec
 from ringweave.membership.rules.settings import Bounds
 from ringweave.topology import Cluster
 from ringweave.wire import Authority, Identity
@@ -19,14 +18,6 @@ from ringweave.wire import Authority, Identity
 ROLE = "coordinator"
 _MAIN = "ringweave.membership.serving.main"
 _END_S = 3.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Post:
-    """Where one coordinator is."""
-
-    node: str
-    meeting: Meeting
 
 
 class JobCoordinators:
@@ -97,20 +88,7 @@ class JobCoordinators:
         host, port = self.addresses[1 - index]
         serve += ["--other", f"{host}:{port}", "--run-dir", str(self._run_dir.root), "--index", str(index)]
         serve += ["--standby"] if is_standby else []
-        entered = self._site.enter_node(post.node, serve)
-        command = [sys.executable, "-I", "-S", bootstrap.__file__, str(os.getpid()), *entered]
-        try:
-            with (self._run_dir.root / "logs" / f"coordinator-{index}.log").open("ab") as output:
-                return subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env={**self._environ, **self._site.environ(post.node)},
-                    start_new_session=True,
-                    pass_fds=(secret,),
-                )
-        except OSError as error:
-            raise LaunchError(f"coordinator could not be started: {error}. [node {post.node}]") from error
-        finally:
-            os.close(secret)
+        log = self._run_dir.root / "logs" / f"coordinator-{index}.log"
+        return attendants.start(
+            "coordinator", serve, post=post, site=self._site, environ=self._environ, log=log, secret=secret
+        )

@@ -11,8 +11,8 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 
-from ringweave.launch.elastic.coordinating import Post
 from ringweave.launch.groups.config import Config
+from ringweave.launch.local.attendants import Post
 from ringweave.launch.local.sites import Site
 from ringweave.launch.run_dirs import RunDir
 from ringweave.launch.serving import ROLE, JobServer

@@ -80,7 +80,7 @@ class KubernetesService(Service):
     def logs(self, name: str, which: LogQuery) -> Iterator[LogLine]:
         """What its workers printed: kept logs of attempts that are gone, and those of Pods that are there."""
         resource = self._run(lambda client: self._find(client, name))
-        showing.check_query(showing.job_of(resource, self._clock()), which)
+        submitting.check_query(showing.job_of(resource, self._clock()), which)
         return Logs(self._connect, Owner.of(resource), showing.job_of(resource, self._clock()), which).read()
 
     async def _submit(self, client: Client, request: Request, source: str | None, *, dry_run: bool) -> Submission:

@@ -4,15 +4,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ringweave.errors import JobError, explain
-from ringweave.files.problems import closest
 from ringweave.jobs.life import records
 from ringweave.jobs.life.records import Job
 from ringweave.jobs.life.states import JobState, Reason
 from ringweave.launch.kubernetes.resource import reading, refusals, times
 from ringweave.launch.kubernetes.resource.definition import REFUSED
 from ringweave.launch.services import views
-from ringweave.launch.services.service import LogQuery
 from ringweave.launch.services.views import EventView, JobView
 
 Resource = Mapping[str, Any]
@@ -49,19 +46,3 @@ def job_of(resource: Resource, now: float) -> Job:
         helps="See whether it runs: kubectl -n ringweave-system get pods",
     )
     return replace(job, record=replace(job.record, reason=why))
-
-
-def check_query(job: Job, which: LogQuery) -> None:
-    """Refuse logs of a node or a rank that the job has not.
-
-    Raises:
-        JobError: There is none such.
-    """
-    names = [job.node_name(node) for node in job.used_nodes]
-    if which.node is not None and which.node not in names:
-        do = closest(which.node, names) or "Leave --node out for all of them"
-        raise JobError(explain("node", got=which.node, expected=f"one of {', '.join(names)}", do=do, where="--node"))
-    if which.rank is not None and not 0 <= which.rank < job.request.num_workers:
-        expected = f"0 to {job.request.num_workers - 1}"
-        do = "Leave --rank out for all of them"
-        raise JobError(explain("rank", got=which.rank, expected=expected, do=do, where="--rank"))

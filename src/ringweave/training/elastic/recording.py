@@ -8,7 +8,7 @@ from ringweave.planning.balancing import Change
 from ringweave.telemetry import EventLog
 from ringweave.training.elastic.books import ElasticAccount
 from ringweave.training.elastic.rows import Commit
-from ringweave.training.recording import Recorder
+from ringweave.training.recording import Recorder, write_account
 
 _LOGGER = logging.getLogger("ringweave")
 
@@ -56,14 +56,4 @@ class ElasticRecorder:
         text = "epoch %d: %d of %d samples, %s"
         _LOGGER.info(text, account.epoch, total.num_samples, expected.num_samples, verdict)
         if self._log:
-            self._log.write(
-                "samples_accounted",
-                rank=0,
-                epoch=account.epoch,
-                samples=total.num_samples,
-                expected=expected.num_samples,
-                fingerprint=f"{total.fingerprint:016x}",
-                expected_fingerprint=f"{expected.fingerprint:016x}",
-                by_rank=[],
-                exact=account.is_exact,
-            )
+            write_account(self._log, account, [])
