@@ -7,6 +7,8 @@ processes on the loopback; a push is over when the client has the answer. Prints
 bytes pushed per second, processor seconds per GB on each side, and how much the server's memory grew at its peak.
 """
 
+# Longer than a file should be: every library has its server and client here, so that one can be read beside the other.
+
 # One file, though long: each library is a server and a client of a few lines that are read beside those of the others.
 
 import argparse

@@ -1,8 +1,5 @@
 """Members' agents and two coordinators over real connections, without anything that trains."""
 
-import threading
-from collections.abc import Callable
-
 from ringweave import wire
 from ringweave.membership.agent import Agent
 from ringweave.membership.messages import Count
@@ -11,6 +8,7 @@ from ringweave.membership.rules.records import Decree, Standing
 from ringweave.membership.rules.settings import Bounds, Settings
 from ringweave.membership.rules.signs import Beat
 from ringweave.testing.elastic import Headquarters, patient
+from tests.membership.waiting import wait_until
 
 
 class Still:
@@ -55,15 +53,6 @@ class Job:
             agent.close()
         for each in self.headquarters:
             each.close()
-
-
-def wait_until(is_it: Callable[[], bool]) -> None:
-    waiting = threading.Event()
-    for _ in range(2400):
-        if is_it():
-            return
-        waiting.wait(0.05)
-    raise AssertionError("it never came to be")
 
 
 def test_an_accusation_that_the_coordinator_did_not_live_to_hear_is_heard_by_the_standby() -> None:

@@ -1,7 +1,6 @@
 """A coordinator over real connections, and what it makes of the ways in which they end."""
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,6 +13,7 @@ from ringweave.membership.rules.settings import Bounds, Settings
 from ringweave.membership.rules.signs import Beat
 from ringweave.membership.serving.rivals import Rival
 from ringweave.testing.elastic import Headquarters, patient
+from tests.membership.waiting import wait_until
 
 CALL_S = 60.0
 
@@ -53,15 +53,6 @@ def count(asker: wire.Client) -> Count:
     answer = asker.call(Ask(), timeout_s=CALL_S).message
     assert isinstance(answer, Count)
     return answer
-
-
-def wait_until(is_it: Callable[[], bool]) -> None:
-    waiting = threading.Event()
-    for _ in range(2400):
-        if is_it():
-            return
-        waiting.wait(0.05)
-    raise AssertionError("it never came to be")
 
 
 def test_who_hangs_up_is_dead_and_who_says_goodbye_is_not(
