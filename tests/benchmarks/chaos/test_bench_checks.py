@@ -69,3 +69,13 @@ def test_samples_that_the_books_do_not_know_are_found(second: list[int], lab_job
     lines = {"0.0-1": [drawn(1, [0, 1])], "1.0-2": [drawn(1, second)]}
     with pytest.raises(AssertionError, match="epoch 0: processes drew"):
         ended(lab_jobs, tmp_path, lines, [accounted([0, 1, 2, 3], expected=4)]).check_samples()
+
+
+@pytest.mark.parametrize(("goodput", "every_s", "good"), [(0.95, 60.0, True), (0.94, 60.0, False), (0.88, 15.0, True)])
+def test_goodput_is_held_against_the_bar_of_its_interval(
+    lab_jobs: ModuleType, goodput: float, every_s: float, good: bool
+) -> None:
+    import goodput as bench  # beside lab_jobs
+
+    assert bench.is_good(goodput, every_s) is good
+    assert not bench.is_good(None, every_s), "what could not be measured is not good"
