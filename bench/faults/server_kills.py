@@ -5,6 +5,7 @@ the parameters, again and again. In turn the server that leads is killed (SIGKIL
 that leads is stopped (SIGSTOP) until the other has taken over, and woken again. Whatever has ended is started again,
 and the next fault waits until it has everything. For each fault: the longest round of any ring from the fault on
 (measured). In the end every push must have been applied once: parameters are compared with the sum of all gradients.
+Exit code 1 if they differ, or a ring stood still for more than 3 s.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from ringweave.params.messages import Group, Setup, TensorSpec
 from ringweave.params.ring.client import RingClient, Round
 from ringweave.testing.servers import PairOfServers
 
+BAR_S = 3.0
 OPTIONS = {"lr": 0.125}
 FAULTS = ("kill leader", "kill standby", "stop leader")
 
@@ -59,9 +61,9 @@ class Ring:
         self.client.leave(is_for_good=False)
 
     def longest_s(self, since_s: float) -> float:
-        """Its longest round that ended after that moment."""
-        spans = itertools.pairwise(self.done)
-        return max((after - before for before, after in spans if after > since_s), default=0.0)
+        """Its longest round that ended after that moment, or has not ended."""
+        spans = itertools.pairwise([*self.done, time.monotonic()])
+        return max(after - before for before, after in spans if after > since_s)
 
 
 def strike(pair: PairOfServers, fault: str, claim: int) -> tuple[float, int]:
@@ -114,8 +116,9 @@ def measure(num_rings: int, num_elements: int, faults: list[str], pause_s: float
     verdict = "every push applied once" if version == num_pushed and error < 1e-6 else "PUSHES LOST OR DOUBLED"
     print(f"{num_pushed} pushes, version {version}, parameters off by {error:.1e}: {verdict} (measured)")
     print(json.dumps({"stalls_s": stalls, "pushes": num_pushed, "version": version, "error": error}))
-    if verdict != "every push applied once":
-        raise SystemExit(1)
+    longest_s = max(max(found) for found in stalls.values())
+    if verdict != "every push applied once" or longest_s > BAR_S:
+        raise SystemExit(f"longest round {longest_s:.2f} s, expected {BAR_S:g} s at most; {verdict}")
 
 
 def main() -> None:
