@@ -13,6 +13,7 @@ from ringweave.testing.ranks import announce
 _STALLED = 101_000
 _OTHER = 102_000
 _NEW = 103_000
+_NOT_FOR_THE_HOST = 2_000_000
 
 
 def abort_while_a_first_use_waits() -> list[str]:
@@ -33,6 +34,19 @@ def abort_while_a_first_use_waits() -> list[str]:
             errors.append(str(error))
     announce("aborted")
     return errors
+
+
+def abort_before_the_first_use() -> str:
+    """Rank 0 aborts a group that it has not used; the error of rank 1, which waits for a call of rank 0's."""
+    if dist.get_rank() == 0:
+        dist.group.WORLD.abort()
+        announce("aborted")
+        dist.distributed_c10d._get_default_store().wait(["never"], timedelta(seconds=60))
+    try:
+        dist.all_reduce(torch.ones(_NOT_FOR_THE_HOST))
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def explain_to_one_that_aborts() -> float:

@@ -43,6 +43,14 @@ def test_what_waits_for_a_first_use_that_never_runs_ends_with_the_group() -> Non
         assert all("this process group has failed before: process group: aborted" in text for text in outcome.value)
 
 
+@pytest.mark.parametrize("nodes", [NODES, ["a0", "a0"]], ids=["two nodes", "one node"])
+def test_who_waits_for_a_rank_that_aborts_before_its_first_use_hears_of_it(nodes: list[str]) -> None:
+    with Ranks(aborting_functions.abort_before_the_first_use, 2, timeout_s=60, nodes=nodes) as ranks:
+        (outcome,) = ranks.outcomes([1], timeout_s=20)
+    assert "rank 0 (node a0) is gone" in outcome.value
+    assert "it does not listen any more" in outcome.value
+
+
 def test_an_abort_ends_the_search_for_who_is_to_blame() -> None:
     with Ranks(aborting_functions.explain_to_one_that_aborts, 2, timeout_s=60, nodes=NODES) as ranks:
         ranks.wait_for("reducing/0")

@@ -58,7 +58,7 @@ def test_the_job_goes_on_with_what_it_has_learnt():
         say(rank, Leave(term=0, ring=ring, is_for_good=False))
         return torch.frombuffer(bytearray(answer.buffers[0]), dtype=torch.float32)
 
-    say(0, Start(term=0, setup=SETUP), Flat(SPECS).buffers())
+    say(0, Start(term=0, setup=SETUP), Flat(SPECS, [torch.zeros(4)]).buffers())
     before = push(0, 0)
     for _ in range(2):  # said again on a new connection, it changes nothing
         say(0, Regroup(term=0, ring=0, rings=[[3, 0], [1], [2]]))

@@ -134,7 +134,7 @@ class Director:
             self._decide_more()
         return ticket
 
-    def decide(self, ticket: Ticket, transport: Callable[[], Transport], *, tag: int, timeout_s: float) -> Decision:
+    def decide(self, ticket: Ticket, transport: Transport, *, tag: int, timeout_s: float) -> Decision:
         """The decision, in the thread of the collective's lane; consults the other ranks if that is due.
 
         Args:
@@ -149,8 +149,8 @@ class Director:
         with self._changed:
             self._wait(lambda: ticket.decision is not None or self._due is ticket)
         if ticket.decision is None:
-            council = Council(self._members, transport(), tag=tag, timeout_s=timeout_s)
-            self._follow(ticket, self._consult(ticket, council, transport(), tag=tag, timeout_s=timeout_s))
+            council = Council(self._members, transport, tag=tag, timeout_s=timeout_s)
+            self._follow(ticket, self._consult(ticket, council, transport, tag=tag, timeout_s=timeout_s))
         assert ticket.decision is not None
         if ticket.decision.is_trial:
             self._wait_alone(ticket)

@@ -59,12 +59,14 @@ class Engine:
         self.counters = counters
         self._members = members
         self._director = director
-        self._connect = connect
         self._hosts = hosts
         self._board = board
         self._log = log
-        self._lanes: list[Lane] = []
         self._completer = Completer(f"ringweave-{counters.group}-done")
+        self._lanes = [
+            Lane(f"ringweave-{counters.group}-{index}", connect(index), self._outcome_of, self._completer)
+            for index in range(NUM_LANES)
+        ]
         self._parts: dict[tuple[int, str], tuple[schedules.Schedule, tuple[schedules.Transfer, ...]]] = {}
         self._version = 1
         self._plans: Promises[Compiled] = Promises()
@@ -89,7 +91,7 @@ class Engine:
             doing = f"allreduce #{ticket.number} ({reduction.name}, {tensor.numel()} x {tensor.dtype}, {how})"
             job = Job(lambda lane: self._run(ticket, use, lane, timeout_s), doing, work, use.abandon)
             if self._broken is None:
-                self._lane(ticket.number).submit(job)
+                self._lanes[ticket.number % NUM_LANES].submit(job)  # dealt to the lanes in turn
                 return work
         work.settle(self._again(doing))
         work.resolve()
@@ -118,9 +120,9 @@ class Engine:
             if use.is_first:
                 self._keep_promise(use.promised, lane, message, use.reduction, decision, ticket.number, timeout_s)
             plan = use.promised.result()
-            lane.transport().connect(plan.program.peers)
+            lane.transport.connect(plan.program.peers)
         if decision.is_trial:
-            self._director.start_trial(lane.transport(), tag=tag, timeout_s=timeout_s)
+            self._director.start_trial(lane.transport, tag=tag, timeout_s=timeout_s)
         started_s = time.monotonic()
         if plan is None:
             self._hosts.allreduce(index, message, use.op, timeout_s)
@@ -135,7 +137,7 @@ class Engine:
         self, plan: Compiled, message: Tensor, reduction: Reduction, lane: Lane, number: int, timeout_s: float
     ) -> None:
         reduction.prepare(message)
-        transport, tag = lane.transport(), _tag(number, plan.signature)
+        transport, tag = lane.transport, _tag(number, plan.signature)
         run_program(plan.program, message, reduction.combine, transport, lane.scratch, tag=tag, timeout_s=timeout_s)
         reduction.finish(message, self._members.group_size)
 
@@ -199,16 +201,6 @@ class Engine:
         self._broken = self._broken or CommunicationError("process group: aborted. Make a new one.")
         self._board.give_up()
         self._cut()
-
-    def _lane(self, number: int) -> Lane:
-        """Collectives are dealt to the lanes in turn."""
-        if not self._lanes:
-            self._lanes = [self._new_lane(index) for index in range(NUM_LANES)]
-        return self._lanes[number % NUM_LANES]
-
-    def _new_lane(self, index: int) -> Lane:
-        name = f"ringweave-{self.counters.group}-{index}"
-        return Lane(name, lambda: self._connect(index), self._outcome_of, self._completer)
 
     def _outcome_of(self, job: Job, lane: Lane) -> BaseException | None:
         """Run a job; None if it went well."""
@@ -285,7 +277,7 @@ class Engine:
             pipelining=", ".join(f"{name} {value}" for name, value in asdict(choice.pipelining).items()),
         )
         if self._members.group_size > 1:
-            agree(intent, self._members, lane.transport(), tag=_tag(number, 0), timeout_s=timeout_s)
+            agree(intent, self._members, lane.transport, tag=_tag(number, 0), timeout_s=timeout_s)
         self._note_agreement(schedule, message.nbytes)
         return Compiled(program, 1 + zlib.crc32(str(intent).encode()) % (2**_SIGNATURE_BITS - 1))
 

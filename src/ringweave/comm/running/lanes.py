@@ -35,42 +35,31 @@ class Lane:
     def __init__(
         self,
         name: str,
-        connect: Callable[[], Transport],
+        transport: Transport,
         outcome_of: Callable[[Job, "Lane"], BaseException | None],
         completer: Completer,
     ) -> None:
+        """`transport` is there from the start, used or not: whoever waits for a call by it hears of an abort."""
+        self.transport = transport
         self.scratch = Scratch()
         self._completer = completer
-        self._connect = connect
         self._outcome_of = outcome_of
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._transport: Transport | None = None
-        self._cut = False
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Run the job after those submitted before."""
+        """Run the job after those submitted before; never called by two threads at a time."""
+        if self._thread.ident is None:
+            self._thread.start()
         self._jobs.put(job)
-
-    def transport(self) -> Transport:
-        """This lane's connections; called in its thread."""
-        if self._transport is None:
-            self._transport = self._connect()
-            if self._cut:
-                self._transport.abort()
-        return self._transport
 
     def abort(self) -> None:
         """Cut the connections, from any thread."""
-        self._cut = True
-        if self._transport is not None:
-            self._transport.abort()
+        self.transport.abort()
 
     def forget(self) -> None:
         """Close this process's ends only: for a child after a fork, which must not keep its parent's alive."""
-        if self._transport is not None:
-            self._transport.close()
+        self.transport.close()
 
     def end(self) -> None:
         """Take no more jobs."""
@@ -78,7 +67,8 @@ class Lane:
 
     def wait_ended(self, timeout_s: float) -> bool:
         """After `end`: True if all that were submitted are through within `timeout_s`."""
-        self._thread.join(timeout_s)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def close(self, timeout_s: float) -> None:
@@ -86,8 +76,7 @@ class Lane:
         if self._thread.is_alive():
             self.abort()
             self._thread.join(timeout_s)
-        if self._transport is not None:
-            self._transport.close()
+        self.transport.close()
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
