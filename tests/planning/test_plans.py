@@ -171,6 +171,20 @@ def test_too_many_leaders_or_levels_are_left_out(monkeypatch: pytest.MonkeyPatch
     assert dict(whole(example("two-racks")).left_out) == {"multi-level": reason}
 
 
+def test_racks_that_send_one_partial_sum_of_a_part_and_several_of_another() -> None:
+    plan = whole(example("slow-racks"))
+    assert len(plan.stripes) == 2
+    assert plan.choose(25 * MB).schedule == "multi-level"
+    assert plan.bound_s(25 * MB) / plan.choose(25 * MB).predicted_s > 0.98
+    schedules.verify(plan.generate("multi-level"))
+    assert Plan.parse(str(plan)) == plan
+
+
+def test_one_tree_where_several_would_have_too_many_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "_MAX_OPERATIONS", 128)  # 62 of one tree, 138 of the two that are better
+    assert len(whole(example("slow-racks")).stripes) == 1
+
+
 def test_a_solver_that_gives_up_leaves_the_other_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     class Failed:
         success, message = False, "Time limit reached."
@@ -193,7 +207,10 @@ def test_one_rank_has_nothing_to_do() -> None:
 def test_a_plan_is_one_line_of_json_and_cannot_be_changed() -> None:
     plan = whole(example("two-racks"))
     assert len(str(plan).splitlines()) == 1
-    assert json.loads(str(plan))["domain"][1] == {"members": [0, 1, 2, 3], "leaders": [[0, 2], [1, 2], [2, 2], [3, 2]]}
+    assert json.loads(str(plan))["stripes"][0]["domains"][1] == {
+        "members": [0, 1, 2, 3],
+        "leaders": [[0, 2], [1, 2], [2, 2], [3, 2]],
+    }
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.root = 1  # pyrefly: ignore
 
@@ -203,12 +220,12 @@ def test_text_that_is_no_plan(text: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         Plan.parse(text)
     assert str(caught.value).startswith(
-        f"plan: {text!r}, expected the text of a plan (ringweave-plan-1). Pass on what str(plan) gave, from the same "
+        f"plan: {text!r}, expected the text of a plan (ringweave-plan-2). Pass on what str(plan) gave, from the same "
         "version of ringweave ("
     )
 
 
-@pytest.mark.parametrize("key", ["nodes", "domain", "demands", "binding"])
+@pytest.mark.parametrize("key", ["nodes", "stripes", "demands", "binding"])
 def test_text_that_lacks_something(key: str) -> None:
     document = json.loads(str(whole(example("two-racks"))))
     del document[key]

@@ -1,8 +1,10 @@
+import itertools
+
 import pytest
 
 from ringweave import schedules
 from ringweave.errors import ScheduleError
-from ringweave.schedules import Phase, Round, Rounds, Schedule, then
+from ringweave.schedules import Collective, Phase, Round, Rounds, Schedule, beside, then
 from ringweave.schedules.joining import one_after_the_other
 
 EXPECTED = (
@@ -89,3 +91,44 @@ def test_parts_that_do_not_fit(first: Schedule, second: Schedule, what: str) -> 
     with pytest.raises(ScheduleError) as caught:
         then("mine", first, second)
     assert str(caught.value) == f"allreduce mine: {what}, {EXPECTED}"
+
+
+def test_parts_of_a_message_run_side_by_side_phase_by_phase() -> None:
+    """Two chunks by a ring, then three by another one in the other direction, in the same rounds."""
+    one = schedules.ring_reduce_scatter(3)
+    other = schedules.ring_reduce_scatter(3, [2, 1, 0])
+    both = beside(one, other)
+    assert both.shares == (1,) * 6
+    assert both.collective.owners == (*one.collective.owners, *other.collective.owners)
+    assert len(both.rounds) == len(one.rounds)
+    for mine, now in zip(one.rounds, both.rounds, strict=True):
+        assert [row for row in now.rows() if row[2] < 3] == list(mine.rows())
+    schedules.verify(both)
+
+
+def phased(names: dict[str, int]) -> Schedule:
+    """A reduce-scatter of one chunk of two ranks, with rounds that do nothing in phases."""
+    starts = list(itertools.accumulate(names.values(), initial=0))
+    phases = tuple(Phase(start, name) for start, name in zip(starts, names, strict=False))
+    rounds = [Round.of([], [], [], [])] * starts[-1]
+    return Schedule("x", Collective("reduce-scatter", (0,)), 2, (1,), rounds, phases)
+
+
+def test_phases_of_one_name_run_together_and_others_keep_their_order() -> None:
+    both = beside(phased({"deep": 2, "top": 1}), phased({"deeper": 1, "deep": 1, "top": 3}), phased({"top": 1}))
+    assert both.phases == ((0, "deeper"), (1, "deep"), (3, "top"))
+    assert len(both.rounds) == 6
+
+
+def test_parts_that_cannot_be_side_by_side() -> None:
+    first = schedules.ring_reduce_scatter(3)
+    for other in (schedules.ring_allgather(3), schedules.ring_reduce_scatter(4)):
+        with pytest.raises(ScheduleError) as caught:
+            beside(first, other)
+        what = f"{other.collective.kind} of {other.num_ranks} ranks and {other.num_chunks} chunks"
+        assert str(caught.value) == (
+            f"{first.name}: reduce-scatter of 3 ranks and 3 chunks, beside {what}, expected the same collective of the "
+            "same group and root. Make all parts by the same generator."
+        )
+    with pytest.raises(ScheduleError, match=r"expected phases of the same names in the same order\. Make all parts by"):
+        beside(phased({"a": 1, "b": 1}), phased({"b": 1, "a": 1}))

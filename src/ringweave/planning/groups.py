@@ -1,6 +1,6 @@
 """From a cluster and a group's nodes to the group's plan."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from ringweave import cost, schedules
@@ -10,7 +10,7 @@ from ringweave.planning import layouts, sharing
 from ringweave.planning.choices import pipelined
 from ringweave.planning.plans import Plan
 from ringweave.planning.sharing import Hierarchy
-from ringweave.schedules import Domain, Schedule
+from ringweave.schedules import Domain, Schedule, Stripe
 from ringweave.topology import Cluster
 
 _T = TypeVar("_T")
@@ -57,13 +57,13 @@ def plan_group(
     )
     tiers = candidates.consider("hierarchical", layouts.tierings(layout), schedules.hierarchical)
     bound = cost.network_bound(net, 1)
-    direct_shares, domain, shares = candidates.direct_shares(), *candidates.level_shares(bound.seconds)
+    direct_shares, stripes = candidates.direct_shares(), candidates.level_stripes(bound.seconds)
     if candidates.are_few("ps"):
         candidates.consider("ps", [layout.root], lambda root: schedules.parameter_server(count, root))
     if candidates.are_few("direct"):
         candidates.consider("direct", [direct_shares], lambda each: schedules.direct(count, each))
-    if domain is not None:
-        candidates.consider("multi-level", [domain], lambda top: schedules.multi_level(top, shares))
+    if stripes:
+        candidates.consider("multi-level", [stripes], schedules.multi_level_striped)
     candidates.consider("halving-doubling", [count], schedules.halving_doubling)
     return Plan(
         nodes=tuple(nodes),
@@ -73,8 +73,7 @@ def plan_group(
         tiers=tiers,
         root=layout.root,
         direct_shares=direct_shares,
-        domain=domain,
-        shares=shares,
+        stripes=stripes,
         demands=tuple(candidates.demands.items()),
         left_out=tuple(candidates.left_out.items()),
         bound_s_per_byte=bound.seconds,
@@ -126,24 +125,31 @@ class _Candidates:
             rates.append(min(float(min(up, down)), self._assumed.memory_bytes_per_s) / on_node[vertex])
         flat = Hierarchy([-1] + [0] * count, [1.0, *rates], [-1, *range(count)])
         owned = [0] * count
-        for first, end, leaf in sharing.cut(sharing.fractions(flat)).led_by[0]:
+        for first, end, leaf in sharing.cut(sharing.fractions(flat)).stripes[0].led_by[0]:
             owned[leaf - 1] += end - first
         return tuple(owned)
 
-    def level_shares(self, bound_s_per_byte: float) -> tuple[Domain | None, tuple[int, ...]]:
-        """Domain tree and shares of the multi-level schedule, or None and why in `left_out`."""
+    def level_stripes(self, bound_s_per_byte: float) -> tuple[Stripe, ...]:
+        """Domain trees and shares of the multi-level schedule, or none and why in `left_out`."""
         if len(self._vertices) == 1:
-            return Domain((0,), (0,)), (1,)
+            return (Stripe(Domain((0,), (0,)), (1,)),)
         tree = sharing.hierarchy(self._net, self._vertices.tolist(), self._assumed.memory_bytes_per_s)
         num_domains = len(tree) - tree.num_leaves
-        num_operations = 2 * sum(len(members) ** 2 for members in tree.children)
+        num_operations = _num_operations(map(len, tree.children))
         if max(tree.depths) > _MAX_DEPTH:
             self.left_out["multi-level"] = f"switches below each other more than {_MAX_DEPTH} deep"
         elif tree.num_leaves * num_domains > _MAX_LEADERS:
             self.left_out["multi-level"] = f"leaders of {tree.num_leaves} chunks in {num_domains} domains are too many"
         elif self._are_countable("multi-level", num_operations):
             try:
-                return sharing.level_shares(tree, bound_s_per_byte)
+                stripes = sharing.level_stripes(tree, bound_s_per_byte)
+                sizes = (len(domain.members) for stripe in stripes for domain in stripe.domain.walk())
+                return stripes if _num_operations(sizes) <= _MAX_OPERATIONS else sharing.level_stripes(tree)
             except RingweaveError as error:
                 self.left_out["multi-level"] = str(error)
-        return None, ()
+        return ()
+
+
+def _num_operations(domain_sizes: Iterable[int]) -> int:
+    """Of a multi-level schedule, about: up and down, all members of a domain to each of its leaders."""
+    return 2 * sum(size**2 for size in domain_sizes)

@@ -9,9 +9,9 @@ from typing import Any
 from ringweave.cost import Demand
 from ringweave.errors import ScheduleError, explain, shorten
 from ringweave.planning.plans import Plan
-from ringweave.schedules import Domain
+from ringweave.schedules import Domain, Stripe
 
-FORMAT = "ringweave-plan-1"
+FORMAT = "ringweave-plan-2"
 """First key of the document."""
 
 
@@ -20,7 +20,7 @@ def write(plan: Plan) -> str:
     document: dict[str, Any] = {FORMAT: True}
     for field in fields(plan):
         document[field.name] = getattr(plan, field.name)
-    document["domain"] = _flattened(plan.domain) if plan.domain else None
+    document["stripes"] = [{"shares": stripe.shares, "domains": _flattened(stripe.domain)} for stripe in plan.stripes]
     document["demands"] = {name: asdict(asked) for name, asked in plan.demands}
     document["left_out"] = dict(plan.left_out)
     return json.dumps(document, separators=(",", ":"))
@@ -35,11 +35,13 @@ def read(text: str) -> Plan:
     try:
         document = json.loads(text)
         del document[FORMAT]
-        for name in ("nodes", "ring_order", "direct_shares", "shares"):
+        for name in ("nodes", "ring_order", "direct_shares"):
             document[name] = tuple(document[name])
         for name in ("groups", "tiers"):
             document[name] = tuple(map(tuple, document[name]))
-        document["domain"] = _domain(document["domain"]) if document["domain"] else None
+        document["stripes"] = tuple(
+            Stripe(_domain(stripe["domains"]), tuple(stripe["shares"])) for stripe in document["stripes"]
+        )
         document["demands"] = tuple((name, Demand(**asked)) for name, asked in document["demands"].items())
         document["left_out"] = tuple(document["left_out"].items())
         return Plan(**document)

@@ -8,7 +8,7 @@ from ringweave import schedules
 from ringweave.cost import Demand
 from ringweave.errors import UsageError, explain
 from ringweave.planning.choices import Choice, pipelined
-from ringweave.schedules import HOST, Domain, Schedule
+from ringweave.schedules import HOST, Schedule, Stripe
 
 _AS_GOOD = 1.02
 _PREFERRED = ("ring", "direct", "multi-level", "leader-matrix", "hierarchical", "halving-doubling", "ps")
@@ -38,10 +38,8 @@ class Plan:
     """Rank that serves as parameter server."""
     direct_shares: tuple[int, ...]
     """What each rank owns in the direct schedule."""
-    domain: Domain | None
-    """Leaders on every level, for the multi-level schedule; None where that was left out."""
-    shares: tuple[int, ...]
-    """Relative sizes of its chunks."""
+    stripes: tuple[Stripe, ...]
+    """Parts of the message with the leaders on every level, for the multi-level schedule; none if that was left out."""
     demands: tuple[tuple[str, Demand], ...]
     """For each schedule that was considered what its predicted times follow from."""
     left_out: tuple[tuple[str, str], ...]
@@ -86,11 +84,11 @@ class Plan:
         return self._generators()[name]()
 
     def _multi_level(self) -> Schedule:
-        if self.domain is None:
+        if not self.stripes:
             reason = dict(self.left_out).get("multi-level", "no reason is given")
             do = f"Name another one; it was left out: {reason}"
             raise UsageError(explain("schedule", got="multi-level", expected="one that was considered", do=do))
-        return schedules.multi_level(self.domain, self.shares)
+        return schedules.multi_level_striped(self.stripes)
 
     def choices(self, num_bytes: int) -> list[Choice]:
         """Every schedule that was considered, at its best pipelining, by predicted time."""

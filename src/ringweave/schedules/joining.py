@@ -1,8 +1,13 @@
-"""Schedules and runs of rounds one after the other, still made when asked for."""
+"""Schedules and runs of rounds one after the other, or side by side, still made when asked for."""
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
+from graphlib import CycleError, TopologicalSorter
 from itertools import accumulate
+
+import numpy as np
 
 from ringweave.errors import ScheduleError
 from ringweave.schedules.schedule import Collective, Phase, Round, Rounds, Schedule
@@ -36,6 +41,69 @@ def then(name: str, first: Schedule, second: Schedule) -> Schedule:
         )
     rounds, phases = one_after_the_other(*(part for schedule in (first, second) for part in _parts(schedule)))
     return Schedule(name, Collective("allreduce"), first.num_ranks, first.shares, rounds, phases)
+
+
+def beside(first: Schedule, *others: Schedule) -> Schedule:
+    """The same collective on several parts of a message, which follow each other in the message, at the same time.
+
+    Phases of the same name run together.
+
+    Args:
+        first: Names the whole.
+        others: Of the same kind, group and root. Their shares are in the unit of the first one's.
+
+    Raises:
+        ScheduleError: They do not fit.
+    """
+    together = (first, *others)
+    phased = [_parts(schedule) for schedule in together]
+    after: dict[str, dict[str, None]] = {name: {} for parts in phased for name, _ in parts}
+    for parts in phased:
+        for (name, _), (later, _) in itertools.pairwise(parts):
+            after[later][name] = None  # no set: the order has to be the same on every rank
+    for other in others:
+        if _of_what(other) != _of_what(first):
+            raise _unfit(first, other, "the same collective of the same group and root")
+    try:
+        names = list(TopologicalSorter(after).static_order())
+    except CycleError as cause:
+        raise _unfit(first, others[0], "phases of the same names in the same order") from cause
+    before = [0, *accumulate(schedule.num_chunks for schedule in together)]
+    at_once: dict[str, list[tuple[Sequence[Round], int]]] = {name: [] for name in names}
+    for parts, chunks in zip(phased, before, strict=False):
+        for name, rounds in parts:
+            at_once[name].append((rounds, chunks))
+    rounds, phases = one_after_the_other(*((name, _merged(parts)) for name, parts in at_once.items()))
+    owners = [owner for schedule in together for owner in schedule.collective.owners or ()]
+    collective = replace(first.collective, owners=tuple(owners) if first.collective.owners else None)
+    shares = tuple(share for schedule in together for share in schedule.shares)
+    return Schedule(first.name, collective, first.num_ranks, shares, rounds, phases)
+
+
+def _unfit(first: Schedule, other: Schedule, expected: str) -> ScheduleError:
+    what = f"{first.name}: {_what(first)}, beside {_what(other)}"
+    return ScheduleError(f"{what}, expected {expected}. Make all parts by the same generator.")
+
+
+def _of_what(schedule: Schedule) -> tuple[str, int | None, bool, int]:
+    collective = schedule.collective
+    return collective.kind, collective.root, collective.owners is None, schedule.num_ranks
+
+
+def _merged(parts: Sequence[tuple[Sequence[Round], int]]) -> Rounds:
+    """Rounds side by side, each with the number of chunks before its own."""
+
+    def make(index: int) -> Round:
+        now = [(rounds[index], before) for rounds, before in parts if index < len(rounds)]
+        return Round(
+            np.concatenate([each.src for each, _ in now]),
+            np.concatenate([each.dst for each, _ in now]),
+            np.concatenate([each.first_chunk + np.int32(before) for each, before in now]),
+            np.concatenate([each.num_chunks for each, _ in now]),
+            np.concatenate([each.how for each, _ in now]),
+        )
+
+    return Rounds(max(len(rounds) for rounds, _ in parts), make)
 
 
 def one_after_the_other(*parts: tuple[str, Sequence[Round]]) -> tuple[Sequence[Round], tuple[Phase, ...]]:

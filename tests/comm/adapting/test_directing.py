@@ -65,7 +65,7 @@ class Group:
 
     def decide(self, ticket: Ticket) -> Decision:
         transport: Any = Transport()
-        return self.director.decide(ticket, lambda: transport, tag=0, timeout_s=1.0)
+        return self.director.decide(ticket, transport, tag=0, timeout_s=1.0)
 
 
 def trial(name: str) -> Ruling:

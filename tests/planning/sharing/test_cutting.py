@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ringweave import cost, schedules, topology
 from ringweave.planning import sharing
 from ringweave.planning.sharing import Hierarchy
-from ringweave.planning.sharing.levelling import domains
+from ringweave.planning.sharing.levelling import stripe_of
 from ringweave.topology import Cluster
 from tests.cost.trees import flat, random_trees
 from tests.planning.sharing.test_fractions import tree_of
@@ -21,8 +21,7 @@ def planned(cluster: Cluster, nodes: list[str], rates: dict[str, float]):
     bound_s = cost.bound(cluster, 1, nodes=nodes, rates=slower).seconds
     found = sharing.fractions(tree_of(cluster, nodes, slower), bound_s)
     laid_out = sharing.cut(found)
-    top, shares = domains(found.tree, laid_out)
-    return found, laid_out, schedules.multi_level(top, shares), slower
+    return found, laid_out, schedules.multi_level_striped([stripe_of(each) for each in laid_out.stripes]), slower
 
 
 @pytest.mark.slow
@@ -46,7 +45,7 @@ def test_the_schedule_computes_the_sum_and_loads_the_links_as_the_program_says(c
 def test_equal_racks_have_one_chunk_per_rank_and_stripes_in_the_racks() -> None:
     tree = tree_of(topology.load("examples/clusters/two-racks.yaml"))
     found = sharing.fractions(tree)
-    top, shares = sharing.level_shares(tree)
+    ((top, shares),) = sharing.level_stripes(tree)
     assert shares == (1,) * 8
     assert top.leaders == (0, 4, 1, 5, 2, 6, 3, 7)
     assert [member.leaders for member in top.members] == [(0, 0, 1, 1, 2, 2, 3, 3), (4, 4, 5, 5, 6, 6, 7, 7)]
@@ -54,7 +53,7 @@ def test_equal_racks_have_one_chunk_per_rank_and_stripes_in_the_racks() -> None:
 
 
 def test_a_slow_node_leads_nothing() -> None:
-    top, shares = sharing.level_shares(tree_of(topology.load("examples/clusters/unequal-nics.yaml")))
+    ((top, shares),) = sharing.level_stripes(tree_of(topology.load("examples/clusters/unequal-nics.yaml")))
     assert (top.members, top.leaders, shares) == ((0, 1, 2, 3), (0, 1, 2), (20, 20, 20))
 
 
@@ -68,7 +67,7 @@ def test_small_shares_need_a_finer_grid() -> None:
 
 def test_the_ranks_of_a_node_share_its_part_evenly() -> None:
     nodes = ["n0"] * 3 + ["n1"] * 3 + ["n2"]
-    top, shares = sharing.level_shares(tree_of(flat([4.0, 4.0, 1.0]), nodes))
+    ((top, shares),) = sharing.level_stripes(tree_of(flat([4.0, 4.0, 1.0]), nodes))
     led = {rank: sum(s for s, leader in zip(shares, top.leaders, strict=True) if leader == rank) for rank in range(7)}
     assert led == {rank: sum(shares) / 6 if rank < 6 else 0 for rank in range(7)}
 
@@ -79,7 +78,7 @@ def test_ten_thousand_nodes() -> None:
     lines += [f"  - {{name: n{r}, switch: r{r}, nic: 100Gbit/s, devices: 1, count: 100}}" for r in range(100)]
     lines += ["switches:", *(f"  - {{name: r{rack}, uplink: 400Gbit/s}}" for rack in range(100))]
     cluster = topology.loads("\n".join(lines))
-    top, shares = sharing.level_shares(tree_of(cluster))
+    ((top, shares),) = sharing.level_stripes(tree_of(cluster))
     assert shares == (1,) * 10_000
     nodes = [one.name for one in cluster.nodes]
     schedule = schedules.multi_level(top, shares)

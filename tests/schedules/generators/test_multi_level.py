@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ringweave import schedules
 from ringweave.errors import ScheduleError
-from ringweave.schedules import Domain, How, multi_level, multi_level_broadcast
+from ringweave.schedules import Domain, How, Stripe, multi_level, multi_level_broadcast, multi_level_striped
 from tests.schedules import generated
 from tests.schedules.generated import RANDOM, moved, random_domain, some_shares
 
@@ -16,17 +16,13 @@ def leader(member: Domain | int, chunk: int) -> int:
     return member.leaders[chunk] if isinstance(member, Domain) else member
 
 
-def domains_of(top: Domain) -> list[Domain]:
-    return [top, *(below for member in top.members if isinstance(member, Domain) for below in domains_of(member))]
-
-
 @pytest.mark.slow
 @given(st.integers(1, 12), RANDOM)
 def test_bytes_are_those_of_every_domain_walked_one_by_one(num_ranks: int, random: Random) -> None:
     shares = some_shares(random.randint(1, 12), random)
     top = random_domain(num_ranks, len(shares), random)
     expected = [Fraction(0)] * num_ranks
-    for domain in domains_of(top):
+    for domain in top.walk():
         for chunk, share in enumerate(shares):
             part = Fraction(share, sum(shares))
             for member in domain.members:
@@ -34,6 +30,29 @@ def test_bytes_are_those_of_every_domain_walked_one_by_one(num_ranks: int, rando
                     expected[leader(member, chunk)] += part
                     expected[domain.leaders[chunk]] += part
     assert moved(multi_level(top, shares)) == (expected, expected)
+
+
+@pytest.mark.slow
+@given(st.integers(1, 12), st.integers(1, 4), RANDOM)
+def test_stripes_carry_together_what_each_would_carry_alone(num_ranks: int, count: int, random: Random) -> None:
+    stripes = []
+    for _ in range(count):
+        shares = some_shares(random.randint(1, 8), random)
+        stripes.append(Stripe(random_domain(num_ranks, len(shares), random), tuple(shares)))
+    whole = multi_level_striped(stripes)
+    schedules.verify(whole)
+    units = sum(sum(stripe.shares) for stripe in stripes)
+    parts = [
+        (Fraction(sum(stripe.shares), units), moved(multi_level(stripe.domain, stripe.shares))) for stripe in stripes
+    ]
+    for way in (0, 1):
+        expected = [sum(weight * each[way][rank] for weight, each in parts) for rank in range(num_ranks)]
+        assert moved(whole)[way] == expected
+
+
+def test_trees_of_different_ranks_cannot_be_stripes_of_one_message() -> None:
+    with pytest.raises(ScheduleError, match="expected the same collective of the same group and root"):
+        multi_level_striped([Stripe(Domain((0, 1), (0,)), (1,)), Stripe(Domain((0, 1, 2), (0,)), (1,))])
 
 
 @pytest.mark.slow
@@ -128,7 +147,7 @@ def test_a_broadcast_enters_and_leaves_each_domain_once(num_ranks: int, random: 
     shares = some_shares(random.randint(1, 6), random)
     top, root = random_domain(num_ranks, len(shares), random), random.randrange(num_ranks)
     schedule = multi_level_broadcast(top, shares, root)
-    for domain in domains_of(top):
+    for domain in top.walk():
         inside = set(ranks_of(domain))
         entered = left = 0
         for round_ in schedule.rounds:
@@ -149,7 +168,7 @@ def depth_of(top: Domain, domain: Domain) -> int:
     if top is domain:
         return 0
     return 1 + next(
-        depth_of(m, domain) for m in top.members if isinstance(m, Domain) and any(d is domain for d in domains_of(m))
+        depth_of(m, domain) for m in top.members if isinstance(m, Domain) and any(d is domain for d in m.walk())
     )
 
 

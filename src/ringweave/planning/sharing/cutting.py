@@ -1,8 +1,9 @@
 """Fractions become whole numbers: which stretch of the message each domain's member leads, on a grid of a few units.
 
-From the root down. A domain v knows, for each unit of the grid, how far up it leads (its *reach*): to the root, to some
-domain between, or only itself. For each reach the units are given out among its members in the ratio of the fractions,
-in the order of the message; what a member does not get it leads only for itself. So all choices nest by construction.
+The parts of the message lie one after the other. In each, from the root down, a domain v knows, for each unit of the
+grid, how far up it leads (its *reach*): to the root, to some domain between, or only itself. For each reach the units
+are given out among its members in the ratio of the fractions, in the order of the message; what a member does not get
+it leads only for itself. So all choices nest by construction.
 """
 
 import itertools
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from ringweave.planning.sharing.fractions import Fractions
 from ringweave.planning.sharing.hierarchy import Hierarchy
-from ringweave.planning.sharing.loading import busiest
+from ringweave.planning.sharing.loading import Part, busiest
 
 _GRIDS = (60, 120, 240, 360, 720, 1260, 2520, 5040, 10080, 27720, 55440, 110880, 360360, 720720, 1441440)
 _TOLERANCE = 1.005
@@ -21,15 +22,30 @@ Stretch = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
+class Stripe:
+    """A part of the message, laid out."""
+
+    tree: Hierarchy
+    """Which it goes through."""
+    num_units: int
+    """Units of this part."""
+    led_by: list[list[Stretch]]
+    """For each domain, in the order of the part, the member that leads it; empty for a rank."""
+
+
+@dataclass(frozen=True, slots=True)
 class Cut:
     """A way to lay the fractions out in a message."""
 
-    num_units: int
-    """Units of the message."""
-    led_by: list[list[Stretch]]
-    """For each domain, in the order of the message, the member that leads it; empty for a rank."""
+    stripes: tuple[Stripe, ...]
+    """In the order of the message."""
     busiest_s_per_byte: float
     """The largest tau with whole units."""
+
+    @property
+    def num_units(self) -> int:
+        """Units of the message."""
+        return sum(stripe.num_units for stripe in self.stripes)
 
 
 def cut(wanted: Fractions) -> Cut:
@@ -40,18 +56,31 @@ def cut(wanted: Fractions) -> Cut:
     Cost:
         Linear in vertices and stretches, for each grid that is tried.
     """
-    tree = wanted.tree
+    tree = wanted.parts[0].tree
     if wanted.is_symmetric:
-        return Cut(tree.num_leaves, [*_radix(tree)], wanted.busiest_s_per_byte)
+        return Cut((Stripe(tree, tree.num_leaves, [*_radix(tree)]),), wanted.busiest_s_per_byte)
     grids = [grid for grid in _GRIDS if grid >= tree.num_leaves] or [_GRIDS[-1]]
     for grid in grids:
-        found = _on_grid(tree, wanted.led, grid)
+        found = _on_grid(wanted.parts, grid)
         if found.busiest_s_per_byte <= wanted.busiest_s_per_byte * _TOLERANCE:
             break
     return found
 
 
-def _on_grid(tree: Hierarchy, led: Sequence[Sequence[float]], grid: int) -> Cut:
+def _on_grid(parts: Sequence[Part], grid: int) -> Cut:
+    stripes, got = [], []
+    for part, num_units in zip(parts, _apportioned(grid, [part.weight for part in parts]), strict=True):
+        if num_units:
+            led_by, led = _laid_out(part.tree, part.led, num_units)
+            stripes.append(Stripe(part.tree, num_units, led_by))
+            got.append(Part(part.tree, num_units / grid, led))
+    return Cut(tuple(stripes), busiest(got))
+
+
+def _laid_out(
+    tree: Hierarchy, led: Sequence[Sequence[float]], grid: int
+) -> tuple[list[list[Stretch]], list[list[float]]]:
+    """`led_by` of a stripe, and the fractions that it comes to."""
     led_by: list[list[Stretch]] = [[] for _ in tree.parents]
     reaches: list[list[Stretch]] = [[] for _ in tree.parents]
     reaches[0] = [(0, grid, 0)]
@@ -65,7 +94,7 @@ def _on_grid(tree: Hierarchy, led: Sequence[Sequence[float]], grid: int) -> Cut:
             got[member] = [units / grid for units in itertools.accumulate(given[place])]
         _pass_down(stretches, members, reaches, (grid, tree.depths[domain] + 1))
         reaches[domain] = []
-    return Cut(grid, led_by, busiest(tree, got))
+    return led_by, got
 
 
 def _give_out(

@@ -13,35 +13,39 @@ the same, in the other order. So the link of d, with rate r, needs
 
 seconds per byte of the message, and the largest of these is minimised. That is a linear program, and every solution can
 be laid out in the message (`cutting`). A switch may also be no domain, its members being members of the domain above;
-`loading` has what its link carries then. Subtrees that are alike get the same, which makes the program small. On one
-switch it is solved by filling up: x_i = max(0, (tau B_i - 1)/(N - 2)), with tau such that the sum is 1.
+`loading` has what its link carries then. Different parts of the message may go through trees without different
+switches, so that of one byte a rack sends one partial sum, of another one as many as it has nodes: the program decides
+how much goes through which tree. Subtrees that are alike get the same, which makes the program small. On one switch it
+is solved by filling up: x_i = max(0, (tau B_i - 1)/(N - 2)), with tau such that the sum is 1.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ringweave.planning.sharing.hierarchy import Hierarchy
-from ringweave.planning.sharing.loading import busiest
+from ringweave.planning.sharing.loading import Part, busiest
 from ringweave.planning.sharing.orbits import Orbits, orbits
 
 _NOT_BUSIER = 1 + 1e-9
 _GOOD_ENOUGH = 1.001
 _MAX_KINDS = 400
-_MAX_TRIED = 16
+_MAX_TOGETHER = 20_000
+"""Kinds of all trees that are tried at once."""
+
+_Removed = frozenset[int]
+"""Kinds of domains that are taken out of a tree."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fractions:
     """The solution for one hierarchy."""
 
-    tree: Hierarchy
-    """The hierarchy, without the domains that were better taken out."""
-    led: list[list[float]]
-    """For each vertex z(vertex, w) for the domains w above it, from the root down."""
+    parts: tuple[Part, ...]
+    """Of the message, the largest first."""
     busiest_s_per_byte: float
     """The largest tau."""
     is_symmetric: bool
-    """All vertices of a depth are alike: every member of a domain leads the same."""
+    """There is one part, and all vertices of a depth are alike: every member of a domain leads the same."""
 
 
 def fractions(tree: Hierarchy, bound_s_per_byte: float | None = None) -> Fractions:
@@ -49,47 +53,67 @@ def fractions(tree: Hierarchy, bound_s_per_byte: float | None = None) -> Fractio
 
     Args:
         tree: At least two ranks.
-        bound_s_per_byte: Where this is not reached, domains are taken out one after the other as long as that helps:
-            the members of a domain with a fast link are then members of the domain above. None takes out none.
+        bound_s_per_byte: Where this is not reached, parts of the message go through trees without some domains: the
+            members of a domain with a fast link are then members of the domain above. None: all through the whole tree.
 
     Raises:
         RingweaveError: The solver of the linear program gives up.
 
     Cost:
         Linear where all members of a domain are alike or only the links to the root decide; elsewhere a linear program
-        with a variable for each kind of vertex and each domain above it, and up to 16 for each domain taken out.
+        with a variable for each kind of vertex and each domain above it, and then some with as many trees as have
+        20,000 kinds together, half a second each.
     """
     kinds = orbits(tree)
     if kinds.is_symmetric or all(kinds.is_uniform(kind) for kind in kinds.children[0]):
         solved = _filled_at_the_root(tree, kinds)
-        enough = bound_s_per_byte or busiest(tree, solved.led, depth=1)
+        enough = bound_s_per_byte or busiest(solved.parts, depth=1)
         if kinds.is_symmetric or solved.busiest_s_per_byte <= enough * _NOT_BUSIER:
             return solved
     from ringweave.planning.sharing import program  # brings scipy, which takes as long as all the rest
 
-    removed = _worth_removing(kinds, bound_s_per_byte) if bound_s_per_byte else set()
-    vertices = {vertex for vertex, kind in enumerate(kinds.of_vertex) if kind in removed}
-    smaller, kept = tree.without(vertices)
-    remaining = kinds.without(removed)
-    of_kind = program.solve(remaining)
-    return _spread(smaller, [remaining.of_vertex[vertex] for vertex in kept], of_kind)
+    chosen = _worth_removing(kinds, bound_s_per_byte) if bound_s_per_byte else [frozenset()]
+    trees = [kinds.without(removed) for removed in chosen]
+    parts = [
+        _spread(tree.without({vertex for vertex, kind in enumerate(kinds.of_vertex) if kind in removed}), remaining, *z)
+        for removed, remaining, z in zip(chosen, trees, program.solve(trees), strict=True)
+    ]
+    kept = sorted((part for part in parts if part.weight), key=lambda part: -part.weight)
+    return Fractions(tuple(kept), busiest(kept), is_symmetric=False)
 
 
-def _worth_removing(kinds: Orbits, bound_s_per_byte: float) -> set[int]:
-    """Kinds of domains to take out, the most helpful first, until the bound is reached or nothing helps."""
+def _worth_removing(kinds: Orbits, bound_s_per_byte: float) -> list[_Removed]:
+    """What to take out, for each part of the message: as few parts as are about as good as all that were tried.
+
+    Trees that differ in one domain from one that is used are tried together, at first the one without any beside them,
+    until the bound is reached or none helps.
+    """
     from ringweave.planning.sharing import program
 
-    removed: set[int] = set()
-    best = program.least(kinds)
+    domains = [kind for kind, below in enumerate(kinds.children) if kind and below]
+    whole: _Removed = frozenset()
+    used, near = [whole], [frozenset(domains)]
+    best, _ = program.least([kinds])
     while best > bound_s_per_byte * _GOOD_ENOUGH and len(kinds.parents) <= _MAX_KINDS:
-        domains = [kind for kind, below in enumerate(kinds.children) if kind and below and kind not in removed]
-        tried = {kind: program.least(kinds.without(removed | {kind})) for kind in domains[:_MAX_TRIED]}
-        helpful = min(tried, key=lambda kind: tried[kind], default=None)
-        if helpful is None or tried[helpful] * _GOOD_ENOUGH > best:
+        near += [removed ^ {kind} for removed in used for kind in domains]
+        tried = list(dict.fromkeys([*used, *near]))[: max(len(used) + 1, _MAX_TOGETHER // len(kinds.parents))]
+        least, weights = program.least([kinds.without(removed) for removed in tried])
+        if least * _GOOD_ENOUGH > best:
             break
-        removed.add(helpful)
-        best = tried[helpful]
-    return removed
+        used = [removed for removed, weight in zip(tried, weights, strict=True) if weight > 0]
+        best, near = least, []
+    return _fewer(kinds, used, best)
+
+
+def _fewer(kinds: Orbits, used: list[_Removed], best: float) -> list[_Removed]:
+    """Without the trees that can be spared: every part of a message costs messages of its own."""
+    from ringweave.planning.sharing import program
+
+    for removed in list(used):
+        others = [each for each in used if each != removed]
+        if others and program.least([kinds.without(each) for each in others])[0] <= best * _GOOD_ENOUGH:
+            used = others
+    return used
 
 
 def _filled_at_the_root(tree: Hierarchy, kinds: Orbits) -> Fractions:
@@ -102,14 +126,13 @@ def _filled_at_the_root(tree: Hierarchy, kinds: Orbits) -> Fractions:
     for kind, parent in enumerate(kinds.parents[1:], start=1):
         fraction = 1 / kinds.num_members[parent] if parent else shares[kind]
         led.append([*(z * fraction for z in led[parent]), fraction])
-    return _spread(tree, kinds.of_vertex, led, kinds.is_symmetric)
+    part = _spread(tree, kinds, 1.0, led)
+    return Fractions((part,), busiest([part]), kinds.is_symmetric)
 
 
-def _spread(
-    tree: Hierarchy, kind_of_vertex: Sequence[int], of_kind: list[list[float]], is_symmetric: bool = False
-) -> Fractions:
-    led = [of_kind[kind] for kind in kind_of_vertex]
-    return Fractions(tree, led, busiest(tree, led), is_symmetric)
+def _spread(tree: Hierarchy, kinds: Orbits, weight: float, of_kind: list[list[float]]) -> Part:
+    """What all vertices of a kind lead is what it leads."""
+    return Part(tree, weight, [of_kind[kind] for kind in kinds.of_vertex if kind >= 0])
 
 
 def fill(rates: Sequence[float], counts: Sequence[int]) -> list[float]:

@@ -4,7 +4,7 @@ Its leaves are the ranks. A node with a single rank is that rank; a switch with 
 and the vertex gets the smaller of the two rates. So every vertex that is no leaf is a domain of at least two members.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 from ringweave.cost import Network
@@ -12,10 +12,16 @@ from ringweave.cost import Network
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A switch that is no domain: what is right below it is a member of the domain above it, beside others."""
+    """A link and the members of one domain that are below it.
 
+    That of a vertex is above itself alone. A switch that is no domain is above several: what is right below it is a
+    member of the domain above it, beside others.
+    """
+
+    vertex: int
+    """Which is below the link, of the whole tree."""
     rate: float
-    """Of its link to the switch above."""
+    """Of the link."""
     members: dict[int, int]
     """The members of the domain that are below it, with their count (1 for vertices, any for kinds of vertices)."""
 
@@ -33,6 +39,8 @@ class Hierarchy:
     """The rank that a leaf is; -1 for a domain."""
     spans: tuple[Span, ...] = ()
     """Switches that were taken out, by `without`."""
+    origins: list[int] = field(default_factory=list)
+    """For each vertex the one that it is in the whole tree, of which nothing was taken out."""
     children: list[list[int]] = field(init=False)
     """Members of each domain."""
     depths: list[int] = field(init=False)
@@ -47,6 +55,7 @@ class Hierarchy:
                 depths[vertex] = depths[parent] + 1
         object.__setattr__(self, "children", children)
         object.__setattr__(self, "depths", depths)
+        object.__setattr__(self, "origins", self.origins or list(range(len(self.parents))))
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -56,16 +65,21 @@ class Hierarchy:
         """How many ranks there are."""
         return sum(rank >= 0 for rank in self.ranks)
 
-    def without(self, removed: Set[int]) -> tuple["Hierarchy", list[int]]:
-        """The tree in which some domains are spans, and for each of its vertices the one that it was."""
+    def links(self) -> Iterator[Span]:
+        """Every link, of the vertices and of the switches that were taken out."""
+        yield from (Span(self.origins[vertex], self.rates[vertex], {vertex: 1}) for vertex in range(1, len(self)))
+        yield from self.spans
+
+    def without(self, removed: Set[int]) -> "Hierarchy":
+        """The tree in which some domains of this one, the whole, are spans."""
         kept = [vertex for vertex in range(len(self)) if vertex not in removed]
         place = {vertex: index for index, vertex in enumerate(kept)}
         above = contracted(self.parents, removed)
         counts = spanned(self.parents, removed, [1] * len(self))
-        spans = [Span(self.rates[v], {place[m]: n for m, n in counts[v].items()}) for v in sorted(removed)]
+        spans = [Span(v, self.rates[v], {place[m]: n for m, n in counts[v].items()}) for v in sorted(removed)]
         parents = [place[above[vertex]] if vertex else -1 for vertex in kept]
         rates, ranks = [self.rates[vertex] for vertex in kept], [self.ranks[vertex] for vertex in kept]
-        return Hierarchy(parents, rates, ranks, tuple(spans)), kept
+        return Hierarchy(parents, rates, ranks, tuple(spans), kept)
 
 
 def contracted(parents: Sequence[int], removed: Set[int]) -> list[int]:

@@ -1,34 +1,35 @@
-"""The domain tree and the shares that the generator of multi-level schedules takes."""
+"""The stripes, each with its domain tree and shares, that the generator of multi-level schedules takes."""
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ringweave.planning.sharing.cutting import Cut, cut
+from ringweave.planning.sharing import cutting
+from ringweave.planning.sharing.cutting import cut
 from ringweave.planning.sharing.fractions import fractions
 from ringweave.planning.sharing.hierarchy import Hierarchy
-from ringweave.schedules import Domain
+from ringweave.schedules import Domain, Stripe
 
 
-def level_shares(tree: Hierarchy, bound_s_per_byte: float | None = None) -> tuple[Domain, tuple[int, ...]]:
+def level_stripes(tree: Hierarchy, bound_s_per_byte: float | None = None) -> tuple[Stripe, ...]:
     """Leaders for every chunk on every level so that the busiest link is hardly busier than it must be, and the chunks.
 
     Args:
         tree: At least two ranks.
-        bound_s_per_byte: Where this is not reached, domains are taken out as long as that helps.
+        bound_s_per_byte: Where this is not reached, parts of the message go through trees without some domains.
 
     Returns:
-        The tree of domains, and the relative sizes of the chunks. There is a chunk between any two places of the
-        message at which some domain changes its leader.
+        The parts of the message: their trees of domains, and the sizes of their chunks, in units that are the same for
+        all. There is a chunk between any two places of a part at which some domain changes its leader.
 
     Raises:
         RingweaveError: The solver of the linear program gives up.
     """
-    found = fractions(tree, bound_s_per_byte)
-    return domains(found.tree, cut(found))
+    return tuple(stripe_of(laid_out) for laid_out in cut(fractions(tree, bound_s_per_byte)).stripes)
 
 
-def domains(tree: Hierarchy, laid_out: Cut) -> tuple[Domain, tuple[int, ...]]:
-    """The domain tree of a cut."""
+def stripe_of(laid_out: cutting.Stripe) -> Stripe:
+    """The domain tree and the shares of a stripe."""
+    tree = laid_out.tree
     borders = sorted({0, laid_out.num_units, *(first for led in laid_out.led_by for first, _, _ in led)})
     starts = np.array(borders[:-1])
     members: dict[int, Domain | int] = {}
@@ -43,11 +44,15 @@ def domains(tree: Hierarchy, laid_out: Cut) -> tuple[Domain, tuple[int, ...]]:
         leaders[vertex] = leading
     top = members[0]
     assert isinstance(top, Domain)
-    return top, tuple(np.diff(borders).tolist())
+    return Stripe(top, tuple(np.diff(borders).tolist()))
 
 
 def _leading_ranks(
-    tree: Hierarchy, laid_out: Cut, vertex: int, starts: NDArray[np.int64], leaders: dict[int, NDArray[np.int32]]
+    tree: Hierarchy,
+    laid_out: cutting.Stripe,
+    vertex: int,
+    starts: NDArray[np.int64],
+    leaders: dict[int, NDArray[np.int32]],
 ) -> NDArray[np.int32]:
     """The rank that leads the domain, chunk by chunk."""
     led_by = laid_out.led_by[vertex]

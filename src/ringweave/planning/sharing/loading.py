@@ -1,8 +1,22 @@
 """What a link carries when leaders are chosen: one formula for members, and for switches that hold several members."""
 
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ringweave.planning.sharing.hierarchy import Hierarchy, Span
+from ringweave.planning.sharing.hierarchy import Hierarchy
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the message, and who leads how much of it in a tree of its own."""
+
+    tree: Hierarchy
+    """The whole tree, or one of which domains were taken out."""
+    weight: float
+    """Fraction of the message."""
+    led: list[list[float]]
+    """For each vertex z(vertex, w) for the domains w above it, from the root down, as fractions of this part."""
 
 
 def carrying(num_members: Sequence[int], num_below: int) -> list[float]:
@@ -23,24 +37,24 @@ def carrying(num_members: Sequence[int], num_below: int) -> list[float]:
     return factors
 
 
-def busiest(tree: Hierarchy, led: Sequence[Sequence[float]], depth: int | None = None) -> float:
+def busiest(parts: Sequence[Part], depth: int | None = None) -> float:
     """The largest tau, in seconds per byte of the message.
 
     Args:
-        tree: The hierarchy.
-        led: For each vertex z for the domains above it, from the root down.
+        parts: Of the message, all of it; of the same whole tree.
         depth: Only the links of vertices this far below the root.
     """
-    above: list[list[int]] = [[] for _ in tree.parents]
-    for vertex, parent in enumerate(tree.parents):
-        if parent >= 0:
-            above[vertex] = [*above[parent], len(tree.children[parent])]
-    links = [Span(tree.rates[vertex], {vertex: 1}) for vertex in range(1, len(tree))]
-    largest = 0.0
-    for link in (*links, *tree.spans):
-        first, num_below = next(iter(link.members)), len(link.members)
-        if depth in (None, tree.depths[first]):
-            factors = carrying(above[first], num_below)
-            carried = sum(f * sum(led[m][a] for m in link.members) for a, f in enumerate(factors))
-            largest = max(largest, (num_below + carried) / link.rate)
-    return largest
+    loads: defaultdict[int, float] = defaultdict(float)
+    for part in parts:
+        tree = part.tree
+        above: list[list[int]] = [[] for _ in tree.parents]
+        for vertex, parent in enumerate(tree.parents):
+            if parent >= 0:
+                above[vertex] = [*above[parent], len(tree.children[parent])]
+        for link in tree.links():
+            first, num_below = next(iter(link.members)), len(link.members)
+            if depth in (None, tree.depths[first]):
+                factors = carrying(above[first], num_below)
+                carried = sum(f * sum(part.led[m][a] for m in link.members) for a, f in enumerate(factors))
+                loads[link.vertex] += part.weight * (num_below + carried) / link.rate
+    return max(loads.values())

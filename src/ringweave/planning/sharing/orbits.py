@@ -5,7 +5,7 @@ solution gives all of a kind the same: exchanging two of them changes nothing, a
 """
 
 from collections import defaultdict
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
 from ringweave.planning.sharing.hierarchy import Hierarchy, Span, contracted, spanned
@@ -25,6 +25,8 @@ class Orbits:
     """As in the hierarchy."""
     spans: tuple[Span, ...] = ()
     """As in the hierarchy, of kinds."""
+    origins: list[int] = field(default_factory=list)
+    """As in the hierarchy, of kinds."""
     children: list[list[int]] = field(init=False)
     """Kinds of the members."""
     num_members: list[int] = field(init=False)
@@ -42,6 +44,7 @@ class Orbits:
         object.__setattr__(self, "children", children)
         object.__setattr__(self, "depths", depths)
         object.__setattr__(self, "num_members", [sum(self.counts[kind] for kind in kinds) for kinds in children])
+        object.__setattr__(self, "origins", self.origins or list(range(len(self.parents))))
 
     @property
     def is_symmetric(self) -> bool:
@@ -53,8 +56,14 @@ class Orbits:
         below = self.children[kind]
         return not below or (len(below) == 1 and not self.children[below[0]])
 
+    def links(self) -> Iterator[Span]:
+        """The link of each kind, and of those that were taken out."""
+        kinds = range(1, len(self.parents))
+        yield from (Span(self.origins[kind], self.rates[kind], {kind: 1}) for kind in kinds)
+        yield from self.spans
+
     def without(self, removed: Set[int]) -> "Orbits":
-        """The tree in which some domains are spans; `of_vertex` is -1 for their vertices."""
+        """The tree in which some domains of this one, the whole, are spans; `of_vertex` is -1 for their vertices."""
         kept = [kind for kind in range(len(self.parents)) if kind not in removed]
         place = {kind: index for index, kind in enumerate(kept)}
         above, below = contracted(self.parents, removed), spanned(self.parents, removed, self.counts)
@@ -67,7 +76,8 @@ class Orbits:
             [place[above[kind]] if kind else -1 for kind in kept],
             [counts[kind] for kind in kept],
             [self.rates[kind] for kind in kept],
-            tuple(Span(self.rates[v], {place[m]: n for m, n in below[v].items()}) for v in sorted(removed)),
+            tuple(Span(v, self.rates[v], {place[m]: n for m, n in below[v].items()}) for v in sorted(removed)),
+            kept,
         )
 
 

@@ -3,8 +3,9 @@
 Racks of nodes of ranks, for instance.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,22 @@ class Domain:
     """Ranks or domains below."""
     leaders: tuple[int, ...]
     """For each chunk the rank that leads this domain: the leader of one of its members."""
+
+    def walk(self) -> Iterator["Domain"]:
+        """This one and all domains below it, each before those below it."""
+        yield self
+        for member in self.members:
+            if isinstance(member, Domain):
+                yield from member.walk()
+
+
+class Stripe(NamedTuple):
+    """A part of a message that goes through a tree of its own."""
+
+    domain: Domain
+    """The tree."""
+    shares: tuple[int, ...]
+    """Relative size of each chunk, in units that are the same for all parts of the message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ringweave.errors import ScheduleError, explain
-from ringweave.schedules.generators.domains import Domain, Level, Tree
-from ringweave.schedules.joining import one_after_the_other, then
+from ringweave.schedules.generators.domains import Domain, Level, Stripe, Tree
+from ringweave.schedules.joining import beside, one_after_the_other, then
 from ringweave.schedules.schedule import Collective, How, Kind, Round, Rounds, Schedule
 
 
@@ -38,7 +38,24 @@ def multi_level(domain: Domain, shares: Sequence[int]) -> Schedule:
         Of a chunk, the leader of a domain of m members receives and sends m-1 times its size on that level, the
         leaders of the other members once.
     """
-    return then("multi-level", multi_level_reduce_scatter(domain, shares), multi_level_allgather(domain, shares))
+    return multi_level_striped([Stripe(domain, tuple(shares))])
+
+
+def multi_level_striped(stripes: Sequence[Stripe]) -> Schedule:
+    """`multi_level` with a tree of its own for each of several parts of the message, all at the same time.
+
+    So a byte can pass a domain as one partial sum, and another one as several: where a rack is a domain of one tree and
+    its nodes are members of the domain above in another, its uplink and its nodes can both be busy as is best.
+
+    Args:
+        stripes: The parts, in the order of the message, over the same ranks.
+
+    Raises:
+        ScheduleError: As `multi_level`; or the trees have different ranks.
+    """
+    up = [multi_level_reduce_scatter(domain, shares) for domain, shares in stripes]
+    down = [multi_level_allgather(domain, shares) for domain, shares in stripes]
+    return then("multi-level", beside(*up), beside(*down))
 
 
 def multi_level_reduce_scatter(domain: Domain, shares: Sequence[int]) -> Schedule:
