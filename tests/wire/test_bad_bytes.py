@@ -190,7 +190,7 @@ def attack(open_peer: Callable[[], socket.socket], num_messages: int, seed: int)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("secure", "num_messages"), [(False, 10_000), (True, 1_000)], ids=["plain", "tls"])
 def test_mutated_messages_reach_nobody_and_harm_nothing(
     authority: wire.Authority, secure: bool, num_messages: int
