@@ -18,4 +18,6 @@ def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.communicate(timeout=_PATIENCE_S)
             process.kill()
-        process.communicate()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
