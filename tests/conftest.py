@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# How long an example takes depends on what else the machine does; pytest's own time-out ends what hangs.
-settings.register_profile("ringweave", deadline=None)
+# How long examples take to make and to run depends on what else the machine does; pytest's own time-out ends what hangs.
+settings.register_profile("ringweave", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ringweave")
 
 

@@ -122,7 +122,7 @@ def test_pictures_of_several_results(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.distributed
 def test_two_systems_on_this_machine(bench, tmp_path: Path) -> None:
     options = ("--systems", "ringweave,gloo", "--sizes", "4MB,100kB", "--rounds", 3, "--search-rounds", 0, "--json")
-    assert bench("allreduce", "local:2", *options, "--out", "x.json").wait(100) == 0, (tmp_path / "stderr").read_text()
+    assert bench("allreduce", "local:2", *options, "--out", "x.json").wait(300) == 0, (tmp_path / "stderr").read_text()
     document = json.loads((tmp_path / "stdout").read_text())
     assert document == json.loads((tmp_path / "x.json").read_text())
     found = [(each["system"], each["bytes"], each["rounds"], len(each["rounds_s"])) for each in document["results"]]
@@ -146,7 +146,7 @@ def test_interrupted_it_leaves_nothing(bench, tmp_path: Path) -> None:
     ranks = own.children(recursive=True)
     assert len(ranks) == 2
     process.send_signal(signal.SIGTERM)
-    assert process.wait(100) == 1
+    assert process.wait(300) == 1
     assert "ringweave: error: interrupted" in (tmp_path / "stderr").read_text()
     assert not [rank for rank in ranks if rank.is_running()]
 
@@ -160,7 +160,7 @@ def test_in_a_lab(bench, lab_problems: list[str], tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(CLUSTER.format(name=name))
     options = ("--systems", "ringweave,gloo", "--sizes", "400kB", "--rounds", 2, "--search-rounds", 0, "--json")
     try:
-        assert bench("allreduce", "c.yaml", *options).wait(100) == 0, (tmp_path / "stderr").read_text()
+        assert bench("allreduce", "c.yaml", *options).wait(300) == 0, (tmp_path / "stderr").read_text()
     finally:
         was_up = lab.down(running.LAB_PREFIX + name)
     assert not was_up

@@ -57,7 +57,7 @@ def test_all_workers_of_a_job_make_one_file(tmp_path: Path) -> None:
     target = tmp_path / "cluster.yaml"
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "3", "--master-port", "0", "--standalone"]
     subprocess.run(
-        [sys.executable, *command, "-m", "ringweave", "discover", "--write", str(target)], check=True, timeout=100
+        [sys.executable, *command, "-m", "ringweave", "discover", "--write", str(target)], check=True, timeout=300
     )
     cluster = topology.load(target)
     assert (cluster.num_nodes, cluster.num_devices) == (1, 3)

@@ -29,7 +29,7 @@ def abort_while_a_first_use_waits() -> list[str]:
     errors = []
     for work in (works[0], works[2], works[3]):
         try:
-            work.wait(timedelta(seconds=5))
+            work.wait(timedelta(seconds=300))
         except RuntimeError as error:
             errors.append(str(error))
     announce("aborted")
@@ -41,7 +41,7 @@ def abort_before_the_first_use() -> str:
     if dist.get_rank() == 0:
         dist.group.WORLD.abort()
         announce("aborted")
-        dist.distributed_c10d._get_default_store().wait(["never"], timedelta(seconds=60))
+        dist.distributed_c10d._get_default_store().wait(["never"], timedelta(seconds=300))
     try:
         dist.all_reduce(torch.ones(_NOT_FOR_THE_HOST))
     except RuntimeError as error:
@@ -49,26 +49,25 @@ def abort_before_the_first_use() -> str:
     return ""
 
 
-def explain_to_one_that_aborts() -> float:
-    """Rank 0 aborts while it looks for who is to blame; the seconds until its collective has ended."""
+def explain_to_one_that_aborts() -> str:
+    """Rank 0 aborts while it looks for who is to blame, for longer than the test; how its collective ended."""
     dist.all_reduce(torch.ones(_OTHER))
     if dist.get_rank() == 1:
-        return 0.0
+        return ""
     from ringweave.comm import faults
 
-    faults.GRACE_S = 30.0
+    faults.GRACE_S = 1000.0
     group: Any = dist.group.WORLD
     work: Any = dist.all_reduce(torch.ones(_OTHER), async_op=True)
     announce("reducing")
     while not group._store.check(["fault/0"]):
         time.sleep(0.01)
-    started = time.monotonic()
     group.abort()
     try:
-        work.wait(timedelta(seconds=20))
-    except RuntimeError:
-        return time.monotonic() - started
-    return float("inf")
+        work.wait(timedelta(seconds=1000))
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def close_while_both_lanes_wait(timeout_s: float) -> float:
@@ -76,7 +75,7 @@ def close_while_both_lanes_wait(timeout_s: float) -> float:
     group: Any = dist.group.WORLD
     dist.all_reduce(torch.ones(_OTHER))
     if dist.get_rank() == 1:
-        group._store.wait(["closed"], timedelta(seconds=30))
+        group._store.wait(["closed"], timedelta(seconds=300))
         return 0.0
     works: list[Any] = [dist.all_reduce(torch.ones(_OTHER), async_op=True) for _ in range(2)]
     started = time.monotonic()
@@ -95,20 +94,20 @@ def _stall() -> list[str]:
 
     def run_most(program: Any, message: torch.Tensor, *args: Any, **settings: Any) -> None:
         if message.numel() == _STALLED:
-            forever.wait(60)
+            forever.wait(300)
         run_program(program, message, *args, **settings)
 
     engine.run_program = run_most
     works: list[Any] = [dist.all_reduce(torch.ones(num), async_op=True) for num in (_STALLED, _OTHER)]
     works[1].wait()
     try:
-        dist.group.WORLD._store.wait(["never"], timedelta(seconds=30))
+        dist.group.WORLD._store.wait(["never"], timedelta(seconds=300))
     except RuntimeError:
         return []
     return []
 
 
 def _wait_until_empty(jobs: Any) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not jobs.empty() and time.monotonic() < deadline:
         time.sleep(0.01)

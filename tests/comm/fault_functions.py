@@ -11,12 +11,17 @@ from ringweave.testing.ranks import announce
 
 
 def fork_and_reduce_until_failure(num_elements: int) -> None:
-    """Like `reduce_until_failure`, with a forked child that outlives its parent, as data loaders have them."""
+    """Like `reduce_until_failure`, with a forked child that outlives its parent, as data loaders have them.
+
+    The test is told the child's pid, and ends it.
+    """
     dist.all_reduce(torch.ones(num_elements))
     dist.all_reduce(torch.ones(num_elements))  # both lanes are connected now
-    if os.fork() == 0:
-        time.sleep(8)
+    child = os.fork()
+    if child == 0:
+        time.sleep(1000)
         os._exit(0)
+    announce("child", str(child))
     reduce_until_failure(num_elements)
 
 
@@ -69,11 +74,10 @@ def reduce_different_sizes(warm_up: bool) -> None:
 
 
 def reduce_without_rank_1() -> None:
-    """Rank 1 stays away from the second collective, alive."""
+    """Rank 1 stays away from the second collective, alive, until it is killed."""
     dist.all_reduce(torch.ones(100_000))
     if dist.get_rank() == 1:
-        time.sleep(4)
-        return
+        time.sleep(1000)
     dist.all_reduce(torch.ones(100_000))
 
 

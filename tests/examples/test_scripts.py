@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.ending import ended
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("[0-9]*.py"))
 PREPARED, PIPELINE = "03_unequal.py", "05_pipeline_bert.py"
@@ -35,8 +37,8 @@ def start(script: str, num_workers: int, arguments: str) -> subprocess.Popen[str
 
 
 def run(script: str, num_workers: int, arguments: str) -> str:
-    process = start(script, num_workers, arguments)
-    output, _ = process.communicate(timeout=100)
+    with ended(start(script, num_workers, arguments)) as process:
+        output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     return output
 
@@ -47,11 +49,12 @@ def num_lines(path: Path) -> int:
 
 def kill_one_worker(process: subprocess.Popen[str], *, when_lines: int, in_file: Path) -> None:
     """Sends SIGKILL to one worker once `in_file` has enough lines."""
-    while num_lines(in_file) < when_lines:
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.005)
-    psutil.Process(process.pid).children()[-1].send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
+    with ended(process):
+        while num_lines(in_file) < when_lines:
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.005)
+        psutil.Process(process.pid).children()[-1].send_signal(signal.SIGKILL)
+        process.communicate(timeout=300)
 
 
 @pytest.mark.slow

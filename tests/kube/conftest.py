@@ -24,7 +24,7 @@ from ringweave.testing.kubernetes.cluster import FakeCluster
 from ringweave.testing.kubernetes.kubelet import PlayedKubelet
 from ringweave.testing.kubernetes.operators import OperatorProcess
 
-SOON_S = 90.0
+SOON_S = 250.0
 SERVICE_ACCOUNTS = kinds.Kind(api_version="v1", kind="ServiceAccount", plural="serviceaccounts")
 _Result = TypeVar("_Result")
 

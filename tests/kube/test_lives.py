@@ -17,7 +17,7 @@ from ringweave.launch.kubernetes.resource import times
 from ringweave.testing.kubernetes.operators import OperatorProcess
 from tests.kube.conftest import Kube, a_spec
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def end_all(kube: Kube, name: str) -> None:

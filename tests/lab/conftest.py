@@ -25,7 +25,7 @@ def run_in() -> Callable[..., str]:
 
     def run(where: Lab, node: str, script: str, device: int | None = None) -> str:
         command = where.command(node, ["sh", "-c", script], device=device)
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
 
     return run
 

@@ -35,6 +35,6 @@ def cli() -> Callable[..., subprocess.CompletedProcess[str]]:
 
     def call(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", _CLI, *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, **options)  # type: ignore
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, **options)  # type: ignore
 
     return call

@@ -43,7 +43,7 @@ for _ in range(5):
 
 
 def say(where: Lab, node: str, address: str, word: str) -> None:
-    subprocess.run(where.command(node, [sys.executable, "-c", SAY, address, word]), check=True, timeout=60)
+    subprocess.run(where.command(node, [sys.executable, "-c", SAY, address, word]), check=True, timeout=300)
 
 
 def heard(where: Lab, by: str, speaker: str) -> bool:

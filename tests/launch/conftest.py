@@ -19,7 +19,7 @@ from tests.lab import fixtures
 
 lab_name, lab_problems = fixtures.lab_name, fixtures.lab_problems
 
-DEADLINE_S = 100
+DEADLINE_S = 300
 """What takes longer hangs: a busy machine needs many times what an idle one does. pytest's own limit, which does not
 say what never came, is longer."""
 _CLI = "from ringweave.cli.main import main; main()"
@@ -101,8 +101,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     """`start("--workers", "4", script)`: a run with its run directory in tmp_path; ended with the test."""
     runs: list[Run] = []
 
-    def begin(*arguments: object, verb: Sequence[str] = ("run",), **environ: str) -> Run:
-        command = [sys.executable, "-c", _CLI, *verb, "--run-dir", tmp_path / "run", *map(str, arguments)]
+    def begin(*arguments: object, verb: Sequence[str] = ("run",), program: str = _CLI, **environ: str) -> Run:
+        command = [sys.executable, "-c", program, *verb, "--run-dir", tmp_path / "run", *map(str, arguments)]
         inherited = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
         with (tmp_path / "stdout").open("wb") as out, (tmp_path / "stderr").open("wb") as err:
             process = subprocess.Popen(command, stdout=out, stderr=err, cwd=tmp_path, env=inherited | environ)

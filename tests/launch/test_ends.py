@@ -2,24 +2,21 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-WAIT = "print('up'); time.sleep(100)"
+WAIT = "print('up'); time.sleep(1000)"
 
 
-def test_a_killed_worker_is_named_and_all_is_over_within_five_seconds(start, script, all_gone) -> None:
+def test_a_killed_worker_is_named_and_all_the_others_are_ended(start, script, all_gone) -> None:
     run = start("--workers", "3,1", script(WAIT))
     run.wait_printed("up", times=4)
     pids = run.pids()
     os.kill(pids[2], signal.SIGKILL)
-    killed_s = time.monotonic()
     assert run.wait_ended() == 1
-    assert time.monotonic() - killed_s < 5
     report = run.stderr[run.stderr.index("ringweave: failed") :]
     assert "rank 2 on node node0 was killed by SIGKILL." in report.splitlines()[0]
     assert "Last lines of run/logs/rank-2.log:\n    up\nEnded by ringweave: rank 0, 1, 3.\n" in report
@@ -38,7 +35,7 @@ def test_an_exception_is_reported_before_those_that_followed_from_it(start, scri
             if rank == 2:
                 time.sleep(0.15)
                 raise KeyError("no such layer")
-            time.sleep(100)
+            time.sleep(1000)
         """),
     )
     assert run.wait_ended() == 1
@@ -61,9 +58,7 @@ def test_an_interrupt_ends_all(start, script, all_gone, how: signal.Signals) -> 
     run = start("--workers", "2", script(WAIT))
     run.wait_printed("up", times=2)
     run.process.send_signal(how)
-    sent_s = time.monotonic()
     assert run.wait_ended() == 1
-    assert time.monotonic() - sent_s < 4
     assert f" s by {how.name}.\n" in run.stderr
     assert run.record["outcome"] == "interrupted"
     all_gone(list(run.pids().values()))
@@ -88,28 +83,34 @@ def test_who_ignores_signals_is_killed(start, script, all_gone) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             print('up')
-            time.sleep(100)
+            time.sleep(1000)
         """),
     )
     run.wait_printed("up", times=2)
     os.kill(run.pids()[1], signal.SIGKILL)
-    killed_s = time.monotonic()
     assert run.wait_ended() == 1
-    assert time.monotonic() - killed_s < 5
     all_gone(list(run.pids().values()))
+
+
+PATIENT = """
+import functools
+from ringweave.cli import main
+from ringweave.launch import supervision
+supervision.Patience = functools.partial(supervision.Patience, interrupt_s=1000.0)
+main.main()
+"""
 
 
 def test_a_second_interrupt_does_not_wait(start, script) -> None:
     run = start(
-        script("signal.signal(signal.SIGINT, lambda *_: print('heard')); print('up')\nwhile True: time.sleep(9)")
+        script("signal.signal(signal.SIGINT, lambda *_: print('heard')); print('up')\nwhile True: time.sleep(9)"),
+        program=PATIENT,
     )
     run.wait_printed("up")
     run.process.send_signal(signal.SIGINT)
     run.wait_printed("heard")
-    sent_s = time.monotonic()
     run.process.send_signal(signal.SIGINT)
     assert run.wait_ended() == 1
-    assert time.monotonic() - sent_s < 2
 
 
 CHILDREN = """

@@ -2,8 +2,10 @@
 
 import dataclasses
 import math
+import multiprocessing
 import resource
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
@@ -110,17 +112,25 @@ def ten_thousand() -> Cluster:
     return Cluster(name="large", nodes=nodes, latency_s=10e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_ten_thousand_nodes_at_100_gigabits() -> None:
-    """The formulas of the anchors: 2(N-1) alpha + 2 S/B, and 2(r+c-2) alpha + 2(N-1)/N S/B, within 1 %."""
+def simulate_ten_thousand() -> tuple[sim.Simulation, sim.Simulation, float, int]:
+    """A ring and a matrix, seconds of the processor, and the most KiB of memory that this process has had."""
     cluster = ten_thousand()
     nodes = [each.name for each in cluster.nodes]
     begin_s = time.process_time()
     ring = sim.simulate(schedules.ring(10_000), cluster, nodes, 100_000_000)
     matrix = sim.simulate(schedules.leader_matrix([[rank] for rank in range(10_000)], 100), cluster, nodes, 100_000_000)
-    assert time.process_time() - begin_s < 60
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 * 2**20  # of KiB
+    return ring, matrix, time.process_time() - begin_s, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ten_thousand_nodes_at_100_gigabits() -> None:
+    """The formulas of the anchors: 2(N-1) alpha + 2 S/B, and 2(r+c-2) alpha + 2(N-1)/N S/B, within 1 %."""
+    # In a process of its own: this one has the memory of the tests before.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as own:
+        ring, matrix, taken_s, most_kib = own.submit(simulate_ten_thousand).result()
+    assert taken_s < 60
+    assert most_kib < 2 * 2**20
     assert ring.seconds == pytest.approx(0.216, rel=0.01)
     assert matrix.seconds == pytest.approx(0.020, rel=0.01)
     carried = 2 * 9999 / 10_000 * 100_000_000

@@ -43,8 +43,6 @@ class Fail(wire.Message):
 
 Echo.reply = Echo
 
-QUICK = wire.Limits(handshake_s=1.0, patience_s=1.0)
-
 
 def add(call: wire.Call) -> Sum:
     return Sum(total=sum(sum(buffer) for buffer in call.buffers), peer=str(call.peer))
@@ -66,7 +64,7 @@ class Events:
             self.seen.append({"kind": kind} | fields)
             self._changed.notify_all()
 
-    def wait_reason(self, reason: str, timeout_s: float = 10.0) -> dict[str, Any]:
+    def wait_reason(self, reason: str, timeout_s: float = 60.0) -> dict[str, Any]:
         with self._changed:
             found: list[dict[str, Any]] = []
 
@@ -116,7 +114,7 @@ def read_frame(sock: socket.socket) -> tuple[frames.Prefix, bytes]:
     return prefix, frames.read_head(prefix, _exactly(sock, prefix.head_bytes)).body
 
 
-def wait_until(holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_until(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """For what other threads do without telling."""
     pause = threading.Event()
     for _ in range(int(timeout_s / 0.01)):

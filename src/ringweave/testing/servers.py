@@ -1,8 +1,8 @@
 """Two parameter servers in real processes, one of them the standby of the other, that can be killed and stopped."""
 
 import os
+import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +11,7 @@ from typing import Self
 
 from ringweave import wire
 from ringweave.errors import WireError
+from ringweave.launch.local.ports import free_port
 from ringweave.params.messages import Enter, Entered
 from ringweave.params.ring.client import RingClient
 from ringweave.params.rules.succession import Claim
@@ -29,7 +30,7 @@ class PairOfServers:
         self._folder, self._lease_s = folder, lease_s
         self._authority = wire.Authority("test")
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-        self._ports = [_free_port() for _ in range(2)]
+        self._ports = _two_free_ports()
         self._trust = {
             (role, name): self._keep(role, name)
             for role, name in [("server", "0"), ("server", "1"), *(("worker", str(each)) for each in range(num_rings))]
@@ -116,6 +117,9 @@ class PairOfServers:
             return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
+def _two_free_ports() -> list[int]:
+    """None of those that the kernel gives to others meanwhile."""
+    chance, found = random.SystemRandom(), set()
+    while len(found) < 2:
+        found.add(free_port(chance))
+    return list(found)

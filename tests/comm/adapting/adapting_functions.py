@@ -97,39 +97,36 @@ def reduce_odd_ones() -> dict[str, int]:
     return taken()
 
 
-def reduce_until_killed(victim: int, at: int) -> tuple[str, float]:
-    """Rank `victim` kills itself after so many collectives; the error of the others, and how long it took."""
+def reduce_until_killed(victim: int, at: int) -> str:
+    """Rank `victim` kills itself after so many collectives; the error of the others."""
     for number in range(100):
         if dist.get_rank() == victim and number == at:
             os.kill(os.getpid(), signal.SIGKILL)
-        started = time.monotonic()
         try:
             dist.all_reduce(torch.ones(50_000))
         except RuntimeError as error:
-            return f"{type(error).__name__}: {error}", time.monotonic() - started
+            return f"{type(error).__name__}: {error}"
     raise AssertionError("nobody noticed")
 
 
-def stop_and_abort(at: int) -> float:
-    """Rank 1 stays away from collective `at`; the others abort theirs. How long the abort and its wait took."""
+def stop_and_abort(at: int) -> list[str]:
+    """Rank 1 stays away from collective `at` until it is killed; the others abort theirs. Their errors."""
     for _ in range(at):
         dist.all_reduce(torch.ones(50_000))
     if dist.get_rank() == 1:
         announce("away")
-        time.sleep(1.5)
-        return 0.0
+        time.sleep(1000)
     work = dist.all_reduce(torch.ones(50_000), async_op=True)
     behind = dist.all_reduce(torch.ones(60_000), async_op=True)
     time.sleep(0.3)
-    started = time.monotonic()
     dist.group.WORLD.abort()
+    errors = []
     for each in (work, behind):
         try:
-            each.wait(timedelta(seconds=5))
-        except RuntimeError:
-            continue
-        raise AssertionError("it went well")
-    return time.monotonic() - started
+            each.wait(timedelta(seconds=300))
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors
 
 
 def reduce_unequal_sizes() -> str:
@@ -147,8 +144,8 @@ def consult_and_survey(phases: list[list[tuple[int, int, int]]]) -> tuple[list[s
     group: Any = dist.group.WORLD
     members, door = group.members, group._doors[1]
     assert isinstance(door, Door)
-    transport = SocketTransport(door, 1, members, timedelta(seconds=20))
-    council = Council(members, transport, tag=7, timeout_s=20)
+    transport = SocketTransport(door, 1, members, timedelta(seconds=60))
+    council = Council(members, transport, tag=7, timeout_s=60)
     own = float(dist.get_rank())
     texts = [
         council.consult([own, -own, float("nan"), own if own else float("nan")], lambda numbers: f"{numbers}"),
@@ -156,7 +153,7 @@ def consult_and_survey(phases: list[list[tuple[int, int, int]]]) -> tuple[list[s
         council.consult([own], lambda numbers: "x" * 100_000),
     ]
     streams = [[Stream(*stream) for stream in phase] for phase in phases]
-    found = survey(streams, members, council, transport, tag=7, timeout_s=20)
+    found = survey(streams, members, council, transport, tag=7, timeout_s=60)
     texts.append(council.consult(found, lambda rates: str([rate > 0 for rate in rates])))
     transport.close()
     return texts, found

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from ringweave.errors import PeerError, UsageError
 from ringweave.topology.recovery import Effort
 
 TOKEN = bytes(16)
-BRIEF = Timing(warm_up_s=0.02, window_s=0.05, tail_s=0.02, silence_s=1.0)
-SOON = timedelta(seconds=20)
+BRIEF = Timing(warm_up_s=0.02, window_s=0.05, tail_s=0.02, silence_s=60.0)
+HASTY = replace(BRIEF, silence_s=1.0)
+SOON = timedelta(seconds=90)
 
 
 def at_once(*calls_: Callable[[], Any]) -> list[Any]:
@@ -39,7 +41,7 @@ def at_once(*calls_: Callable[[], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(100)
     return got
 
 
@@ -62,8 +64,8 @@ def pair() -> Any:
         door.close()
 
 
-def part(sends_to: list[int], receives_from: list[int]) -> Part:
-    return Part(number=7, sends_to=sends_to, receives_from=receives_from, timing=BRIEF)
+def part(sends_to: list[int], receives_from: list[int], timing: Timing = BRIEF) -> Part:
+    return Part(number=7, sends_to=sends_to, receives_from=receives_from, timing=timing)
 
 
 def test_a_flow_in_both_directions(pair: Any) -> None:
@@ -74,20 +76,20 @@ def test_a_flow_in_both_directions(pair: Any) -> None:
 
 def test_a_flow_that_nobody_sends_is_an_error_in_time(pair: Any) -> None:
     with pytest.raises(TimeoutError, match=r"nothing from rank 1 \(node n1\) for 1 s"):
-        flowing.run_part(part([], [1]), *pair[0])
+        flowing.run_part(part([], [1], HASTY), *pair[0])
 
 
 def test_calls_without_the_token_or_for_something_else_are_hung_up_on(pair: Any) -> None:
     stranger = Members(pair[1][0].ranks, 1, b"x" * 16)
     for members, number in ((stranger, 7), (pair[1][0], 8)):
-        sock = calls.call(members, 0, calls.Kind.FLOW, number, 1.0)
+        sock = calls.call(members, 0, calls.Kind.FLOW, number, 60.0)
         with sock, pytest.raises(TimeoutError):
-            flowing.run_part(part([], [1]), *pair[0])
+            flowing.run_part(part([], [1], HASTY), *pair[0])
 
 
 def test_latency(pair: Any) -> None:
     got = at_once(lambda: echoing.ask(pair[0][0], 1, 3), lambda: echoing.echo(*pair[1], 0, 3))
-    assert 1e-6 < got[0] < 0.5
+    assert 1e-6 < got[0] < 5
     assert got[1] is None
 
 
@@ -128,10 +130,10 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 def test_a_rank_that_leaves_is_named(pair: Any) -> None:
     def leave() -> None:
-        calls.call(pair[1][0], 0, calls.Kind.ORDERS, 0, 5.0).close()
+        calls.call(pair[1][0], 0, calls.Kind.ORDERS, 0, 60.0).close()
 
     def conduct() -> list[float]:
-        conductor = conducting.Conductor(*pair[0], timeout_s=5.0)
+        conductor = conducting.Conductor(*pair[0], timeout_s=60.0)
         try:
             return conductor.latencies(((0, 1),))
         finally:

@@ -3,6 +3,7 @@
 import gc
 import os
 import socket
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -21,7 +22,7 @@ from ringweave.schedules.programs.staging import NO_STAGE, Layout, Stage
 from tests.comm.transport.test_sockets import in_thread
 
 TAG = 7 << 32 | 5
-WAIT_S = 10
+WAIT_S = 60
 
 
 def layout(*num_readers: int, size: int, same_place: bool = False) -> Layout:
@@ -255,7 +256,7 @@ def test_abort_ends_a_wait_from_another_thread(pair: Node) -> None:
     waiting = in_thread(lambda: take(pair.ends[1], 0))
     pair.ends[1].abort()
     with pytest.raises(TransferFailedError, match=r"cut|closed"):
-        waiting.result(2)
+        waiting.result(WAIT_S)
 
 
 def test_frames_that_cannot_be_are_refused(pair: Node) -> None:
@@ -310,8 +311,14 @@ def test_what_is_read_is_not_kept_even_if_nothing_was_shown() -> None:
 def test_memory_that_cannot_be_mapped_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()  # what earlier tests left must not go in between
     closed: list[int] = []
-    close = os.close
-    monkeypatch.setattr(os, "close", lambda descriptor: (closed.append(descriptor), close(descriptor)))
+    close, own_thread = os.close, threading.get_ident()
+
+    def note(descriptor: int) -> None:
+        if threading.get_ident() == own_thread:  # others may have something to close, too
+            closed.append(descriptor)
+        close(descriptor)
+
+    monkeypatch.setattr(os, "close", note)
 
     def refuse(*_: object) -> None:
         raise OSError("no room")
@@ -320,6 +327,4 @@ def test_memory_that_cannot_be_mapped_is_closed_once(monkeypatch: pytest.MonkeyP
     with pytest.raises(OSError, match="no room"):
         arenas.make_arena(4096)
     gc.collect()
-    (descriptor,) = closed
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
+    assert len(closed) == 1

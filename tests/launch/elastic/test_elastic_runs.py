@@ -8,7 +8,7 @@ import pytest
 
 from tests.launch.conftest import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(900)]
 
 UNTIL_IT_IS_BACK = """
     import torch, ringweave

@@ -20,7 +20,7 @@ from ringweave.testing.kubernetes.cluster import FakeCluster
 from ringweave.testing.kubernetes.operators import OperatorProcess
 from ringweave.testing.kubernetes.server.store import Store
 
-SOON_S = 90.0
+SOON_S = 300.0
 
 
 def run(kubeconfig: Path, work: Callable[[Client], Any]) -> Any:
@@ -152,7 +152,7 @@ def wait(holds: Callable[[], bool], operator: OperatorProcess) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_the_operator_goes_on_when_its_watches_expire_and_ends(
     cluster: FakeCluster, kubeconfig: Path, tmp_path: Path
 ) -> None:
@@ -170,7 +170,7 @@ def test_the_operator_goes_on_when_its_watches_expire_and_ends(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_the_operator_ends_though_the_api_server_answers_nothing_any_more(
     cluster: FakeCluster, kubeconfig: Path, tmp_path: Path
 ) -> None:

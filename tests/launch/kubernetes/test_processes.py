@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-import socket
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,12 +16,13 @@ from ringweave.jobs.requests.request import NodeRequest, Request
 from ringweave.launch.kubernetes.api import connecting
 from ringweave.launch.kubernetes.api.client import Client
 from ringweave.launch.kubernetes.service import KubernetesService
+from ringweave.launch.local.ports import free_port
 from ringweave.launch.services.service import LogQuery
 from ringweave.testing.kubernetes.cluster import FakeCluster
 from ringweave.testing.kubernetes.operators import OperatorProcess
 from ringweave.testing.kubernetes.processes import ProcessKubelet
 
-SOON_S = 90.0
+SOON_S = 300.0
 BAD = (JobState.FAILED, JobState.STOPPED)
 SCRIPT = """
 import os, pathlib, time
@@ -30,7 +31,7 @@ print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "meets at", os
 while not flag.exists():
     time.sleep(0.05)
 """
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 class Place:
@@ -76,15 +77,9 @@ class Place:
             time.sleep(0.05)
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
 @pytest.fixture
 def place(cluster: FakeCluster, kubeconfig: Path, tmp_path: Path) -> Iterator[Place]:
-    port = free_port()
+    port = free_port(random.SystemRandom())
     arguments = ["--namespace", "default", "--lease-namespace", "default", "--image", "example/train:1"]
     arguments += ["--desk", f"https://127.0.0.1:{port}", "--desk-port", str(port), "--lease-s", "600"]
     with (

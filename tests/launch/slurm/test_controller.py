@@ -20,8 +20,8 @@ from ringweave.launch.slurm.place import SlurmPlace
 from ringweave.launch.slurm.registry import Registry
 from tests.launch.slurm.fakes import FakeSlurm, a_grant, a_request, a_service, means
 
-DEADLINE_S = 300.0
-SOON_S = 60.0
+DEADLINE_S = 350.0
+SOON_S = 250.0
 
 
 class DiedError(BaseException):

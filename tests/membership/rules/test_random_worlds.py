@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from ringweave.membership.rules.records import slot_of
 from tests.membership.world import Member, World
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 class RandomWorld(RuleBasedStateMachine):

@@ -49,7 +49,7 @@ def server(folder: Path, authority: wire.Authority) -> Iterator[int]:
             assert process.poll() is None, "it has not ended"
         finally:
             process.terminate()
-            said = process.communicate(timeout=60)
+            said = process.communicate(timeout=250)
         assert process.returncode == 0, said
         assert "Traceback" not in said[1]
 
@@ -103,7 +103,7 @@ def test_mutated_pushes_change_nothing(tmp_path, request):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_strangers_are_refused_and_logged(tmp_path):
     authority, other = wire.Authority("job1"), wire.Authority("job1")
     plain = wire.Plain(wire.Identity(job="job1", role="worker", name="0"), "guessed")

@@ -16,7 +16,7 @@ def test_a_room_is_free_when_nobody_refers_to_it():
     del first
     assert not got  # a part of it is still referred to
     del part
-    waiting.join(5)
+    waiting.join(60)
     assert len(got) == 1
     assert len(second) == 2
 

@@ -18,7 +18,7 @@ from ringweave.testing.kubernetes.server.api import Api
 from ringweave.testing.kubernetes.server.http import Handler
 
 _Result = TypeVar("_Result")
-_SOON_S = 60.0
+_SOON_S = 250.0
 
 
 class FakeCluster:

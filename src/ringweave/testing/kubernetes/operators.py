@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-SOON_S = 120.0
+SOON_S = 250.0
 
 
 class OperatorProcess:

@@ -21,7 +21,7 @@ from ringweave.testing.slurm.configuration import CONTROLLER, Paths
 
 PROGRAMS = {"slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge"}
 """Program -> Debian package that has it."""
-READY_S = 60.0
+READY_S = 250.0
 POLL_S = 0.1
 
 

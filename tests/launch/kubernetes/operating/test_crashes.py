@@ -21,7 +21,7 @@ from ringweave.launch.kubernetes.objects import seeing
 from ringweave.testing.kubernetes.crashing import lead
 from ringweave.testing.kubernetes.kubelet import PlayedKubelet
 
-SOON_S = 120.0
+SOON_S = 250.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 

@@ -26,7 +26,7 @@ from ringweave.launch.kubernetes.post import Desk as Address
 from ringweave.launch.kubernetes.post import DeskPost
 from ringweave.launch.workers import Meeting
 
-SOON_S = 60.0
+SOON_S = 250.0
 UID = "22222222-2222-2222-2222-222222222222"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from ringweave.launch.kubernetes.operating import ending
 
-SOON_S = 60.0
+SOON_S = 250.0
 
 
 def run(work) -> None:

@@ -12,7 +12,7 @@ from ringweave.launch.kubernetes.operating.looking import Key
 from ringweave.launch.kubernetes.operating.queueing import Queue
 
 JOB = ("default", "text")
-SOON_S = 60.0
+SOON_S = 250.0
 
 
 def serve(

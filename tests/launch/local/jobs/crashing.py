@@ -25,7 +25,7 @@ from ringweave.launch.local.jobs.registry import Entry, Origin, Registry
 from ringweave.launch.local.jobs.supervisor import Supervisor
 
 LIGHT = Path(__file__).with_name("light_agent.py")
-DEADLINE_S = 90.0
+DEADLINE_S = 300.0
 
 
 def job_of(life: str) -> Job:

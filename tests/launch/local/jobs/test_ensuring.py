@@ -152,6 +152,7 @@ def test_an_agent_that_does_not_leave_is_killed(
     if has_reported:
         group.report.write_text(posts.dump_report(Report(round=1, phase=Phase.RUNNING, pid=agents[0].pid)))
     here = local_place(folder)
+    monkeypatch.setattr(place, "LEAVE_S", 1000.0)
     here.do(actions.DeleteGroup(node=0, attempt=1))
     (seen,) = here.observe().groups
     assert (seen.leaving, agents[0].poll()) == (True, None)
