@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# How long examples take to make and to run depends on what else the machine does; pytest's own time-out ends what hangs.
+# How long examples take to make and to run depends on what else runs; pytest's own time-out ends what hangs.
 settings.register_profile("ringweave", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ringweave")
 
