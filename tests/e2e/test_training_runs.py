@@ -14,7 +14,7 @@ import pytest
 from ringweave.telemetry.events import read
 from tests.ending import ended
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.distributed]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(1000)]  # three runs
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "01_train_text.py"
 TINY = "--layers 1 --width 64 --heads 2 --context 32 --batch 40 --max-bytes 300000 --held-out-windows 40"

@@ -59,6 +59,7 @@ def kill_one_worker(process: subprocess.Popen[str], *, when_lines: int, in_file:
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.timeout(1000)
 def test_a_run_that_is_killed_and_resumed_repeats_the_uninterrupted_one(tmp_path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     resumed.mkdir()

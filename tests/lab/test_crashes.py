@@ -87,7 +87,7 @@ def test_down_is_killed_at_every_point_and_done_again(cut_up, left_of, lab_name:
     at, done = 1, None
     while done is None or done.returncode != 0:
         made = lab.up(topology.loads(CLUSTER), lab_name)
-        with subprocess.Popen(made.command("a", ["sleep", "60"])) as inside:
+        with subprocess.Popen(made.command("a", ["sleep", "300"])) as inside:
             done = cut_up(at, "KILL", "down")
             assert inside.wait(timeout=300) < 0, "ended by a signal"
         assert not lab.is_up(lab_name)

@@ -260,7 +260,7 @@ def test_down_ends_what_runs_inside_and_only_that(up, left_of, lab_name: str) ->
     unequal = up(UNEQUAL)
     stubborn = "trap '' TERM; echo up; while :; do sleep 1; done"
     inside = subprocess.Popen(unequal.command("a", ["sh", "-c", stubborn], device=1), stdout=subprocess.PIPE)
-    outside = subprocess.Popen(["sleep", "60"])
+    outside = subprocess.Popen(["sleep", "300"])
     assert inside.stdout is not None
     assert inside.stdout.readline() == b"up\n"
     with inside, outside:

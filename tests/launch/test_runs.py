@@ -181,7 +181,7 @@ def test_a_second_attempt_keeps_the_files_of_the_first(start, script) -> None:
 
 
 def test_a_run_directory_serves_one_run_at_a_time(start, script) -> None:
-    path = script("print('up'); time.sleep(60)")
+    path = script("print('up'); time.sleep(1000)")
     first = start(path)
     first.wait_printed("up")
     second = start(path)

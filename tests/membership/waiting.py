@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 
 def wait_until(is_it: Callable[[], bool]) -> None:
-    """Return once it holds; two minutes are enough for anything."""
+    """Return once it holds; five minutes are enough for anything."""
     waiting = threading.Event()
-    for _ in range(2400):
+    for _ in range(6000):
         if is_it():
             return
         waiting.wait(0.05)

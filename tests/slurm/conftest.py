@@ -35,7 +35,8 @@ def cluster() -> Iterator[SlurmCluster]:
     problems = clusters.problems()
     if problems:
         pytest.skip(" ".join(problems))
-    with SlurmCluster({"big": 10, "small": 5}, name=f"slurm-{os.getpid()}") as up:
+    # A daemon may be silent for long on a busy machine; the test of a node that is lost says so itself.
+    with SlurmCluster({"big": 10, "small": 5}, name=f"slurm-{os.getpid()}", timeout_s=600) as up:
         yield up
 
 

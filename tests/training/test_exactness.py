@@ -1,6 +1,7 @@
 """Unequal parts of a batch, changing over time, against one process on the whole batch: float64, 100 steps, AdamW."""
 
 import dataclasses
+import statistics
 
 import pytest
 
@@ -45,13 +46,13 @@ def test_a_wrong_weight_would_show() -> None:
 
 
 def test_a_rank_that_is_slow_gets_less_and_the_weights_stay_those_of_one_process() -> None:
-    found = run_ranks(training_functions.train_balanced, 3, 2, 2e-3, 30)
+    found = run_ranks(training_functions.train_balanced, 3, 2, 5e-3, 30)
     assert all(shares == found[0][0] for shares, _ in found), "all ranks change at the same step"
     shares, _ = found[0]
     assert shares[0] == (16, 16, 16)
-    fast, other, slow = shares[-1]
+    fast, other, slow = (statistics.median(of_rank) for of_rank in zip(*shares[-9:], strict=True))
     assert min(fast, other) > 2.5 * slow
-    assert fast + other + slow == 48
+    assert {sum(each) for each in shares} == {48}
     assert max(distance for _, distance in found) < 1e-9
 
 

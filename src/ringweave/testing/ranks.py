@@ -1,8 +1,11 @@
 """Real processes that form a real process group: for tests of whatever runs under torch.distributed."""
 
+import contextlib
+import faulthandler
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +13,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, Self
 
 _PORT = "RINGWEAVE_TESTING_STORE_PORT"
+_STACKS_S = 20.0
+"""How long a rank that is late has to write down what its threads do."""
 _PRELOADED = ["torch", "torch.distributed", "ringweave.comm.backend", "ringweave.pipeline", "ringweave.testing.ranks"]
 
 
@@ -51,6 +57,7 @@ class Ranks:
         from torch.distributed import TCPStore
 
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._folder = tempfile.TemporaryDirectory()
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
         context = multiprocessing.get_context("forkserver")
@@ -61,7 +68,7 @@ class Ranks:
             variables[_PORT] = str(self.store.port)
             if nodes is not None:
                 variables["RINGWEAVE_NODE"] = nodes[rank]
-            setting = (rank, num_ranks, backend, timeout_s, variables)
+            setting = (rank, num_ranks, backend, timeout_s, variables, self._stacks(rank))
             process = context.Process(target=_main, args=(theirs, setting, function, args), daemon=True)
             process.start()
             theirs.close()
@@ -76,6 +83,7 @@ class Ranks:
             if process.is_alive():
                 process.kill()
             process.join()
+        self._folder.cleanup()
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         """Send a real signal to the process of `rank`."""
@@ -111,12 +119,26 @@ class Ranks:
     def _outcome(self, rank: int, deadline: float) -> Outcome:
         connection = self._connections[rank]
         if not connection.poll(max(0.0, deadline - time.monotonic())):
-            raise TimeoutError(f"rank {rank} has not ended in time")
+            raise TimeoutError(f"rank {rank} has not ended in time; its threads:\n{self._what_it_does(rank)}")
         try:
             return connection.recv()
         except EOFError:
             self._processes[rank].join()
             return Outcome(exit_code=self._processes[rank].exitcode)
+
+    def _what_it_does(self, rank: int) -> str:
+        """The stacks of all threads of a rank; nothing of one that is stopped or has not begun."""
+        path, deadline = self._stacks(rank), time.monotonic() + _STACKS_S
+        if not path.exists():
+            return "it has not begun"
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(rank, signal.SIGUSR1)
+        while not path.stat().st_size and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return path.read_text()
+
+    def _stacks(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"stacks-{rank}"
 
 
 def run_ranks(
@@ -148,7 +170,8 @@ def _main(connection: Connection, setting: tuple, function: Callable[..., Any], 
     import torch
     import torch.distributed as dist
 
-    rank, num_ranks, backend, timeout_s, variables = setting
+    rank, num_ranks, backend, timeout_s, variables, stacks = setting
+    faulthandler.register(signal.SIGUSR1, file=stacks.open("w"), all_threads=True)
     os.environ.update(variables)
     torch.set_num_threads(1)
     started = time.monotonic()

@@ -72,7 +72,7 @@ def test_a_lock_lives_as_long_as_whoever_has_it(tmp_path: Path) -> None:
         "-I",
         "-S",
         "-c",
-        "import sys, time; print('said', file=sys.stderr); time.sleep(99)",
+        "import sys, time; print('said', file=sys.stderr); time.sleep(1000)",
     )
     pid = locks.spawn(argv, {}, lock=lock, log=tmp_path / "log")
     os.close(lock)
@@ -145,7 +145,7 @@ def test_an_agent_that_does_not_leave_is_killed(
     group.root.mkdir(parents=True)
     lock = locks.try_lock(group.alive)
     assert lock is not None
-    deaf = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(100)", str(folder.root), "0", "1"]
+    deaf = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(1000)", str(folder.root), "0", "1"]
     agents.append(subprocess.Popen(deaf, pass_fds=(lock,)))
     os.close(lock)
     group.orders.write_text(posts.dump_orders(Orders(round=1)))

@@ -22,7 +22,7 @@ print(*(os.environ[key] for key in keys), os.getcwd())
 UNTIL = """
 import os, pathlib, sys, time
 print("begun", flush=True)
-deadline = time.monotonic() + 100
+deadline = time.monotonic() + 300
 while not pathlib.Path("finish").exists():
     assert time.monotonic() < deadline
     time.sleep(0.02)
