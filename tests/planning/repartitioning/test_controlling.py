@@ -114,7 +114,7 @@ def test_what_drifts_during_the_trial_does_not_save_a_move_that_does_not_help(dr
     other = Conditions(speeds=(0.5, 1.0, 1.0, 0.8), rates=EVEN.rates)
     train = world(
         work,
-        changing({0: slow, 11: other if drifts else slow}),
+        changing({0: slow, 13: other if drifts else slow}),
         splits=start,
         believed=EVEN,
         surcharge_s=lambda splits: 0.0 if splits == start else 5.0,
@@ -130,7 +130,7 @@ def test_a_move_that_helps_stays_when_all_slows_in_its_trial() -> None:
     """All steps take longer than before the move, since another device slowed: that is not the move's doing."""
     work, start = workload(), (3, 6, 9)
     both = Conditions(speeds=(0.5, 1.0, 1.0, 0.3), rates=EVEN.rates)
-    train = world(work, changing({0: slowed(0, 2), 11: both}), splits=start, believed=EVEN)
+    train = world(work, changing({0: slowed(0, 2), 13: both}), splits=start, believed=EVEN)
     train.run(60)
     assert not any(ruling.is_return for _, ruling in train.rulings)
     assert train.splits == best_step_s(work, both)[0]

@@ -6,8 +6,11 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from ringweave.planning.repartitioning import Conditions, Controller, Policy, Ruling, Window, Workload
+from ringweave.planning.repartitioning import Conditions, Controller, Lookout, Policy, Ruling, Window, Workload
 
+LATE_STEPS = 2
+"""From a window's end until all ranks have heard what follows: their numbers, and rank 0's word, travel with losses."""
+PROBE_S = 0.02
 Truth = Callable[[int], Conditions]
 """Conditions of a train step."""
 
@@ -61,10 +64,13 @@ class World:
     steps: list[tuple[tuple[int, ...], float]] = field(default_factory=list)
     """Partition and true noiseless seconds of each step."""
     rulings: list[tuple[int, Ruling]] = field(default_factory=list)
+    num_looks: int = 0
+    """Windows behind which links were timed."""
     _factors: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.splits = self.controller.splits
+        self._lookout = Lookout(self.policy)
 
     def run(self, num_steps: int) -> None:
         """Train; windows begin anew behind a move."""
@@ -82,7 +88,7 @@ class World:
                 window = []
                 if ruling.is_move:
                     self.rulings.append((self.step, ruling))
-                    move_in = 1
+                    move_in = LATE_STEPS + 1
 
     def moves(self) -> list[int]:
         return [step for step, _ in self.rulings]
@@ -114,8 +120,11 @@ class World:
             first_step=self.step - len(window),
             compute_s=tuple(zip(*compute, strict=True)),
             step_s=steps,
-            rates=tuple(zip(*rates, strict=True)),
         )
+        if self._lookout.is_due(told, self.splits):
+            told = replace(told, rates=tuple((rate,) for rate in rates[-1]))
+            self._lookout.looked(told, self.splits, PROBE_S)
+            self.num_looks += 1
         assert Window.parse(str(told)) == told
         ruling = self.controller.observe(told)
         assert Ruling.parse(str(ruling)) == ruling
