@@ -1,17 +1,7 @@
 import pytest
 
 from ringweave.planning.repartitioning import Conditions, Controller, Policy, State, Window, search
-from tests.planning.repartitioning.worlds import best_step_s, changing, step_s, workload, world
-
-EVEN = Conditions(speeds=(1.0,) * 4, rates=(1e9,) * 3)
-
-
-def slowed(device: int, factor: float) -> Conditions:
-    return Conditions(speeds=tuple(1 / factor if i == device else 1.0 for i in range(4)), rates=EVEN.rates)
-
-
-def cut(link: int, factor: float, rate: float = 2e8) -> Conditions:
-    return Conditions(speeds=EVEN.speeds, rates=tuple(rate / factor if i == link else rate for i in range(3)))
+from tests.planning.repartitioning.worlds import EVEN, best_step_s, changing, cut, slowed, step_s, workload, world
 
 
 @pytest.mark.slow

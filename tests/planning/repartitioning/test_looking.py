@@ -1,6 +1,5 @@
 from ringweave.planning.repartitioning import Lookout, Policy, Window
-from tests.planning.repartitioning.test_controlling import EVEN, cut
-from tests.planning.repartitioning.worlds import changing, workload, world
+from tests.planning.repartitioning.worlds import EVEN, changing, cut, workload, world
 
 POLICY = Policy(probing_share=0.001)
 SPLITS = (3, 6)

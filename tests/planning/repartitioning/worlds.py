@@ -11,6 +11,7 @@ from ringweave.planning.repartitioning import Conditions, Controller, Lookout, P
 LATE_STEPS = 2
 """From a window's end until all ranks have heard what follows: their numbers, and rank 0's word, travel with losses."""
 PROBE_S = 0.02
+EVEN = Conditions(speeds=(1.0,) * 4, rates=(1e9,) * 3)
 Truth = Callable[[int], Conditions]
 """Conditions of a train step."""
 
@@ -147,3 +148,11 @@ def changing(at: dict[int, Conditions]) -> Truth:
         return at[max(first for first in at if first <= step)]
 
     return truth
+
+
+def slowed(device: int, factor: float) -> Conditions:
+    return Conditions(speeds=tuple(1 / factor if i == device else 1.0 for i in range(4)), rates=EVEN.rates)
+
+
+def cut(link: int, factor: float, rate: float = 2e8) -> Conditions:
+    return Conditions(speeds=EVEN.speeds, rates=tuple(rate / factor if i == link else rate for i in range(3)))
