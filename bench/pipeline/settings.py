@@ -2,9 +2,11 @@
 
 import os
 import statistics
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -76,6 +78,12 @@ def percentile(values: Sequence[float], percent: float) -> float:
 def median(values: Sequence[float]) -> float:
     """The middle one."""
     return statistics.median(values)
+
+
+def commit() -> str:
+    """Of the sources."""
+    asked = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout.strip()
 
 
 CPU = torch.device("cpu")

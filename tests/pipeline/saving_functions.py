@@ -1,8 +1,10 @@
 """What real processes do in tests of checkpoints that a crash breaks off."""
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,6 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from ringweave.errors import TrainingError
 from ringweave.pipeline import Pipeline, Settings, checkpoints, profiling
 from ringweave.pipeline import blocks as pipeline_blocks
 from tests.pipeline.pipeline_functions import Case, batch_of, fingerprints, make_pipeline
@@ -105,6 +108,27 @@ def _crashing(directory: Path, moment: str) -> Any:
         "the old one half deleted": (shutil, "rmtree", broken_rmtree),
     }
     return mock.patch.object(*replaced[moment])
+
+
+def save_on_full_disks(directory: Path) -> tuple[list[str], int]:
+    """(what was said by saves that break off at one rank, one after the other; steps of what is loaded behind them)."""
+    pipeline = make_pipeline(Case(splits=(1, 3)))
+    _train_and_save(pipeline, directory, 0)
+    said = []
+    for step, (rank, owner, name) in enumerate(
+        ((0, Path, "mkdir"), (1, checkpoints, "_save_block"), (2, checkpoints, "_save_block"), (0, Path, "rename")), 1
+    ):
+        full = OSError(errno.ENOSPC, "No space left on device")
+        broken = mock.patch.object(owner, name, side_effect=full) if pipeline.rank == rank else nullcontext()
+        with broken:
+            try:
+                _train_and_save(pipeline, directory, step)
+            except TrainingError as error:
+                said.append(str(error).replace(str(directory), "DIR"))
+    checkpoints.load(pipeline, directory)
+    loaded = pipeline.train_step_index
+    _train_and_save(pipeline, directory, 5)
+    return said, loaded
 
 
 class Mastered(torch.optim.Optimizer):

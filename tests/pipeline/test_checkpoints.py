@@ -56,6 +56,22 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path) -> N
     ]
 
 
+def test_a_full_disk_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    """Nobody waits for the rank that failed; the checkpoint before stays, and the next save is whole."""
+    directory = tmp_path / "checkpoint"
+    found = run_ranks(saving_functions.save_on_full_disks, 3, directory)
+    assert found == [found[0]] * 3
+    said, loaded = found[0]
+    text = (
+        "checkpoint: \"rank {}: OSError(28, 'No space left on device')\", expected a disk that takes all blocks. "
+        "Make room and save again; the one before can still be loaded. [DIR]"
+    )
+    assert said == [text.format(rank) for rank in (0, 1, 2, 0)]
+    assert loaded == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    assert json.loads((directory / checkpoints.SHARED).read_text())["train_steps"] == 2
+
+
 def test_types_of_the_optimizer_and_extra_state_come_back_as_they_were(tmp_path: Path) -> None:
     found = run_ranks(saving_functions.save_what_is_rare, 1, tmp_path / "checkpoint")[0]
     assert found["types"] == {torch.float32}, "float32 state of bfloat16 weights was made as coarse as they are"

@@ -11,9 +11,10 @@ there: it is written beside its place (`DIR.part`), brought to the disk, and ren
 (`DIR.old`) meanwhile; `load` takes it after a crash between the two names.
 """
 
+import functools
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import RingweaveError, TrainingError, explain, shorten
 from ringweave.files import durable
 from ringweave.pipeline.models import extras
+from ringweave.pipeline.moving.voting import vote
 from ringweave.pipeline.optimizing.optimizer import load_as_saved
 from ringweave.pipeline.pipeline import Pipeline
 
@@ -42,30 +44,11 @@ def save(pipeline: Pipeline, directory: Path, extra: Mapping[str, Any] | None = 
         extra: What else the script wants back, as JSON: `scheduler.state_dict()`, say.
 
     Raises:
-        OSError: The disk does not take it; what was there before can still be loaded.
+        TrainingError: The disk of a rank does not take it; on all ranks, with that one's reason. What was there before
+            can still be loaded, and training can go on.
     """
-    beside = directory.with_name(directory.name + ".part")
-    if pipeline.rank == 0:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-    pipeline.groups.wait_for_all()
-    if pipeline.layout.replica_of(pipeline.rank) == 0:
-        for block in pipeline.blocks.held:
-            _save_block(pipeline, block, beside)
-    if pipeline.rank == 0:
-        shared = {
-            "format": _FORMAT,
-            "num_blocks": len(pipeline.blocks),
-            "train_steps": pipeline.train_step_index,
-            "optimizer": pipeline.optimizer.settings(),
-            "extra": extra or {},
-        }
-        (beside / SHARED).write_text(json.dumps(shared, indent=1) + "\n", encoding="utf-8")
-        _sync(beside / SHARED)
-    pipeline.groups.wait_for_all()
-    if pipeline.rank == 0:
-        _replace(directory, beside)
-    pipeline.groups.wait_for_all()
+    for action in (_make_room, _write, _replace):
+        _together(pipeline, directory, functools.partial(action, pipeline, directory, extra or {}))
 
 
 def load(pipeline: Pipeline, directory: Path) -> dict[str, Any]:
@@ -91,9 +74,57 @@ def load(pipeline: Pipeline, directory: Path) -> dict[str, Any]:
     return shared["extra"]
 
 
-def _replace(directory: Path, beside: Path) -> None:
-    """Give a complete directory its name; at every moment there is a whole one, under this name or as the old one."""
-    old = _old(directory)
+def _together(pipeline: Pipeline, directory: Path, action: Callable[[], None]) -> None:
+    """Do something on this rank, and wait for all; what failed on one is an error on all of them.
+
+    Raises:
+        TrainingError: It failed, here or on another rank.
+    """
+    failure: Exception | None = None
+    try:
+        action()
+    except Exception as cause:
+        failure = cause
+    own = "" if failure is None else str(failure) if isinstance(failure, RingweaveError) else shorten(failure)
+    got = vote(own, pipeline.groups.control)
+    if got:
+        if pipeline.rank == 0:
+            shutil.rmtree(_beside(directory), ignore_errors=True)
+        do = "Make room and save again; the one before can still be loaded"
+        expected = "a disk that takes all blocks"
+        raise TrainingError(explain("checkpoint", got=got, expected=expected, do=do, where=str(directory))) from failure
+
+
+def _make_room(pipeline: Pipeline, directory: Path, _: Mapping[str, Any]) -> None:
+    """Rank 0: an empty directory beside the one that is there."""
+    if pipeline.rank == 0:
+        shutil.rmtree(_beside(directory), ignore_errors=True)
+        _beside(directory).mkdir(parents=True)
+
+
+def _write(pipeline: Pipeline, directory: Path, extra: Mapping[str, Any]) -> None:
+    """The first replica's ranks: their blocks; rank 0: what all share."""
+    if pipeline.layout.replica_of(pipeline.rank) == 0:
+        for block in pipeline.blocks.held:
+            _save_block(pipeline, block, _beside(directory))
+    if pipeline.rank == 0:
+        shared = {
+            "format": _FORMAT,
+            "num_blocks": len(pipeline.blocks),
+            "train_steps": pipeline.train_step_index,
+            "optimizer": pipeline.optimizer.settings(),
+            "extra": extra,
+        }
+        path = _beside(directory) / SHARED
+        path.write_text(json.dumps(shared, indent=1) + "\n", encoding="utf-8")
+        _sync(path)
+
+
+def _replace(pipeline: Pipeline, directory: Path, _: Mapping[str, Any]) -> None:
+    """Rank 0: give a complete directory its name; at every moment there is a whole one, of this name or as the old."""
+    if pipeline.rank != 0:
+        return
+    old, beside = _old(directory), _beside(directory)
     durable.sync_folder(beside)
     if directory.exists():
         _delete(old)
@@ -113,6 +144,10 @@ def _whole(directory: Path) -> Path:
     """Where the checkpoint of this name lies: aside, if a crash came before the new one had its name."""
     old = _old(directory)
     return old if not directory.exists() and (old / SHARED).exists() else directory
+
+
+def _beside(directory: Path) -> Path:
+    return directory.with_name(directory.name + ".part")
 
 
 def _old(directory: Path) -> Path:

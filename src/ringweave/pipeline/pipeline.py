@@ -18,6 +18,7 @@ from ringweave.pipeline.optimizing.scaling import GradScaler
 from ringweave.pipeline.running import boundaries
 from ringweave.pipeline.running.boundaries import Boundary, Precision, TensorForm
 from ringweave.pipeline.running.groups import Groups
+from ringweave.pipeline.running.riding import Rider, total_with
 from ringweave.pipeline.running.runner import Runner
 from ringweave.pipeline.running.schedules import LossFunction
 from ringweave.pipeline.running.stopwatch import Stopwatch
@@ -40,7 +41,7 @@ class Pipeline:
     replicas: the same within a replica). The blocks are taken over: each rank keeps the values of its own ones only.
 
     `boundaries` say what crosses before each block and behind the last one, of one microbatch; `train_step_index` is
-    the number of train steps done, by which blocks draw.
+    the number of train steps done, by which blocks draw. What a `rider` has to say goes along with each one's losses.
 
     Raises:
         UsageError: Settings that do not fit the blocks or the number of ranks.
@@ -71,6 +72,7 @@ class Pipeline:
         gradients.spread_first(self.blocks, self.groups)
         self.optimizer = BlockOptimizers(make_optimizer, self.blocks)
         self.train_step_index = 0
+        self.rider: Rider | None = None
         self._runner = Runner(self.layout, settings, loss_fn, self.groups, self.device)
         self._runner.place(self.layout, self.blocks, self.boundaries)
 
@@ -142,7 +144,7 @@ class Pipeline:
         gradients.reduce_replicas(self.blocks, self.groups, is_mean=self._is_mean)
         gradients.put_back(earlier)
         self.train_step_index += 1
-        return self._combined(losses)
+        return self._combined(losses, self.rider)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their 2-norm over all stages is at most that; returns the norm there was."""
@@ -205,12 +207,12 @@ class Pipeline:
     def _is_mean(self) -> bool:
         return self.settings.reduction == "mean"
 
-    def _combined(self, losses: Sequence[Tensor]) -> Tensor:
+    def _combined(self, losses: Sequence[Tensor], rider: Rider | None = None) -> Tensor:
         """The losses of all microbatches and replicas as that of the batch."""
         table = torch.zeros(self.layout.num_replicas, self.settings.num_microbatches, dtype=torch.float64)
         if self.is_last:
             table[self.layout.replica_of(self.rank)] = torch.stack([loss.detach().double().cpu() for loss in losses])
-        self.microbatch_losses = self.groups.total(table)
+        self.microbatch_losses = total_with(rider, table, self.groups)
         return self.microbatch_losses.mean() if self._is_mean else self.microbatch_losses.sum()
 
     def _check(self, inputs: tuple[Tensor, ...], target: Tensor, side: Mapping[str, Tensor]) -> None:

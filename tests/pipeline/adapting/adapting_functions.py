@@ -1,6 +1,7 @@
 """What real processes do in tests of pipelines that adapt."""
 
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,7 +91,8 @@ def measure_only(accumulated: int) -> list[dict]:
     )
     assert (balancer.controller is None) == (pipeline.rank != 0)
     x = torch.ones(2 * MICROBATCHES, WIDTH)
-    for _ in range(2 + 6):
+    # Two steps that do not count, two windows, and two in which numbers and rank 0's word travel.
+    for _ in range(2 + 6 + 2):
         for _ in range(accumulated):
             pipeline.forward_backward(x, target=x)
             pipeline.evaluate(x, target=x)
@@ -99,11 +101,32 @@ def measure_only(accumulated: int) -> list[dict]:
     return log.events
 
 
-def probe() -> tuple[list[int], list[list[float]]]:
-    """(bytes of a message, seconds of two probes)."""
+def probe() -> tuple[list[int], list[list[tuple[float, ...]]]]:
+    """(bytes of a message, rates of two probes)."""
     pipeline = make_pipeline(VirtualDevice())
-    prober = Prober(pipeline, (1.0, 1e8, 1e12), drift=1.000001)
+    prober = Prober(pipeline, (1.0, 1e8, 0.0), drift=1.000001)
     return prober.num_bytes, [prober.probe(), prober.probe()]
+
+
+class Slower:
+    """A clock on which everything takes `factor` times as long."""
+
+    def __init__(self) -> None:
+        self.factor, self._at_s, self._now_s = 1.0, time.perf_counter(), 0.0
+
+    def __call__(self) -> float:
+        at_s = time.perf_counter()
+        self._now_s += (at_s - self._at_s) * self.factor
+        self._at_s = at_s
+        return self._now_s
+
+
+def probe_slower(factor: float) -> list[tuple[float, ...]]:
+    """Rates of links on which every message suddenly takes longer."""
+    clock = Slower()
+    prober = Prober(make_pipeline(VirtualDevice()), (1e8,), drift=1.15, clock=clock)
+    clock.factor = factor
+    return prober.probe()
 
 
 def events_of(folder: Path) -> Path:

@@ -1,17 +1,7 @@
 import pytest
 
 from ringweave.planning.repartitioning import Conditions, Controller, Policy, State, Window, search
-from tests.planning.repartitioning.worlds import best_step_s, changing, step_s, workload, world
-
-EVEN = Conditions(speeds=(1.0,) * 4, rates=(1e9,) * 3)
-
-
-def slowed(device: int, factor: float) -> Conditions:
-    return Conditions(speeds=tuple(1 / factor if i == device else 1.0 for i in range(4)), rates=EVEN.rates)
-
-
-def cut(link: int, factor: float, rate: float = 2e8) -> Conditions:
-    return Conditions(speeds=EVEN.speeds, rates=tuple(rate / factor if i == link else rate for i in range(3)))
+from tests.planning.repartitioning.worlds import EVEN, best_step_s, changing, cut, slowed, step_s, workload, world
 
 
 @pytest.mark.slow
@@ -114,7 +104,7 @@ def test_what_drifts_during_the_trial_does_not_save_a_move_that_does_not_help(dr
     other = Conditions(speeds=(0.5, 1.0, 1.0, 0.8), rates=EVEN.rates)
     train = world(
         work,
-        changing({0: slow, 11: other if drifts else slow}),
+        changing({0: slow, 13: other if drifts else slow}),
         splits=start,
         believed=EVEN,
         surcharge_s=lambda splits: 0.0 if splits == start else 5.0,
@@ -130,7 +120,7 @@ def test_a_move_that_helps_stays_when_all_slows_in_its_trial() -> None:
     """All steps take longer than before the move, since another device slowed: that is not the move's doing."""
     work, start = workload(), (3, 6, 9)
     both = Conditions(speeds=(0.5, 1.0, 1.0, 0.3), rates=EVEN.rates)
-    train = world(work, changing({0: slowed(0, 2), 11: both}), splits=start, believed=EVEN)
+    train = world(work, changing({0: slowed(0, 2), 13: both}), splits=start, believed=EVEN)
     train.run(60)
     assert not any(ruling.is_return for _, ruling in train.rulings)
     assert train.splits == best_step_s(work, both)[0]

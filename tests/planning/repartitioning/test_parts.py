@@ -3,13 +3,25 @@
 import dataclasses
 import itertools
 import random
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ringweave.errors import ScheduleError, UsageError
-from ringweave.planning.repartitioning import Conditions, Move, Policy, Ruling, Window, moves, pause_s, search, stage_of
+from ringweave.planning.repartitioning import (
+    Conditions,
+    Move,
+    Policy,
+    Ruling,
+    Window,
+    Workload,
+    moves,
+    pause_s,
+    search,
+    stage_of,
+)
 from ringweave.planning.repartitioning.estimating import Estimator, newest_agreeing
 from tests.planning.repartitioning.worlds import best_step_s, workload
 
@@ -68,7 +80,7 @@ def test_the_pause_is_what_does_not_hide_behind_the_step() -> None:
 
 
 def test_the_search_finds_what_brute_force_finds() -> None:
-    """Over random speeds and rates: exactly where it may simulate all; nearly so where it only looks around."""
+    """Over random speeds and rates: exactly where it may bound all; nearly so where it only looks around."""
     rng = random.Random(11)
     behind = []
     for _ in range(20):
@@ -79,11 +91,23 @@ def test_the_search_finds_what_brute_force_finds() -> None:
         )
         best_s = best_step_s(work, conditions)[1]
         assert search(work, conditions, (2, 5, 8)).step_s == best_s
-        found = search(work, conditions, (2, 5, 8), max_simulations=60)
+        assert search(work, conditions, (2, 5, 8), max_simulations=60).step_s == best_s
+        found = search(work, conditions, (2, 5, 8), max_simulations=10)
         behind.append(found.step_s / best_s)
         assert found.step_s == work.step_s(found.splits, conditions)
-    assert max(behind) < 1.1
-    assert sum(ratio < 1.01 for ratio in behind) >= 16
+    assert max(behind) < 1.2
+    assert sum(ratio < 1.01 for ratio in behind) >= 10
+
+
+def test_what_cannot_be_the_best_is_not_simulated() -> None:
+    """165 partitions, under even and uneven speeds: a fifth of them at most."""
+    work = workload()
+    for speeds in ((1.0,) * 4, (1.0, 0.5, 1.0, 1.0)):
+        conditions = Conditions(speeds=speeds, rates=(1e8,) * 3)
+        with mock.patch.object(Workload, "step_s", autospec=True, side_effect=Workload.step_s) as simulated:
+            found = search(work, conditions, (3, 6, 9))
+        assert found.step_s == best_step_s(work, conditions)[1]
+        assert simulated.call_count <= 33
 
 
 def test_what_is_refused_is_not_found() -> None:

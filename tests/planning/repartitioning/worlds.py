@@ -6,8 +6,12 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from ringweave.planning.repartitioning import Conditions, Controller, Policy, Ruling, Window, Workload
+from ringweave.planning.repartitioning import Conditions, Controller, Lookout, Policy, Ruling, Window, Workload
 
+LATE_STEPS = 2
+"""From a window's end until all ranks have heard what follows: their numbers, and rank 0's word, travel with losses."""
+PROBE_S = 0.02
+EVEN = Conditions(speeds=(1.0,) * 4, rates=(1e9,) * 3)
 Truth = Callable[[int], Conditions]
 """Conditions of a train step."""
 
@@ -61,10 +65,13 @@ class World:
     steps: list[tuple[tuple[int, ...], float]] = field(default_factory=list)
     """Partition and true noiseless seconds of each step."""
     rulings: list[tuple[int, Ruling]] = field(default_factory=list)
+    num_looks: int = 0
+    """Windows behind which links were timed."""
     _factors: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.splits = self.controller.splits
+        self._lookout = Lookout(self.policy)
 
     def run(self, num_steps: int) -> None:
         """Train; windows begin anew behind a move."""
@@ -82,7 +89,7 @@ class World:
                 window = []
                 if ruling.is_move:
                     self.rulings.append((self.step, ruling))
-                    move_in = 1
+                    move_in = LATE_STEPS + 1
 
     def moves(self) -> list[int]:
         return [step for step, _ in self.rulings]
@@ -114,8 +121,11 @@ class World:
             first_step=self.step - len(window),
             compute_s=tuple(zip(*compute, strict=True)),
             step_s=steps,
-            rates=tuple(zip(*rates, strict=True)),
         )
+        if self._lookout.is_due(told, self.splits):
+            told = replace(told, rates=tuple((rate,) for rate in rates[-1]))
+            self._lookout.looked(told, self.splits, PROBE_S)
+            self.num_looks += 1
         assert Window.parse(str(told)) == told
         ruling = self.controller.observe(told)
         assert Ruling.parse(str(ruling)) == ruling
@@ -138,3 +148,11 @@ def changing(at: dict[int, Conditions]) -> Truth:
         return at[max(first for first in at if first <= step)]
 
     return truth
+
+
+def slowed(device: int, factor: float) -> Conditions:
+    return Conditions(speeds=tuple(1 / factor if i == device else 1.0 for i in range(4)), rates=EVEN.rates)
+
+
+def cut(link: int, factor: float, rate: float = 2e8) -> Conditions:
+    return Conditions(speeds=EVEN.speeds, rates=tuple(rate / factor if i == link else rate for i in range(3)))

@@ -1,8 +1,11 @@
 """Rates of the links between neighbouring stages, timed again and again with the receiver waiting.
 
-A probe is short, since it is made at the end of every window: one message each way at the same time (links are full
-duplex), and links that share no stage at once. Only where the time differs from the one before it is repeated, and the
-fastest counts: whatever else runs makes a message slower, nothing makes it faster than its link.
+A probe is short, since nobody trains meanwhile: one message each way at the same time (links are full duplex), and
+links that share no stage at once. Only where the time differs from the one before it is repeated, and the fastest
+counts: whatever else runs makes a message slower, nothing makes it faster than its link.
+
+Such a message is too short for its own rate: a limited link lets a burst through, and the answer takes its time. So it
+is compared with what the same message took when the links were profiled.
 """
 
 import time
@@ -18,7 +21,7 @@ MESSAGE_S = 0.005
 """What a message is to take at the rate that is believed; of a window of some seconds next to nothing."""
 LEAST_BYTES, MOST_BYTES = 128 * 1024, 2**20
 """Of a message; shorter ones pass in a burst that says nothing about the rate."""
-MORE_ROUNDS = 2
+MORE_ROUNDS, FIRST_ROUNDS = 2, 5
 _PAYLOAD, _READY, _DONE = 1, 2, 3
 
 
@@ -32,22 +35,28 @@ class Prober:
         drift: float,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`rates` in bytes per second are believed at first; beyond a factor of `drift` a probe is repeated."""
+        """`rates` in bytes per second are those that links have now; beyond a factor of `drift` a probe is repeated."""
         self._pipeline, self._drift, self._clock = pipeline, drift, clock
         self._stage, self._num_links = pipeline.stage, pipeline.layout.num_stages - 1
         self.num_bytes = [self._size(rate) for rate in rates]
         """Of a message on each link."""
-        self._before: list[float] = []
+        self._rates = tuple(rates)
+        self._first = self._fastest(FIRST_ROUNDS)
+        self._before = self._first
 
-    def probe(self) -> list[float]:
-        """Seconds of a message and its answer on each link, of the slower direction; the same on all ranks."""
-        seconds = self._once()
-        pairs = zip(seconds, self._before or seconds, strict=True)
+    def probe(self) -> list[tuple[float, ...]]:
+        """Bytes per second of each link, of the slower direction, the same on all ranks; () where nothing is known."""
+        seconds = self._fastest(1)
+        pairs = zip(seconds, self._before, strict=True)
         if any(not before / self._drift < now < before * self._drift for now, before in pairs):
-            for _ in range(MORE_ROUNDS):
-                seconds = list(map(min, seconds, self._once()))
+            seconds = list(map(min, seconds, self._fastest(MORE_ROUNDS)))
         self._before = seconds
-        return seconds
+        links = zip(self._rates, self._first, seconds, strict=True)
+        return [(rate * first / now,) if rate * first * now > 0 else () for rate, first, now in links]
+
+    def _fastest(self, rounds: int) -> list[float]:
+        """Seconds of a message and its answer on each link."""
+        return [min(column) for column in zip(*(self._once() for _ in range(rounds)), strict=True)]
 
     def _once(self) -> list[float]:
         found = torch.zeros(self._num_links, dtype=torch.float64)

@@ -5,13 +5,18 @@ each device takes one minimum over a sliding window. Which cap is best is search
 interval of bottlenecks no step is shorter than (microbatches - 1) x its lower end + the least sum under its upper end.
 """
 
+import bisect
+import itertools
 import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from ringweave.planning.partitioning.costs import Costs, furthest
-from ringweave.planning.partitioning.probing import allowance
+from ringweave.planning.partitioning.probing import allowance, earliest
+
+_ROUNDING = 1 + 1e-9
+"""Sums that are compared were added up in other orders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +41,27 @@ def least_step(costs: Costs, num_microbatches: int, splits: tuple[int, ...]) -> 
         num_microbatches: 1 or more.
         splits: A partition of the least bottleneck, to start from.
 
-    Cost: some tens of passes of O(M n log n).
+    Cost: some ten passes of O(M n log n); near to the least bottleneck few of the n cuts are looked at.
     """
     more = num_microbatches - 1
     best = _weighed(costs, more, splits)
-    intervals = [(best.bottleneck_s, math.inf)]
+    # Bottlenecks from the first up to the second, and what no sum of compute times there is below.
+    intervals = [(best.bottleneck_s, math.inf, 0.0)]
     while intervals:
-        low_s, high_s = intervals.pop()
-        cheapest = _cheapest(costs, high_s if math.isinf(high_s) else math.nextafter(high_s, -math.inf))
+        low_s, high_s, least_sum_s = intervals.pop()
+        if more:
+            high_s = min(high_s, (best.step_s - least_sum_s) / more * _ROUNDING)
+        cap_s = high_s if math.isinf(high_s) else math.nextafter(high_s, -math.inf)
+        cheapest = _cheapest(costs, cap_s) if low_s <= cap_s else None
         if cheapest is None:
             continue
         found = _weighed(costs, more, cheapest)
         best = min(best, found, key=lambda each: each.key)
-        if found.bottleneck_s > low_s and more * low_s + found.sum_s <= best.step_s:
+        if found.bottleneck_s > low_s:
             middle_s = (low_s + found.bottleneck_s) / 2
-            intervals.append((middle_s, found.bottleneck_s))
+            intervals.append((middle_s, found.bottleneck_s, found.sum_s))
             if middle_s < found.bottleneck_s:
-                intervals.append((low_s, math.nextafter(middle_s, math.inf)))
+                intervals.append((low_s, math.nextafter(middle_s, math.inf), found.sum_s))
     return best.splits
 
 
@@ -64,40 +73,61 @@ def _weighed(costs: Costs, more: int, splits: tuple[int, ...]) -> _Found:
 
 def _cheapest(costs: Costs, cap_s: float) -> tuple[int, ...] | None:
     """Splits of the least sum of compute times among those whose bottleneck is not above the cap."""
-    num_blocks, num_devices = costs.problem.num_blocks, costs.problem.num_devices
-    cuts = np.arange(num_blocks + 1)
-    sums = np.where(cuts == 0, 0.0, math.inf)
+    bands = _bands(costs, cap_s)
+    if bands is None:
+        return None
+    sums = np.zeros(1)
     trail = []
-    for device in range(num_devices):
+    for device, (before, behind) in enumerate(itertools.pairwise(bands)):
         own_s = costs.work[device] / costs.problem.capability[device]
-        ahead = np.where(_passes(costs, device, cap_s), sums - own_s, math.inf)
-        window = _windows(costs, device, cap_s)
-        sums = own_s + _window_min(ahead, *window)
+        ahead = np.where(_passes(costs, device, cap_s, before), sums - own_s[before], math.inf)
+        window = _windows(costs, device, cap_s, before, behind)
+        sums = own_s[behind] + _window_min(ahead, *window)
         trail.append((ahead, *window))
     if math.isinf(sums[-1]):
         return None
-    splits, j = [], num_blocks
-    for ahead, begin, end in reversed(trail[1:]):
-        j = int(begin[j] + ahead[begin[j] : end[j]].argmin())
+    splits, j = [], costs.problem.num_blocks
+    for device in range(costs.problem.num_devices - 1, 0, -1):
+        ahead, begin, end = trail[device]
+        place = j - bands[device + 1].start
+        j = bands[device].start + int(begin[place] + ahead[begin[place] : end[place]].argmin())
         splits.append(j)
     return tuple(reversed(splits))
 
 
-def _passes(costs: Costs, device: int, cap_s: float) -> np.ndarray:
-    """Which of the cuts 0..n pass the link into a device in time, bool [n + 1]."""
+def _bands(costs: Costs, cap_s: float) -> list[slice] | None:
+    """For each number of devices the cuts that they may reach in time and the others finish from; None: there are none.
+
+    Links and memory are not looked at: they only make it fewer.
+    """
+    num_blocks = costs.problem.num_blocks
+    allowances = [allowance(cap_s, capability) for capability in costs.problem.capability]
+    last, first = [0], [num_blocks]
+    for work, allowed in zip(costs.work_list, allowances, strict=True):
+        last.append(min(num_blocks, bisect.bisect_right(work, work[last[-1]] + allowed)))
+    for work, allowed in zip(reversed(costs.work_list), reversed(allowances), strict=True):
+        first.append(earliest(work, first[-1], allowed))
+    bands = [slice(begin, end + 1) for begin, end in zip(reversed(first), last, strict=True)]
+    return bands if all(band.start < band.stop for band in bands) and first[-1] == 0 else None
+
+
+def _passes(costs: Costs, device: int, cap_s: float, cuts: slice) -> np.ndarray:
+    """Which of the cuts pass the link into a device in time, bool [cuts]."""
     bandwidth = costs.problem.bandwidth
     if not bandwidth or device == 0:
-        return np.ones(len(costs.crossing), dtype=bool)
-    return costs.crossing / bandwidth[device - 1] <= cap_s
+        return np.ones(cuts.stop - cuts.start, dtype=bool)
+    return costs.crossing[cuts] / bandwidth[device - 1] <= cap_s
 
 
-def _windows(costs: Costs, device: int, cap_s: float) -> tuple[np.ndarray, np.ndarray]:
-    """For each cut j, the sources begin..end-1 from which a device does the blocks up to j in time; [n + 1] each."""
-    cuts = np.arange(len(costs.crossing))
-    last = furthest(costs.work[device], cuts, allowance(cap_s, costs.problem.capability[device]))
+def _windows(costs: Costs, device: int, cap_s: float, before: slice, behind: slice) -> tuple[np.ndarray, np.ndarray]:
+    """For each cut behind a device, the places begin..end-1 before it from which its blocks are done in time."""
+    sources = np.arange(before.start, before.stop)
+    last = furthest(costs.work[device], sources, allowance(cap_s, costs.problem.capability[device]))
     if costs.held:
-        last = np.minimum(last, furthest(costs.held[device], cuts, costs.limit(device)))
-    end = cuts + (1 if costs.problem.allow_empty else 0)
+        last = np.minimum(last, furthest(costs.held[device], sources, costs.limit(device)))
+    cuts = np.arange(behind.start, behind.stop)
+    end = cuts - (before.start - (1 if costs.problem.allow_empty else 0))
+    end = np.minimum(np.maximum(end, 0), len(sources))
     return np.minimum(last.searchsorted(cuts), end), end
 
 
@@ -110,5 +140,6 @@ def _window_min(values: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.nd
         levels.append(np.concatenate((np.minimum(below[:-half], below[half:]), below[-half:])))
     table = np.array(levels)
     level = np.frexp(np.maximum(lengths, 1))[1] - 1
-    least = np.minimum(table[level, begin], table[level, np.maximum(end - 2**level, begin)])
+    first = np.minimum(begin, len(values) - 1)
+    least = np.minimum(table[level, first], table[level, np.maximum(end - 2**level, first)])
     return np.where(lengths > 0, least, math.inf)

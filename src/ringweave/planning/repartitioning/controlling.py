@@ -15,6 +15,7 @@ Time is counted in train steps; no clock is read. The same windows give the same
 import enum
 import math
 import statistics
+from dataclasses import replace
 from typing import NamedTuple
 
 from ringweave.planning.repartitioning.estimating import Estimator, newest_agreeing
@@ -173,10 +174,13 @@ class Controller:
         """
         rates = list(self.conditions.rates)
         rates[link] = min(before, rates[link])
-        conditions = Conditions(speeds=self.conditions.speeds, rates=tuple(rates))
+        return self._part_of_computing(link, replace(self.conditions, rates=tuple(rates))) > _FELT
+
+    def _part_of_computing(self, link: int, conditions: Conditions) -> float:
+        """A link's transfer for a microbatch, of what the slowest stage computes for it."""
         times = self._workload.times(self.splits, conditions)
         computing_s = max(f + b for f, b in zip(times.forward_s, times.backward_s, strict=True))
-        return max(times.transfer_s(link)) > _FELT * computing_s
+        return max(times.transfer_s(link)) / computing_s if computing_s else 0.0
 
     def _is_due(self, step: int) -> bool:
         is_period = self._since_solved >= self._policy.every_steps
@@ -243,8 +247,14 @@ class Controller:
             return "too little is gained"
         if (now_s - best.step_s) * self._policy.horizon_steps <= pause:
             return "the pause costs more than is gained"
-        noise = max(each.noise for each in (*self._speeds, *self._rates) if math.isfinite(each.noise))
-        return _MOVE if gain >= self._policy.certainty * noise else _UNCERTAIN
+        return _MOVE if gain >= self._policy.certainty * self._noise() else _UNCERTAIN
+
+    def _noise(self) -> float:
+        """Standard error of a step, as a fraction: a rate's shows in it as far as its transfers do."""
+        conditions = self.conditions
+        parts = [min(1.0, self._part_of_computing(link, conditions)) for link in range(len(self._rates))]
+        links = [part * rate.noise for part, rate in zip(parts, self._rates, strict=True) if part]
+        return max(noise for noise in (0.0, *links, *(each.noise for each in self._speeds)) if math.isfinite(noise))
 
     def _pause_s(self, splits: Splits, conditions: Conditions, step_s: float) -> float:
         """By formula, or by what the slowest move so far took for a byte if that is more."""

@@ -29,8 +29,10 @@ class Policy:
     """Train steps over which a saving is held against the pause that it costs."""
     cooldown_windows: int = 1
     """Windows after a move before another; doubled each time a move was taken back or failed."""
-    thinking_share: float = 0.004
+    thinking_share: float = 0.002
     """Of the time, what rank 0 may take to look for a better partition; a model of few blocks takes less."""
+    probing_share: float = 0.001
+    """Of the time, what all may take to time links as long as nothing seems to be wrong with them."""
     unconditional: bool = False
     """Move to what is solved every `every_steps`, whatever is gained, and never back: as the method was published."""
 
@@ -38,7 +40,7 @@ class Policy:
         for what, least in (("window_steps", 3), ("every_steps", 1), ("horizon_steps", 1), ("cooldown_windows", 0)):
             _check(what, getattr(self, what), getattr(self, what) >= least, f"{least} or more")
         _check("drift", self.drift, self.drift > 1, "a factor above 1")
-        for what in ("min_gain", "certainty", "thinking_share"):
+        for what in ("min_gain", "certainty", "thinking_share", "probing_share"):
             _check(what, getattr(self, what), getattr(self, what) >= 0, "0 or more")
 
 

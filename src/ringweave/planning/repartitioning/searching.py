@@ -1,8 +1,8 @@
 """The partition whose simulated step is shortest.
 
 The solver's formulas do not know the waits of a schedule (`docs/pipeline-planning.md`), so partitions are simulated:
-all where they are few; else the exact solutions of both formulas, and cuts are shifted by one block as long as that
-makes the simulated step shorter.
+all where they are few, but for those that no order of a step could make shorter than the best one so far; else the
+exact solutions of both formulas, and cuts are shifted by one block as long as that makes the simulated step shorter.
 """
 
 import itertools
@@ -15,6 +15,10 @@ from ringweave.planning.repartitioning.workloads import Conditions, Workload
 
 ACTIONS_PER_S = 50_000
 """Simulated by Python in a second, at least: with it a share of the time becomes a number of simulations."""
+_BOUNDS_A_SIMULATION = 8
+"""So many partitions are bounded in the time in which one is simulated, at least."""
+_ROUNDING = 1 - 1e-9
+"""A bound adds up in another order than a simulation does."""
 
 Splits = tuple[int, ...]
 
@@ -39,7 +43,7 @@ def search(
     refused: Collection[Splits] = (),
     max_simulations: int = 1000,
 ) -> Candidate:
-    """The best partition that is not refused; of equals the one that was found first, the current one before others.
+    """The best partition that is not refused; of equals the current one, then the one with the least bound.
 
     Args:
         workload: Blocks and schedule.
@@ -47,12 +51,14 @@ def search(
         current: What runs; never refused.
         refused: Partitions that were tried and did not hold what was predicted of them.
         max_simulations: About so many steps are simulated; the solutions of the formulas in any case.
+
+    Cost: where there are few partitions, a bound of each and a simulation of those that may be the best.
     """
     search = _Search(workload, conditions, frozenset(refused) - {current})
     num_all = math.comb(workload.num_blocks - 1, workload.num_devices - 1)
-    if num_all <= max_simulations:
+    if num_all <= max_simulations * _BOUNDS_A_SIMULATION:
         everything = itertools.combinations(range(1, workload.num_blocks), workload.num_devices - 1)
-        return search.best([current, *everything])
+        return search.best_of_all(current, everything, max_simulations)
     starts = [current, *(solve(*asked).splits for asked in _formulas(workload, conditions))]
     best = search.best(starts)
     for start in dict.fromkeys([best.splits, *starts]):
@@ -73,6 +79,19 @@ class _Search:
         allowed = [splits for place, splits in enumerate(allowed) if place == 0 or self._workload.fits(splits)]
         return min((Candidate(splits, self._simulated_s(splits)) for splits in allowed), key=lambda each: each.step_s)
 
+    def best_of_all(self, current: Splits, among: Iterable[Splits], most: int) -> Candidate:
+        """The best of the current one and those that are allowed; what cannot be the best is not simulated.
+
+        Those that may be best come first: should so many have been simulated that thinking ends, the rest is unlikely.
+        """
+        best = Candidate(current, self._simulated_s(current))
+        allowed = (splits for splits in among if splits not in self._refused and self._workload.fits(splits))
+        for bound_s, splits in sorted((self._bound_s(splits), splits) for splits in allowed):
+            if bound_s >= best.step_s or len(self._step_s) > most:
+                break
+            best = min(best, Candidate(splits, self._simulated_s(splits)), key=lambda each: each.step_s)
+        return best
+
     def climb(self, start: Splits, most: int) -> Candidate:
         """From a partition to better ones beside it, until none is or so many were simulated."""
         found = Candidate(start, math.inf) if start in self._refused else Candidate(start, self._simulated_s(start))
@@ -82,6 +101,10 @@ class _Search:
                 break
             found = better
         return found
+
+    def _bound_s(self, splits: Splits) -> float:
+        times = self._workload.times(splits, self._conditions)
+        return times.bound_s(self._workload.num_microbatches) * _ROUNDING
 
     def _simulated_s(self, splits: Splits) -> float:
         if splits not in self._step_s:

@@ -128,6 +128,8 @@ class Workload:
         edges = (0, *splits, self.num_blocks)
         if any(s >= j for s, j in itertools.pairwise(edges)):
             return False
+        if self.memory is None:
+            return True
         costs = Costs(self.problem(Conditions(speeds=(1.0,) * self.num_devices)))
         return all(costs.fits(device, s, j) for device, (s, j) in enumerate(itertools.pairwise(edges)))
 

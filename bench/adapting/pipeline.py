@@ -1,8 +1,8 @@
 """A device slows to half its speed, or a link is cut to a fifth, while a pipeline trains; later it is given back.
 
-    python bench/pipeline/adapt.py --scenario device     # needs root (a lab of network namespaces); about 2 minutes
-    python bench/pipeline/adapt.py --scenario link
-    python bench/pipeline/adapt.py --scenario noise      # devices and links jump by 5 %: nothing may move
+    python bench/adapting/pipeline.py --scenario device     # needs root (a lab of network namespaces); about 2 minutes
+    python bench/adapting/pipeline.py --scenario link
+    python bench/adapting/pipeline.py --scenario noise      # devices and links jump by 5 %: nothing may move
 
 Four real processes in a lab, each with a virtual device (blocks whose time is a timed wait), real transfers over
 limited links. Beside it the best partition for the changed conditions, by brute force over simulated steps, is measured
@@ -18,17 +18,17 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lab_steps
 import torch
 from torch import Tensor, nn
 
-from ringweave import lab, telemetry, topology
+from ringweave import telemetry, topology
 from ringweave.lab import Lab
 from ringweave.pictures import adapting
 from ringweave.pipeline import Pipeline, Settings
@@ -44,7 +44,6 @@ GOODPUT = 0.95
 ALLOWED, WITHOUT_LOSS = 0.95, 0.99
 BEGINNING = 14
 """Steps until connections stand, the first window has ended and what it moves has moved."""
-RUN_TIMEOUT_S = 900
 
 
 class Spread(nn.Module):
@@ -107,13 +106,13 @@ def work(options: argparse.Namespace) -> None:
     pipeline = Pipeline(blocks, nn.MSELoss(), make_optimizer, x, settings)
     if not options.splits:
         adapt(pipeline, make_optimizer, Policy(window_steps=WINDOW))
-    with (options.folder / f"steps-{rank}.jsonl").open("w", buffering=1) as lines:
-        for step in range(options.steps):
-            slow = rank == 1 and options.slow_from <= step < options.slow_until and options.slow_from >= 0
-            device.speed = (0.5 if slow else 1.0) * (1 + rng.uniform(-options.noise, options.noise))
-            begun_s = time.time()
-            pipeline.train_step(x, target=y)
-            lines.write(json.dumps([begun_s, time.time(), pipeline.layout.splits]) + "\n")
+    lines = lab_steps.Lines(options.folder, rank)
+    for step in range(options.steps):
+        slow = rank == 1 and options.slow_from <= step < options.slow_until and options.slow_from >= 0
+        device.speed = (0.5 if slow else 1.0) * (1 + rng.uniform(-options.noise, options.noise))
+        begun_s = time.time()
+        pipeline.train_step(x, target=y)
+        lines.write(begun_s, pipeline.layout.splits)
     torch.distributed.destroy_process_group()
 
 
@@ -145,40 +144,13 @@ def cluster(folder: Path) -> topology.Cluster:
 
 def run(options: argparse.Namespace, name: str, own: list[str], on_step: Callable[[Lab, int], None]) -> dict[str, Any]:
     """Run workers in a lab of their own; `on_step` is called with each step that the first rank has begun."""
-    place = lab.up(cluster(options.folder), f"adapt-{os.getpid()}", quotas="off")
     folder = (options.folder / name).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in [*folder.glob("steps-*.jsonl"), folder / "events.jsonl"]:
-        old.unlink(missing_ok=True)
-    verb = [sys.executable, "-c", "from ringweave.cli.main import main; main()", "lab", "run", "--lab", place.name]
     fixed = ["--folder", str(folder), "--block-s", str(options.block_s), "--microbatches", str(options.microbatches)]
-    try:
-        on_step(place, -1)
-        with subprocess.Popen([*verb, "--run-dir", str(folder), __file__, *fixed, *own]) as process:
-            follow(process, folder / "steps-0.jsonl", lambda step: on_step(place, step))
-    finally:
-        lab.down(place.name)
-    if process.returncode != 0:
-        raise SystemExit(f"workers: exit code {process.returncode}, expected 0")
-    rows = [[json.loads(line) for line in path.open()] for path in sorted(folder.glob("steps-*.jsonl"))]
-    steps = list(zip(*rows, strict=True))
+    steps = lab_steps.run(__file__, [*fixed, *own], cluster(options.folder), folder, on_step, quotas="off")
     return {
-        "steps_s": [max(row[1] for row in step) - max(row[0] for row in step) for step in steps],
-        "splits": [step[0][2] for step in steps],
+        "steps_s": [step.ended_s - step.first_begun_s for step in steps],
+        "splits": [step.more[0] for step in steps],
     }
-
-
-def follow(process: subprocess.Popen[bytes], path: Path, on_step: Callable[[int], None]) -> None:
-    """Call `on_step` once for each line of a growing file, until the process has ended."""
-    deadline_s, known = time.monotonic() + RUN_TIMEOUT_S, -1
-    while process.poll() is None:
-        if time.monotonic() > deadline_s:
-            process.terminate()
-        count = len(path.read_bytes().splitlines()) if path.exists() else -1
-        for step in range(known + 1, count + 1):
-            on_step(step)
-        known = max(known, count)
-        time.sleep(0.02)
 
 
 def watch(options: argparse.Namespace) -> int:
@@ -199,7 +171,7 @@ def watch(options: argparse.Namespace) -> int:
         name = "noise-0" if options.scenario == "noise" else "adapted"
         events = telemetry.read_last_attempt(options.folder / name / "events.jsonl")
         adapting.draw(adapting.history(events), options.picture)
-    document |= {"scenario": options.scenario, "steps_s": adapted["steps_s"]}
+    document |= {"scenario": options.scenario, "commit": lab_steps.commit(), "steps_s": adapted["steps_s"]}
     shown = {key: value for key, value in document.items() if key != "steps_s"}
     print(json.dumps(shown, indent=1))
     if options.out:

@@ -1,9 +1,9 @@
 """A NIC is cut to a quarter while a job runs, and given back: steps until there is a new plan, and how good it is.
 
-    python bench/drift.py                         # eight-nodes, 5 MB a step; needs root, about 3 minutes
-    python bench/drift.py --ddp                   # a step is a train step of a DDP model with 5 MB of gradients
-    python bench/drift.py --noise 0.1             # all links jump by 10 % every second: no new plan may come
-    python bench/drift.py --cluster examples/clusters/two-racks.yaml --node a-1
+    python bench/adapting/drift.py                  # eight-nodes, 5 MB a step; needs root, about 3 minutes
+    python bench/adapting/drift.py --ddp            # a step is a train step of a DDP model with 5 MB of gradients
+    python bench/adapting/drift.py --noise 0.1      # all links jump by 10 % every second: no new plan may come
+    python bench/adapting/drift.py --cluster examples/clusters/two-racks.yaml --node a-1
 
 A step is one allreduce of float32, or a train step; its time is that of the slowest rank by the machine's clock. First
 the job runs in a lab whose cluster file has the quarter from the start: what a fresh plan makes of it. Then the lab is
@@ -16,7 +16,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -24,19 +23,18 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import lab_steps
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ringweave import lab, telemetry, topology
+from ringweave import telemetry, topology
 from ringweave.lab import Lab
 
-ROOT = Path(__file__).parents[1]
 ALLOWED_STEPS, ALLOWED_SPEED = 20, 0.9
 NUM_LAST = 12
 """Steps at the end of a phase whose median is its speed."""
-RUN_TIMEOUT_S = 600
 
 
 def main() -> None:
@@ -51,7 +49,7 @@ def main() -> None:
 def parse_options() -> argparse.Namespace:
     """Returns the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cluster", type=Path, default=ROOT / "examples" / "clusters" / "eight-nodes.yaml")
+    parser.add_argument("--cluster", type=Path, default=lab_steps.ROOT / "examples" / "clusters" / "eight-nodes.yaml")
     parser.add_argument("--node", default="", help="whose NIC is cut; default: the second node")
     parser.add_argument("--bytes", type=int, default=5_000_000, help="of each step's allreduce")
     parser.add_argument("--ddp", action="store_true", help="train a model with so many bytes of gradients by DDP")
@@ -69,11 +67,11 @@ def work(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("ringweave")
     take_step = training_step(options.bytes) if options.ddp else allreduce_step(options.bytes)
-    with (options.folder / f"steps-{dist.get_rank()}.jsonl").open("w", buffering=1) as lines:
-        for _ in range(options.steps):
-            started_s = time.time()
-            take_step()
-            lines.write(json.dumps([started_s, time.time()]) + "\n")
+    lines = lab_steps.Lines(options.folder, dist.get_rank())
+    for _ in range(options.steps):
+        begun_s = time.time()
+        take_step()
+        lines.write(begun_s)
     dist.destroy_process_group()
 
 
@@ -125,7 +123,7 @@ def watch(options: argparse.Namespace) -> int:
         "ddp": options.ddp,
         "steps": options.steps,
     }
-    document |= {"date": str(date.today()), "commit": commit()}
+    document |= {"date": str(date.today()), "commit": lab_steps.commit()}
     text = json.dumps(document, indent=2)
     print(text)
     if options.out:
@@ -167,53 +165,25 @@ def run(
     Raises:
         SystemExit: The job failed.
     """
-    place = lab.up(cluster, f"drift-{os.getpid()}")
     folder = (options.folder / name).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in [*folder.glob("steps-*.jsonl"), folder / "events.jsonl"]:
-        old.unlink(missing_ok=True)
-    verb = [sys.executable, "-c", "from ringweave.cli.main import main; main()", "lab", "run", "--lab", place.name]
-    own = [__file__, "--steps", str(steps), "--bytes", str(options.bytes), "--folder", str(folder)]
+    own = ["--steps", str(steps), "--bytes", str(options.bytes), "--folder", str(folder)]
     own += ["--ddp"] if options.ddp else []
-    environ = os.environ | {"XDG_CACHE_HOME": str(folder / "no-cache" / str(os.getpid()))}
-    try:
-        with subprocess.Popen([*verb, "--run-dir", str(folder), *own], env=environ) as process:
-            follow(process, folder / "steps-0.jsonl", lambda step: on_step(place, step))
-    finally:
-        lab.down(place.name)
-    if process.returncode != 0:
-        raise SystemExit(f"workers: exit code {process.returncode}, expected 0")
-    return gather(folder)
+    environ = {"XDG_CACHE_HOME": str(folder / "no-cache" / str(os.getpid()))}
+    return gather(folder, lab_steps.run(__file__, own, cluster, folder, on_step, environ))
 
 
-def follow(process: subprocess.Popen[bytes], path: Path, on_step: Callable[[int], None]) -> None:
-    """Call `on_step` once for each line of a growing file, until the process has ended."""
-    deadline_s, known = time.monotonic() + RUN_TIMEOUT_S, -1
-    while process.poll() is None:
-        if time.monotonic() > deadline_s:
-            process.terminate()
-        count = len(path.read_bytes().splitlines()) if path.exists() else -1
-        for step in range(known + 1, count + 1):
-            on_step(step)
-        known = max(known, count)
-        time.sleep(0.02)
-
-
-def gather(folder: Path) -> dict[str, Any]:
+def gather(folder: Path, steps: list[lab_steps.Step]) -> dict[str, Any]:
     """Seconds of each step on the slowest rank, and what was noted about plans, with the step at which it was."""
-    rows = [[json.loads(line) for line in path.open()] for path in sorted(folder.glob("steps-*.jsonl"))]
-    begun = [max(start for start, _ in step) for step in zip(*rows, strict=True)]
-    ended = [max(end for _, end in step) for step in zip(*rows, strict=True)]
     events = list(telemetry.read(folder / "events.jsonl"))
     changes = [
-        {"step": sum(end < event["time"] for end in ended), "why": event["why"], "rates": event["rates"]}
+        {"step": sum(step.ended_s < event["time"] for step in steps), "why": event["why"], "rates": event["rates"]}
         for event in events
         if event["kind"] == "plan_changed"
     ]
     tuned = [event for event in events if event["kind"] == "schedule_tuned"]
     keys = ("version", "schedule", "bytes", "measured_s")
     return {
-        "steps_s": [end - start for start, end in zip(begun, ended, strict=True)],
+        "steps_s": [step.ended_s - step.last_begun_s for step in steps],
         "changes": changes,
         "tuned": [{key: event[key] for key in keys} for event in tuned],
     }
@@ -255,13 +225,6 @@ def slowed(cluster: topology.Cluster, node: str) -> topology.Cluster:
         nics = [replace(nic, rate_bytes_per_s=nic.rate_bytes_per_s / 4) for nic in each.nics]
         nodes.append(replace(each, nics=tuple(nics)) if each.name == node else each)
     return replace(cluster, nodes=tuple(nodes))
-
-
-def commit() -> str:
-    """Of the sources."""
-    return subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
 
 
 if __name__ == "__main__":
