@@ -178,7 +178,7 @@ torch.distributed.destroy_process_group()
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_job_with_a_parameter_server(place: Place, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINS)
     nodes = (NodeRequest(name="n0", capacity=1), NodeRequest(name="n1", capacity=1))
@@ -186,7 +186,7 @@ def test_a_job_with_a_parameter_server(place: Place, tmp_path: Path) -> None:
         name="served", num_workers=2, device="cpu", script="train.py", nodes=nodes, min_per_node=1, mode="ps-hra"
     )
     place.service.submit(request, base=tmp_path)
-    place.wait(lambda: place.service.job("served").state is JobState.SUCCEEDED, 4 * SOON_S)
+    place.wait(lambda: place.service.job("served").state is JobState.SUCCEEDED, 2 * SOON_S)
     lines = [line.text for line in place.service.logs("served", LogQuery()) if line.text.startswith("sum")]
     assert len(lines) == 2
     assert len(set(lines)) == 1, "all rings have the same parameters at the end, and met at the same server"
