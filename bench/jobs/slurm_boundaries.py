@@ -1,6 +1,6 @@
 """The controller of a job on a real Slurm killed by SIGKILL at every boundary of a life; its batch script restarts it.
 
-    python bench/jobs/slurm_boundaries.py [--first 1] [--step 1] [--most 0]     (root; about 10 s a life)
+    python bench/jobs/slurm_boundaries.py [--first 1] [--step 1] [--most 0] [--out FILE]     (root; about 10 s a life)
 
 A life of its own finds the boundaries: every action before and after, and inside of those of several steps. Then one
 life for each of them, in which the real process of the controller kills itself there. Ends with 1 if a life ended
@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from datetime import date
 from pathlib import Path
 
 from ringweave.jobs.requests.request import NodeRequest, Request
@@ -22,7 +23,9 @@ from ringweave.launch.slurm.asking.commands import Done, Slurm
 from ringweave.launch.slurm.service import SlurmService
 from ringweave.testing.slurm import SlurmCluster
 
-DEADLINE_S = 300.0
+DEADLINE_S = 900.0
+"""Of a life; on a machine with nothing else to do it takes 10 s."""
+ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import os, pathlib, time
 with open("ledger", "a") as ledger:
@@ -125,15 +128,23 @@ class Life:
         return found
 
 
+def commit() -> str:
+    """Of the sources that were run."""
+    head = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(head, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def main() -> int:
     """Live all lives, and say how they ended."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=1, help="number of the first boundary")
     parser.add_argument("--step", type=int, default=1, help="every so manieth of them")
     parser.add_argument("--most", type=int, default=0, help="so many lives; 0 for all")
+    parser.add_argument("--out", type=Path, help="where the lives go, as JSON")
     asked = parser.parse_args()
     good = {"left": [], "begun": {str(rank): 1 for rank in range(6)}}
     ends: list[bool] = []
+    lives: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as folder, SlurmCluster({"big": 10, "small": 5}, name=f"b-{os.getpid()}") as up:
         whole = Life(up, Path(folder, "whole"), 0)
         end, names = whole.lead(), whole.boundaries()
@@ -146,6 +157,10 @@ def main() -> int:
             was_killed = len(life.boundaries()) >= number
             print(f"killed {'' if was_killed else 'nowhere, not '}at {number} ({names[number - 1]}): {json.dumps(end)}")
             ends.append(end == good)
+            lives.append({"killed_at": number if was_killed else None, "boundary": names[number - 1], **end})
+    if asked.out:
+        about = {"date": str(date.today()), "commit": commit(), "boundaries": len(names)}
+        asked.out.write_text(json.dumps({**about, "lives": lives}, indent=1) + "\n")
     print(f"{len(ends) - 1} kills, {ends.count(True)} of {len(ends)} lives with one and the same end")
     return 0 if all(ends) else 1
 

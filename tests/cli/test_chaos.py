@@ -14,6 +14,7 @@ CLUSTER = str(ROOT / "examples" / "clusters" / "unequal-nics.yaml")
 PAIR = "name: pair\nnodes: [{name: a, nic: 200Mbit/s, devices: 1}, {name: b, nic: 200Mbit/s, devices: 1}]\n"
 JOB = """
 import itertools
+import pathlib
 import sys
 import torch
 import torch.distributed as dist
@@ -25,7 +26,10 @@ model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
 optimizer = torch.optim.AdamW(model.parameters())
 checkpoints = ringweave.Checkpoints(sys.argv[1], model=model, optimizer=optimizer)
 done = checkpoints.load()
-for train_step in itertools.count(done + 1) if done == 0 else range(done + 1, done + 10):
+begun = pathlib.Path(sys.argv[2], f"begun-{dist.get_rank()}")
+is_first = not begun.exists()
+begun.touch()
+for train_step in itertools.count(done + 1) if is_first else range(done + 1, done + 10):
     optimizer.zero_grad()
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
@@ -78,11 +82,16 @@ def test_what_is_wrong_is_said_before_anything_starts(
 def test_a_job_in_a_lab_is_killed_and_goes_on_from_its_checkpoint(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The first attempt never ends by itself; the second one ends nine steps after its checkpoint."""
+    """The first attempt never ends by itself; the second one ends nine steps after its checkpoint.
+
+    On a busy machine the first may be killed before it has one, or has done three steps.
+    """
     for name, text in {"pair.yaml": PAIR, "job.py": JOB, "script.txt": "at 3s kill worker 1\n"}.items():
         (tmp_path / name).write_text(text)
     arguments = [str(tmp_path / "pair.yaml"), "--script", str(tmp_path / "script.txt"), "--out", str(tmp_path / "out")]
-    code, text, _ = chaos(capsys, *arguments, "--json", "--", str(tmp_path / "job.py"), "{disk}/checkpoints")
+    code, text, _ = chaos(
+        capsys, *arguments, "--json", "--", str(tmp_path / "job.py"), "{disk}/checkpoints", str(tmp_path)
+    )
     assert code == 0, (tmp_path / "out" / "job.log").read_text()
     document = json.loads(text)
     assert document["script"] == ["at 3s kill worker 1"]
@@ -90,6 +99,7 @@ def test_a_job_in_a_lab_is_killed_and_goes_on_from_its_checkpoint(
     assert document["steps_lost"] <= 5, "a checkpoint every five steps, each waited for"
     assert document["steps"] >= 9
     assert document["recover_p50_s"] > 0
-    assert document["goodput"] > 0
+    is_measured = document["fault_free_steps_per_s"] is not None
+    assert document["goodput"] > 0 if is_measured else document["goodput"] is None
     assert not (tmp_path / "out" / "disk").is_mount()
     assert not [name for name in lab.names() if name == f"chaos-{os.getpid()}"]

@@ -32,7 +32,6 @@ ILLEGAL: Mapping[str, tuple[dict[str, Any], str]] = {
     "retries": ({"nodes": [{**NODE, "maxRetries": -1}]}, r"spec.nodes\[0\].maxRetries"),
     "policy": ({"nodes": [{**NODE, "deletionPolicy": "perhaps"}]}, "supported values"),
     "mode": ({"mode": "fast"}, "supported values"),
-    "a mode with a server": ({"mode": "ps-hra"}, "supported values"),
     "ttl": ({"ttlSecondsAfterFinished": -1}, "spec.ttlSecondsAfterFinished"),
     "no script": ({"script": ""}, "spec.script"),
     "script on two lines": ({"script": "a\nb"}, "spec.script"),

@@ -52,6 +52,12 @@ class RunDir:
         """Path of a worker's log."""
         return self.root / "logs" / f"rank-{global_rank}.log"
 
+    def logs_by_rank(self) -> dict[int, Path]:
+        """Paths of the workers' logs that are there, in order of their global ranks."""
+        paths = (self.root / "logs").glob("rank-*.log")
+        by_rank = {int(path.stem.removeprefix("rank-")): path for path in paths}
+        return dict(sorted(by_rank.items()))
+
     def server_log(self, index: int = 0) -> Path:
         """Path of the parameter server's log, or, with 1, of its standby's."""
         return self.root / "logs" / (f"server-{index}.log" if index else "server.log")

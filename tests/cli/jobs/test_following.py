@@ -11,6 +11,7 @@ from ringweave.jobs.life import records
 from ringweave.jobs.life.states import JobState
 from ringweave.jobs.requests.request import NodeRequest, Request
 from ringweave.launch.services import views
+from ringweave.launch.services.service import LogLine
 from ringweave.launch.services.views import JobView
 
 
@@ -52,3 +53,10 @@ def test_a_job_that_is_gone_before_its_end_was_seen_is_no_wrong_usage(capfd: pyt
 def test_a_job_that_was_never_seen_is_an_error() -> None:
     with pytest.raises(JobError, match="expected the name of a job"):
         follow()
+
+
+@pytest.mark.parametrize(
+    ("rank", "many", "text"), [(3, False, "[3] text"), (3, True, "[n0.2/4 3] text"), (None, False, "[n0.2/4] text")]
+)
+def test_lines_of_a_log(rank: int | None, many: bool, text: str) -> None:
+    assert following.shown(LogLine(node="n0", attempt=2, round=4, rank=rank, text="text"), many=many) == text

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from ringweave.jobs.life.observing import Cause, Phase
-from ringweave.launch.groups import layout, serving
+from ringweave.launch.groups import layout
 from ringweave.launch.groups.config import Config, ConfigNode
 from ringweave.launch.groups.crew import Crew
+from ringweave.launch.groups.handing import SharedFolder
 from ringweave.launch.groups.posts import Opening
 from ringweave.launch.groups.serving import QUIET_S, RoundServer, ServerDesk
 from ringweave.launch.launcher import Exit, WorkerState
 from ringweave.launch.local.sites import ThisMachine
 from ringweave.launch.run_dirs import RunDir
 from ringweave.launch.workers import Meeting, Program, WorkerGroup
-from ringweave.wire import Credentials
 
 CONFIG = Config(
     job="job",
@@ -45,6 +45,10 @@ def test_the_server_is_on_the_node_that_is_connected_best() -> None:
     assert layout.server_node(replace(CONFIG, mode="sync")) is None
 
 
+def test_ranks_are_counted_through_the_nodes() -> None:
+    assert [CONFIG.ranks(index) for index in (0, 1)] == [range(2), range(2, 3)]
+
+
 def test_a_described_cluster_keeps_what_the_job_uses_of_it() -> None:
     config = replace(CONFIG, cluster=RACK)
     cluster = layout.cluster_of(config, {"b": "10.0.0.2"})
@@ -67,17 +71,18 @@ def test_workers_are_told_where_the_server_is(tmp_path: Path) -> None:
 
 def test_credentials_are_handed_over_once_and_those_of_a_former_round_are_gone(tmp_path: Path) -> None:
     secrets = tmp_path / "secrets"
-    desk = ServerDesk(CONFIG, "a", ThisMachine(), secrets)
+    handover = SharedFolder(secrets)
+    desk = ServerDesk(CONFIG, "a", ThisMachine(), handover)
     desk.offer(1)
     meeting = desk.offer(2)
     assert meeting.host == "127.0.0.1"
     files = sorted(path for path in secrets.rglob("*") if path.is_file())
     assert [str(path.relative_to(secrets)) for path in files] == [f"round-2/worker-{rank}.json" for rank in range(3)]
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
-    credentials = Credentials.from_descriptor(serving.take_secret(secrets, 2, 1))
+    credentials = handover.take(2, 1)
     assert (credentials.identity.role, credentials.identity.name) == ("worker", "1")
     with pytest.raises(FileNotFoundError):
-        serving.take_secret(secrets, 2, 1)
+        handover.take(2, 1)
     assert desk.server(1, RunDir(root=tmp_path), {}) is None
     assert desk.server(2, RunDir(root=tmp_path), {}) is not None
 

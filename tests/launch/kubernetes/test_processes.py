@@ -13,11 +13,12 @@ import pytest
 from ringweave.errors import JobError
 from ringweave.jobs.life.states import JobState
 from ringweave.jobs.requests.request import NodeRequest, Request
-from ringweave.launch.kubernetes.api import connecting
+from ringweave.launch.kubernetes import names
+from ringweave.launch.kubernetes.api import connecting, kinds
 from ringweave.launch.kubernetes.api.client import Client
 from ringweave.launch.kubernetes.service import KubernetesService
 from ringweave.launch.local.ports import free_port
-from ringweave.launch.services.service import LogQuery
+from ringweave.launch.services.service import LogLine, LogQuery
 from ringweave.testing.kubernetes.cluster import FakeCluster
 from ringweave.testing.kubernetes.operators import OperatorProcess
 from ringweave.testing.kubernetes.processes import ProcessKubelet
@@ -68,13 +69,29 @@ class Place:
         self._thread.join(SOON_S)
         self._loop.close()
 
-    def wait(self, holds: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + SOON_S
+    def left_secrets(self, job: str) -> list[str]:
+        assert self.kubelet is not None
+        listed = self.kubelet.client.list(kinds.SECRETS, "default", labelSelector=f"{names.JOB_LABEL}={job}")
+        found = asyncio.run_coroutine_threadsafe(listed, self._loop).result(SOON_S)
+        return [each["metadata"]["name"] for each in found]
+
+    def remove_pod(self, name: str) -> None:
+        """As somebody does who is not the operator."""
+        assert self.kubelet is not None
+        removed = self.kubelet.client.delete(kinds.PODS, "default", name)
+        asyncio.run_coroutine_threadsafe(removed, self._loop).result(SOON_S)
+
+    def wait(self, holds: Callable[[], bool], limit_s: float = SOON_S) -> None:
+        deadline_s = time.monotonic() + limit_s
         while not holds():
             there = self.service.jobs()
             assert time.monotonic() < deadline_s, str(there)
             assert not any(job.state in BAD for job in there), str(there)
-            time.sleep(0.05)
+            time.sleep(0.25)  # each look is a connection of its own, which costs more than what it looks at
+
+
+def key(line: LogLine) -> tuple[str, int, int, int | None]:
+    return line.node, line.attempt, line.round, line.rank
 
 
 @pytest.fixture
@@ -117,19 +134,63 @@ def test_a_job_of_real_processes(place: Place, tmp_path: Path) -> None:
     place.kubelet.kill("real-1-1")
     place.wait(lambda: service.job("real").nodes[1].retries == 1)
     place.wait(lambda: service.job("real").state is JobState.RUNNING)
+    place.wait(lambda: len(list(service.logs("real", LogQuery(node="n0")))) == 6)
+    place.remove_pod("real-0-1")
+    place.wait(lambda: service.job("real").nodes[0].retries == 1)
+    place.wait(lambda: len(list(service.logs("real", LogQuery(node="n0", attempt=1)))) == 6)
     flag.touch()
     place.wait(lambda: service.job("real").state is JobState.SUCCEEDED)
     seen = service.job("real")
-    assert [len(node.attempts) for node in seen.nodes] == [1, 2]
+    assert [len(node.attempts) for node in seen.nodes] == [2, 2]
     assert {"Starting", "Running", "Retrying", "Succeeded"} <= {event.kind for event in seen.events}
 
-    # The Pods are gone by now; what they printed is not.
-    lines = list(service.logs("real", LogQuery()))
+    # The Pods are gone by now; what they printed is not, also of the one that somebody else removed.
     first = [("n0", 1, 1, 0), ("n0", 1, 1, 1), ("n0", 1, 1, 2), ("n1", 1, 1, 3)]
     second = [("n0", 1, 2, 0), ("n0", 1, 2, 1), ("n0", 1, 2, 2), ("n1", 2, 2, 3)]
-    assert {(line.node, line.attempt, line.round, line.rank) for line in lines} >= {*first, *second}
+    third = [("n0", 2, 3, 0), ("n0", 2, 3, 1), ("n0", 2, 3, 2), ("n1", 2, 3, 3)]
+    wanted = {*first, *second, *third}
+    lines = list(service.logs("real", LogQuery()))
+    assert {key(line) for line in lines} >= wanted
     assert all(f"rank {line.rank} of 4 meets at 127.0.0." in line.text for line in lines)
     assert {line.attempt for line in service.logs("real", LogQuery(node="n1", rank=3))} == {1, 2}
 
     assert service.act("real", "delete").name == "real"
     place.wait(lambda: service.jobs() == [])
+
+
+TRAINS = """
+import os, torch, ringweave
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+x = torch.randn(32, 4)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
+model, optimizer, loader = ringweave.prepare(model, optimizer, loader)
+for a, b in loader:
+    optimizer.zero_grad()
+    (model(a) - b).square().mean().backward()
+    optimizer.step()
+print(f"sum {sum(p.sum().item() for p in model.parameters()):.6f} by {os.environ['RINGWEAVE_SERVER']}")
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(1800)
+def test_a_job_with_a_parameter_server(place: Place, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINS)
+    nodes = (NodeRequest(name="n0", capacity=1), NodeRequest(name="n1", capacity=1))
+    request = Request(
+        name="served", num_workers=2, device="cpu", script="train.py", nodes=nodes, min_per_node=1, mode="ps-hra"
+    )
+    place.service.submit(request, base=tmp_path)
+    place.wait(lambda: place.service.job("served").state is JobState.SUCCEEDED, 2 * SOON_S)
+    lines = [line.text for line in place.service.logs("served", LogQuery()) if line.text.startswith("sum")]
+    assert len(lines) == 2
+    assert len(set(lines)) == 1, "all rings have the same parameters at the end, and met at the same server"
+    assert [node.retries for node in place.service.job("served").nodes] == [0, 0]
+    assert place.service.act("served", "delete").name == "served"
+    place.wait(lambda: place.service.jobs() == [])
+    assert place.left_secrets("served") == []

@@ -63,6 +63,14 @@ def test_an_unfinished_line_is_due_when_it_changed_and_time_has_passed() -> None
     assert not thinner.is_due(b"", 40.0), "there is nothing to show"
 
 
+def test_a_line_that_is_printed_in_pieces_is_none_that_has_no_end() -> None:
+    thinner = Thinner(5.0, now_s=0.0, stands_s=5.0)
+    assert not thinner.is_due(b"loss ", 60.0), "the rest of it comes in a moment"
+    assert thinner.finish([b"loss 0.5"], 60.1) == [b"loss 0.5"]
+    assert not thinner.is_due(b"1%", 70.0)
+    assert thinner.is_due(b"9%", 75.0)
+
+
 def test_a_finished_line_starts_the_time_again() -> None:
     thinner = Thinner(5.0, now_s=0.0)
     assert thinner.finish([b"a"], 4.0) == [b"a"]

@@ -51,6 +51,15 @@ def test_bars_are_thinned_where_lines_cannot_be_rewritten(log: LogFile, tmp_path
     assert (tmp_path / "log").read_bytes() == b"40%\n80%\n100%\n"
 
 
+def test_what_is_printed_in_pieces_is_printed_once(log: LogFile) -> None:
+    out, clock = io.BytesIO(), Time()
+    stream = merged({"stdout": out}, log, clock)
+    clock.now_s = 60.0
+    for piece in (b"loss", b" ", b"0.5", b"\n"):
+        stream.feed(piece)
+    assert out.getvalue() == b"[0] loss 0.5\n"
+
+
 def test_a_waiting_line_is_shown_after_a_while(log: LogFile) -> None:
     out, clock = io.BytesIO(), Time()
     stream = merged({"stdout": out}, log, clock)

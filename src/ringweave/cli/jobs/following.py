@@ -72,9 +72,11 @@ def follow(name: str, open_service: Callable[[], Service], sleep: Callable[[floa
 
 
 def shown(line: LogLine, *, many: bool) -> str:
-    """`[3] loss 2.1`; with many attempts, those before the first and rounds are named too."""
-    again = f"{line.node}.{line.attempt}/{line.round} " if many else ""
-    return f"[{again}{line.rank}] {line.text}"
+    """`[3] loss 2.1`; with many attempts node, attempt and round too, as for what no worker printed."""
+    group = f"{line.node}.{line.attempt}/{line.round}"
+    if line.rank is None:
+        return f"[{group}] {line.text}"
+    return f"[{group} {line.rank}] {line.text}" if many else f"[{line.rank}] {line.text}"
 
 
 def _print_logs(service: Service, name: str) -> None:

@@ -60,6 +60,11 @@ class Config:
         """Workers in all."""
         return sum(node.workers for node in self.nodes)
 
+    def ranks(self, index: int) -> range:
+        """Global ranks of the workers of the node of this index in the request."""
+        first = sum(node.workers for node in self.nodes if node.index < index)
+        return range(first, first + self.node(index).workers)
+
     def node(self, index: int) -> ConfigNode:
         """The node of this index in the request."""
         return next(node for node in self.nodes if node.index == index)

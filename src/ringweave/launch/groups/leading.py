@@ -13,10 +13,11 @@ from ringweave import topology
 from ringweave.jobs.life.observing import Phase
 from ringweave.launch import records
 from ringweave.launch.books import Books
-from ringweave.launch.groups import layout, serving
+from ringweave.launch.groups import layout
 from ringweave.launch.groups.agent import Agent
 from ringweave.launch.groups.config import Config
 from ringweave.launch.groups.crew import Crew
+from ringweave.launch.groups.handing import Handover
 from ringweave.launch.groups.posts import Offer, Opening, Post
 from ringweave.launch.groups.results import Results
 from ringweave.launch.groups.serving import ServerDesk
@@ -41,10 +42,10 @@ class Assignment:
     """Workers that share this machine's CPUs: the node's own, or those of all nodes where they are one machine."""
     site: Site
     """How processes are put onto the node."""
+    handover: Handover
+    """The way to the other groups of the job, for credentials of its workers where there is a parameter server."""
     guard_holds: Sequence[int] = ()
     """Descriptors that stay open until nothing of the group can run any more, whoever is killed."""
-    secrets: Path | None = None
-    """Folder that the groups of the job share, for credentials of its workers; None where a server is not to be had."""
     shows_output: bool = True
     """What workers print goes to this process's own output too, with the rank in front."""
 
@@ -82,9 +83,9 @@ def lead(assignment: Assignment, post: Post, environ: Mapping[str, str]) -> Phas
 def _server_desk(assignment: Assignment) -> ServerDesk | None:
     """What makes the server of each round, where that is this node's to do."""
     name = assignment.config.node(assignment.node).name
-    if assignment.secrets is None or layout.server_node(assignment.config) != name:
+    if layout.server_node(assignment.config) != name:
         return None
-    return ServerDesk(assignment.config, name, assignment.site, assignment.secrets)
+    return ServerDesk(assignment.config, name, assignment.site, assignment.handover)
 
 
 class _Workers:
@@ -134,9 +135,9 @@ class _Workers:
 
 
 def _secret(assignment: Assignment, opening: Opening, worker: WorkerSpec) -> int | None:
-    if opening.server is None or assignment.secrets is None:
+    if opening.server is None:
         return None
-    return serving.take_secret(assignment.secrets, opening.round, worker.global_rank)
+    return assignment.handover.take(opening.round, worker.global_rank).to_descriptor()
 
 
 def _placed(assignment: Assignment, opening: Opening, run_dir: RunDir, program: Program) -> WorkerGroup:

@@ -1,66 +1,48 @@
 """The parameter server of a job: led by the agent of the node that is connected best, a new one for each round.
 
 Who leads it makes the authority of the round, so that its key stays in one process. The credentials of the workers are
-handed to the other agents as files in a folder of the job's owner; each is gone when its worker starts.
+handed to the other agents (`handing.py`).
 """
 
 import contextlib
 import os
-import shutil
 import signal
 from collections.abc import Mapping
-from pathlib import Path
 
 from ringweave.launch.groups.config import Config
+from ringweave.launch.groups.handing import Handover
 from ringweave.launch.local.attendants import Post
 from ringweave.launch.local.sites import Site
 from ringweave.launch.run_dirs import RunDir
 from ringweave.launch.serving import ROLE, JobServer
 from ringweave.launch.workers import Meeting
-from ringweave.wire import Authority, Credentials, Identity
+from ringweave.wire import Authority, Identity
 
 QUIET_S = 10.0
 """A server to which nobody has been connected for so long is not wanted any more: a script that trained without it, or
 members that left it in another way than by saying so. A member that lost its connection is back within seconds."""
 
 
-def _secret_file(secrets: Path, round_: int, global_rank: int) -> Path:
-    return secrets / f"round-{round_}" / f"worker-{global_rank}.json"
-
-
-def take_secret(secrets: Path, round_: int, global_rank: int) -> int:
-    """A descriptor of a worker's credentials, for it to inherit; the file is gone then.
-
-    Raises:
-        OSError: They are not there.
-    """
-    path = _secret_file(secrets, round_, global_rank)
-    descriptor = Credentials.load(path).to_descriptor()
-    path.unlink()
-    return descriptor
-
-
 class ServerDesk:
     """Makes the server of each round, on one node."""
 
-    def __init__(self, config: Config, node: str, site: Site, secrets: Path) -> None:
-        """`secrets` is the folder that the groups of the job share."""
-        self._config, self._node, self._site, self._secrets = config, node, site, secrets
+    def __init__(self, config: Config, node: str, site: Site, handover: Handover) -> None:
+        """`handover` is the way to the other groups of the job."""
+        self._config, self._node, self._site, self._handover = config, node, site, handover
         self._made: tuple[int, Meeting, Authority] | None = None
 
     def offer(self, round_: int) -> Meeting:
         """Where the server of this round will listen; credentials of all workers are there when this returns.
 
         Raises:
-            LaunchError: There is no free port.
+            LaunchError: There is no free port, or nobody to give the credentials to.
             OSError: The credentials cannot be written.
         """
         meeting = self._site.meeting(self._node)
         identity = Identity(job=f"{self._config.job}-{round_}-{os.getpid()}", role=ROLE, name="0")
         authority = Authority(identity.job)
-        shutil.rmtree(self._secrets, ignore_errors=True)
-        for global_rank in range(self._config.world_size):
-            authority.issue("worker", str(global_rank)).save(_secret_file(self._secrets, round_, global_rank))
+        ranks = range(self._config.world_size)
+        self._handover.give(round_, {rank: authority.issue("worker", str(rank)) for rank in ranks})
         self._made = (round_, meeting, authority)
         return meeting
 

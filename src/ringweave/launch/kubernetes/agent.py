@@ -13,8 +13,8 @@ from pathlib import Path
 from ringweave.jobs.life.observing import Phase
 from ringweave.launch.groups.leading import Assignment, lead
 from ringweave.launch.groups.posts import Report
-from ringweave.launch.kubernetes.logs import ROUND
-from ringweave.launch.kubernetes.objects import configs
+from ringweave.launch.kubernetes.handing import DeskHandover
+from ringweave.launch.kubernetes.objects import configs, keeping
 from ringweave.launch.kubernetes.post import Desk, DeskPost
 from ringweave.launch.local.sites import ThisMachine
 
@@ -23,12 +23,19 @@ _EXIT = {Phase.SUCCEEDED: 0, Phase.STOPPED: 143}
 
 
 class SayingPost(DeskPost):
-    """Says in the log which round's workers begin, for those who read it later."""
+    """Says in the log which round's workers begin, for those who read it later, and sees to it that they can."""
+
+    def __init__(self, desk: Desk, last_words: Path | None, home: Path) -> None:
+        """`home` is the folder of the attempt."""
+        super().__init__(desk, last_words)
+        self._home = home
 
     def tell(self, report: Report) -> None:
         """Say it, and leave the report."""
+        if report.phase is Phase.STOPPED:  # perhaps since somebody removes this Pod, and its log with it
+            self.lodge_log("\n".join(keeping.printed(self._home)))
         if report.phase is Phase.RUNNING and report.iterations is None:
-            sys.stdout.write(f"{ROUND}{report.round}\n")
+            sys.stdout.write(f"{keeping.ROUND}{report.round}\n")
             sys.stdout.flush()
         super().tell(report)
 
@@ -52,10 +59,11 @@ def main(environ: Mapping[str, str]) -> int:
         home=home,
         cpus_shared_by=config.node(int(node)).workers,
         site=ThisMachine(environ.get("POD_IP") or "127.0.0.1"),
+        handover=DeskHandover(desk, config.ranks(int(node))),
     )
     os.chdir(config.directory or home)
     last_words = Path(environ.get("RINGWEAVE_LAST_WORDS", LAST_WORDS))
-    post = SayingPost(desk, last_words if last_words.exists() else None)
+    post = SayingPost(desk, last_words if last_words.exists() else None, home)
     post.begin()
     ours = {"RINGWEAVE_DESK_AUTHORITY", "RINGWEAVE_SECRET_DIR", "RINGWEAVE_DESK"}
     phase = lead(assignment, post, {name: value for name, value in environ.items() if name not in ours})

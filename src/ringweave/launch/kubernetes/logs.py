@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ringweave.errors import RingweaveError
+from ringweave.jobs.life.observing import Cause
 from ringweave.jobs.life.records import Job
 from ringweave.launch.kubernetes.api import kinds
 from ringweave.launch.kubernetes.api.client import Client, Object
@@ -19,10 +20,9 @@ from ringweave.launch.services.service import LogLine, LogQuery
 
 LOOK_S = 0.5
 """Between two looks for Pods that have come since."""
-ROUND = "[ringweave] round "
-"""Begins the line by which an agent says that its workers start, for which round."""
 _LINE = re.compile(r"\[(\d+)\] (.*)", re.DOTALL)
 _END = None
+_LOST = "its Pod was removed by somebody else, and its log with it"
 
 
 class Logs:
@@ -77,6 +77,17 @@ class Logs:
                 break
             await asyncio.sleep(LOOK_S)
         await asyncio.gather(*tasks)
+        await self._tell_lost(begun | {key for key, _ in await self._pods(client)})
+
+    async def _tell_lost(self, known: set[seeing.Key]) -> None:
+        """Attempts that ended by the place's doing, and of whose log nothing is left."""
+        for node in self._job.used_nodes:
+            record = self._job.record.nodes[node]
+            for ended in (*record.history, *([record.ended] if record.ended else ())):
+                key = (node, ended.attempt)
+                if ended.cause is Cause.PLACE and key not in known and self._is_asked_for(key):
+                    name = self._job.node_name(node)
+                    await self._put(LogLine(node=name, attempt=ended.attempt, round=0, rank=None, text=_LOST))
 
     async def _kept(self, client: Client) -> Sequence[tuple[seeing.Key, Object]]:
         selector = f"{self._owner.selector},{keeping.LOG_LABEL}"
@@ -88,16 +99,22 @@ class Logs:
 
     def _wanted(self, found: Sequence[Object]) -> Sequence[tuple[seeing.Key, Object]]:
         """Those of this job that are asked for, oldest attempts first."""
-        which, job = self._which, self._job
         kept = []
         for each in found:
             key = seeing.key_of(each)
             if key is None or not self._owner.owns(each):
                 continue
-            is_node = which.node is None or job.node_name(key[0]) == which.node
-            if is_node and which.attempt in (None, key[1]):
+            if self._is_asked_for(key):
                 kept.append((key, each))
         return sorted(kept, key=lambda pair: (pair[0][1], pair[0][0]))
+
+    def _is_asked_for(self, key: seeing.Key) -> bool:
+        """By node, attempt, and the node that a rank is of."""
+        which, job = self._which, self._job
+        first = sum(job.counts[: key[0]])
+        is_node = which.node in (None, job.node_name(key[0]))
+        has_rank = which.rank is None or first <= which.rank < first + job.counts[key[0]]
+        return is_node and has_rank and which.attempt in (None, key[1])
 
     async def _stream(self, client: Client, key: seeing.Key, pod: Mapping[str, Any]) -> None:
         path = kinds.PODS.path(self._owner.namespace, pod["metadata"]["name"], "log")
@@ -118,12 +135,14 @@ class Logs:
 
     async def _take(self, key: seeing.Key, round_: int, line: str) -> int:
         """Tell a line if it is asked for; the round that the next one is of."""
-        if line.startswith(ROUND):
-            return int(line.removeprefix(ROUND))
+        if line.startswith(keeping.ROUND):
+            return int(line.removeprefix(keeping.ROUND))
         match = _LINE.match(line)
-        if match and self._which.rank in (None, int(match[1])):
+        # What no worker printed is the container's own (no Python in its image), or said of the log itself.
+        rank, text = (int(match[1]), match[2]) if match else (None, line)
+        if self._which.rank in (None, rank):
             node = self._job.node_name(key[0])
-            await self._put(LogLine(node=node, attempt=key[1], round=round_, rank=int(match[1]), text=match[2]))
+            await self._put(LogLine(node=node, attempt=key[1], round=round_, rank=rank, text=text))
         return round_
 
     async def _put(self, each: LogLine | RingweaveError | None) -> None:
@@ -142,5 +161,5 @@ class Logs:
             if error.is_gone:
                 return True
             raise
-        job = reading.job_of(resource)
-        return job is not None and job.record.state.is_end
+        self._job = reading.job_of(resource) or self._job
+        return self._job.record.state.is_end

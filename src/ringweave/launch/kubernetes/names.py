@@ -28,6 +28,11 @@ def config(job: str) -> str:
     return f"{job}-config"
 
 
+def server(job: str) -> str:
+    """Name of the Secret with the credentials for its parameter server, where it has one."""
+    return f"{job}-server"
+
+
 def service(job: str) -> str:
     """Name of the headless Service: the workers' host names end in it."""
     return job

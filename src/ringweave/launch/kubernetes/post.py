@@ -20,6 +20,9 @@ RETRY_S = 0.5
 LAST_S = 10.0
 """How long the last report is tried for; the kubelet tells it as well."""
 
+LOG_S = 5.0
+"""How long a log is tried for; before the last report, as a Pod that is removed has 30 s for all."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Desk:
@@ -49,7 +52,8 @@ class Desk:
             connection = http.client.HTTPConnection(host, port, timeout=_LONGEST_S)
         headers = {"Authorization": f"Bearer {self.token}", **({TAG: tag} if tag else {})}
         try:
-            connection.request(method, f"/v1/{self.group}/{what}", body=body, headers=headers)
+            content = None if body is None else body.encode()  # http.client would write Latin-1
+            connection.request(method, f"/v1/{self.group}/{what}", body=content, headers=headers)
             answer = connection.getresponse()
             return answer.status, answer.read().decode(), answer.headers.get(TAG, "")
         finally:
@@ -98,6 +102,12 @@ class DeskPost(Post):
         """Until orders change, or so long."""
         self._changed.wait(timeout_s)
         self._changed.clear()
+
+    def lodge_log(self, text: str) -> None:
+        """Have the desk keep what was printed, for those who ask when this Pod is gone; it is tried for a while."""
+        deadline_s = time.monotonic() + LOG_S
+        while self._ask("PUT", "log", text)[0] == 503 and time.monotonic() < deadline_s:
+            self._sleep(RETRY_S)
 
     def _ask_on(self) -> None:
         tag = ""

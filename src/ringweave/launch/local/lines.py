@@ -38,21 +38,29 @@ class LineSplitter:
 class Thinner:
     """Says when an unfinished line is worth showing: it changed, and nothing was shown for a while."""
 
-    def __init__(self, interval_s: float, now_s: float) -> None:
-        self._interval_s = interval_s
+    def __init__(self, interval_s: float, now_s: float, *, stands_s: float = 0.0) -> None:
+        """`stands_s`: it has had no end for so long. What is printed in pieces is whole a moment later."""
+        self._interval_s, self._stands_s = interval_s, stands_s
         self._shown_s = now_s
         self._shown = b""
+        self._begun_s: float | None = None
 
     def finish(self, lines: list[bytes], now_s: float) -> list[bytes]:
         """The finished lines to show: all, but not one that was shown while unfinished and is still the same."""
         if not lines:
             return []
-        first, self._shown, self._shown_s = self._shown, b"", now_s
+        first, self._shown, self._shown_s, self._begun_s = self._shown, b"", now_s, None
         return lines[1:] if lines[0] == first != b"" else lines
 
     def is_due(self, unfinished: bytes, now_s: float) -> bool:
         """Whether to show the unfinished line now; if so, it counts as shown."""
-        if not unfinished or unfinished == self._shown or now_s - self._shown_s < self._interval_s:
+        if not unfinished:
+            self._begun_s = None
+            return False
+        self._begun_s = now_s if self._begun_s is None else self._begun_s
+        if unfinished == self._shown or now_s - self._shown_s < self._interval_s:
+            return False
+        if now_s - self._begun_s < self._stands_s:
             return False
         self._shown, self._shown_s = unfinished, now_s
         return True

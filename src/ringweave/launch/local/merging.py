@@ -106,7 +106,7 @@ class PlainSink:
 
     def __init__(self, write: Callable[[list[bytes]], None], prefix: bytes, clock: Callable[[], float]) -> None:
         self._write, self._prefix, self._clock = write, prefix, clock
-        self._thinner = Thinner(BAR_INTERVAL_S, clock())
+        self._thinner = Thinner(BAR_INTERVAL_S, clock(), stands_s=BAR_INTERVAL_S)
 
     def show(self, lines: list[bytes], unfinished: bytes) -> None:
         """Take finished lines, and what the line without an end looks like now."""

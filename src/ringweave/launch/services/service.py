@@ -44,14 +44,14 @@ class LogQuery:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogLine:
-    """One line that a worker printed."""
+    """One line that a worker printed, or that the place says of what it printed."""
 
     node: str
     attempt: int
     round: int
     """Of the gate: an attempt whose node was called back has one log for each round."""
-    rank: int
-    """Global rank of the worker."""
+    rank: int | None
+    """Global rank of the worker; None: it is of the group itself, or says what became of its log."""
     text: str
     """Without the end of the line."""
 

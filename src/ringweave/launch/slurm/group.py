@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 from ringweave.launch.groups import config as configs
+from ringweave.launch.groups.handing import SharedFolder
 from ringweave.launch.groups.leading import Assignment, lead
 from ringweave.launch.local.jobs import locks
 from ringweave.launch.local.jobs.folders import JobFolder
@@ -36,7 +37,7 @@ def main(root: Path, node: int, attempt: int, key: str, lease_s: float) -> None:
         cpus_shared_by=config.node(node).workers,
         site=ThisMachine(address_towards(os.environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))),
         guard_holds=(lock,),
-        secrets=folder.secrets,
+        handover=SharedFolder(folder.secrets),
         shows_output=False,
     )
     os.chdir(config.directory or root)

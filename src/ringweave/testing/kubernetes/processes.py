@@ -45,7 +45,7 @@ class ProcessKubelet:
 
     def __init__(self, client: Client, namespace: str, root: Path) -> None:
         """Files of Pods go below `root`."""
-        self._client, self._namespace, self._root = client, namespace, root
+        self.client, self._namespace, self._root = client, namespace, root
         self._containers: dict[str, _Container] = {}
 
     async def serve(self) -> None:
@@ -80,7 +80,7 @@ class ProcessKubelet:
                 await asyncio.sleep(_LOOK_S)
 
     async def _look(self) -> None:
-        pods = await self._client.list(kinds.PODS, self._namespace, labelSelector=names.JOB_LABEL)
+        pods = await self.client.list(kinds.PODS, self._namespace, labelSelector=names.JOB_LABEL)
         there = {pod["metadata"]["uid"]: pod for pod in pods}
         for uid, pod in there.items():
             container = self._containers.get(uid)
@@ -128,9 +128,9 @@ class ProcessKubelet:
 
     async def _texts(self, volume: Mapping[str, Any]) -> dict[str, str]:
         if "configMap" in volume:
-            return (await self._client.get(kinds.CONFIG_MAPS, self._namespace, volume["configMap"]["name"]))["data"]
+            return (await self.client.get(kinds.CONFIG_MAPS, self._namespace, volume["configMap"]["name"]))["data"]
         if "secret" in volume:
-            found = await self._client.get(kinds.SECRETS, self._namespace, volume["secret"]["secretName"])
+            found = await self.client.get(kinds.SECRETS, self._namespace, volume["secret"]["secretName"])
             return {name: b64decode(value).decode() for name, value in found["data"].items()}
         return {}
 
@@ -159,7 +159,7 @@ class ProcessKubelet:
         body = {"status": {**status, "containerStatuses": [whole]}}
         try:
             name = pod["metadata"]["name"]
-            await self._client.patch(kinds.PODS, self._namespace, name, body, subresource="status")
+            await self.client.patch(kinds.PODS, self._namespace, name, body, subresource="status")
         except ApiError as error:
             if not error.is_gone:
                 raise

@@ -192,6 +192,15 @@ def test_a_token_that_is_not_the_known_one_is_looked_up_but_not_all_the_time(off
     assert after.ask("PUT", "report", "{}")[0] == 400, "what cannot be read changes nothing"
 
 
+def test_what_is_no_latin_is_reported_too(office: Office) -> None:
+    office.note()
+    post = office.post()
+    wait(lambda: post.orders().round == 1)
+    said = Report(round=1, phase=Phase.INTERRUPTED, pid=7, text="rank 0 raised ValueError: ошибка → é")
+    post.tell(said)
+    wait(lambda: (seen := seeing.report_of(office.pod())) is not None and seen.text == said.text)
+
+
 def test_what_is_no_report_is_refused(office: Office) -> None:
     office.note()
     address = Address(url=office.url, group=f"default/{office.name}/0/1", token=office.token())

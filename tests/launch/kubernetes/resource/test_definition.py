@@ -7,6 +7,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from ringweave.jobs.requests.job_file import NodeEntry, RequestEntry
+from ringweave.jobs.requests.request import MODES
 from ringweave.launch.kubernetes.resource import fields
 from ringweave.launch.kubernetes.resource.definition import definition
 
@@ -28,7 +29,7 @@ def test_every_key_of_the_job_file_has_its_field() -> None:
     spec = fields.spec()["properties"]
     keys = {RENAMED.get(key, key) for key in RequestEntry.model_fields} - {"name", "lab"}
     assert keys <= spec.keys()
-    assert spec["mode"]["enum"] == ["auto", "sync", "balanced"], "no parameter server in Pods yet"
+    assert spec["mode"]["enum"] == list(MODES)
     node = spec["nodes"]["items"]["properties"]
     assert {OF_A_NODE.get(key, key) for key in NodeEntry.model_fields} - {"count"} <= node.keys()
 

@@ -1,12 +1,15 @@
 """Logs of attempts whose Pod goes: kept in a ConfigMap each until the job is forgotten."""
 
+import os
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ringweave.launch.kubernetes import names
 from ringweave.launch.kubernetes.objects.owning import Object, Owner
+from ringweave.launch.run_dirs import RunDir
 
 MAX_BYTES = 512 * 1024
 """Of one attempt's log, its end; a ConfigMap has room for 1 MiB."""
@@ -15,6 +18,8 @@ READ_S = 20.0
 """A node that has not sent the whole of a log by then does not answer."""
 PATIENCE_S = 10.0
 """So long a Pod that is to go stays because its log cannot be read; its successor waits for that."""
+ROUND = "[ringweave] round "
+"""Begins the line by which an agent says that its workers start, for which round."""
 LOG = "log"
 LOG_LABEL = f"{names.GROUP}/log"
 
@@ -44,6 +49,33 @@ def unread(error: Exception) -> str:
     """The line that stands for a log, or the end of one, that could not be had."""
     why = str(error) or f"no answer in {READ_S:g} s"
     return f"[ringweave] the rest of this log could not be read: {why}"
+
+
+def printed(home: Path) -> list[str]:
+    """What the workers of an attempt printed, as its Pod's log has it, but rank by rank: the end of each one's.
+
+    Args:
+        home: Folder of the attempt, with a run directory for each round.
+    """
+    rounds = sorted((int(path.name.removeprefix("round-")), path) for path in home.glob("round-*"))
+    logs = [(round_, RunDir(root=path).logs_by_rank()) for round_, path in rounds]
+    most_bytes = MAX_BYTES // max(1, sum(len(by_rank) for _, by_rank in logs))
+    lines = []
+    for round_, by_rank in logs:
+        lines.append(f"{ROUND}{round_}")
+        for rank, path in by_rank.items():
+            lines += [f"[{rank}] {line}" for line in _end(path, most_bytes)]
+    return lines
+
+
+def _end(path: Path, most_bytes: int) -> list[str]:
+    """The last whole lines of a file."""
+    with path.open("rb") as log:
+        size = log.seek(0, os.SEEK_END)
+        log.seek(max(0, size - most_bytes))
+        lines = log.read().decode("utf-8", "replace").split("\n")
+    whole = lines if size <= most_bytes else lines[1:]
+    return whole if whole and whole[-1] else whole[:-1]
 
 
 def log_map(owner: Owner, pod: Mapping[str, Any], lines: Iterable[str]) -> Object:

@@ -125,7 +125,7 @@ class Actor:
     async def forget(self, resource: Object) -> None:
         """Let go of the job; its kept logs go with it. One whose time has come is deleted first.
 
-        So do its Secret and Service: a job that was deleted while its config was made has them, and no ConfigMap that
+        So do its Secrets and Service: a job that was deleted while its config was made has them, and no ConfigMap that
         says so.
         """
         metadata = resource["metadata"]
@@ -171,9 +171,11 @@ class Actor:
             return  # made just now: the next look sees it
         current = {node: look.seen.pods[node, look.job.record.nodes[node].attempt] for node in look.job.used_nodes}
         addresses = {look.job.node_name(node): _address(pod) for node, pod in current.items()}
-        report = seeing.report_of(current[look.job.used_nodes[0]])
-        meeting = report.meeting if report and report.meeting else Meeting(host=next(iter(addresses.values())), port=0)
-        opening = Opening(round=round_, meeting=meeting, addresses=addresses)
+        reports = [report for pod in current.values() if (report := seeing.report_of(pod))]
+        first = seeing.report_of(current[look.job.used_nodes[0]])
+        meeting = first.meeting if first and first.meeting else Meeting(host=next(iter(addresses.values())), port=0)
+        server = next((report.server for report in reports if report.server), None)
+        opening = Opening(round=round_, meeting=meeting, server=server, addresses=addresses)
         body = {
             # Of the look: a gate that somebody else opened meanwhile is not shut again.
             "metadata": {"resourceVersion": config["metadata"]["resourceVersion"]},
@@ -248,8 +250,9 @@ class Actor:
             await self._delete(kinds.CONFIG_MAPS, look.seen.config)
 
     async def _delete_beside(self, owner: looking.Owner) -> None:
-        """The Service and the Secret, where they are there and the job's."""
-        of_job = ((kinds.SERVICES, names.service(owner.name)), (kinds.SECRETS, names.config(owner.name)))
+        """The Service and the Secrets, where they are there and the job's."""
+        secrets = (names.config(owner.name), names.server(owner.name))
+        of_job = [(kinds.SERVICES, names.service(owner.name)), *((kinds.SECRETS, name) for name in secrets)]
         for kind, name in of_job:
             try:
                 found = await self._client.get(kind, owner.namespace, name)

@@ -3,21 +3,20 @@
 import asyncio
 from collections.abc import Callable
 
-from ringweave.errors import JobError, RingweaveError
+from ringweave.errors import JobError, RingweaveError, explain
 from ringweave.jobs.admission import admitting
 from ringweave.jobs.admission.permissions import Permission, PermissionCache
 from ringweave.jobs.life.records import Job
+from ringweave.launch.groups import config
 from ringweave.launch.kubernetes import names
 from ringweave.launch.kubernetes.api import kinds
 from ringweave.launch.kubernetes.api.client import Client, Object
-from ringweave.launch.kubernetes.objects import configs
+from ringweave.launch.kubernetes.objects import configs, lodging
 from ringweave.launch.kubernetes.objects.owning import Owner
 from ringweave.launch.kubernetes.objects.pods import PodSettings
 from ringweave.launch.kubernetes.resource import reading
 
 VERB = "submit"
-SERVED = ("ps-hra", "ps")
-"""Modes that need a parameter server, which nobody starts here yet."""
 
 
 class RefusalError(RingweaveError):
@@ -49,8 +48,8 @@ class Admission:
             raise RefusalError("RequesterUnknown", _NOBODY)
         try:
             request = reading.request_of(resource)
-            if request.mode in SERVED:
-                raise RefusalError("ModeNeedsServer", _NO_SERVER)
+            if request.mode in config.SERVED and request.num_workers > lodging.MAX_WORKERS:
+                raise RefusalError("TooManyForServer", _too_many(request.mode, request.num_workers))
             loop = asyncio.get_running_loop()
             async with self._lock:  # one question at a time, and none twice
                 job = await asyncio.to_thread(
@@ -92,6 +91,11 @@ class Admission:
         return Permission(allowed=False, text=text)
 
 
+def _too_many(mode: str, num_workers: int) -> str:
+    expected = f"at most {lodging.MAX_WORKERS} with mode {mode}, whose credentials one Secret holds"
+    return explain("workers", got=num_workers, expected=expected, do="Ask for fewer, or take mode balanced")
+
+
 def _code(error: JobError) -> str:
     text = str(error)
     if text.startswith(f"{VERB} by "):
@@ -102,10 +106,6 @@ def _code(error: JobError) -> str:
 _NOBODY = (
     "requester: nobody, expected the user who made the job. Submit it with ringweave submit --on kubernetes, write "
     "spec.requester.username as kubectl auth whoami says it, or have the admission policies of deploy/ set it."
-)
-_NO_SERVER = (
-    "mode: one with a parameter server, expected auto, sync or balanced. Leave mode out, or run it with ringweave run "
-    "--mode, which starts a server."
 )
 _NO_IMAGE = (
     "image: none, expected a container image with Python and ringweave. Write spec.image, or have the operator run "

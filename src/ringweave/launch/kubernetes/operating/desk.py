@@ -8,10 +8,11 @@ import asyncio
 import hashlib
 import hmac
 from base64 import b64decode
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 from aiohttp import web
+from pydantic import TypeAdapter
 
 from ringweave.errors import LaunchError
 from ringweave.jobs.life.observing import Phase
@@ -23,6 +24,8 @@ from ringweave.launch.kubernetes.api.certificates import ServerCertificate
 from ringweave.launch.kubernetes.api.client import Client
 from ringweave.launch.kubernetes.api.failures import ApiError
 from ringweave.launch.kubernetes.objects import configs, seeing
+from ringweave.launch.kubernetes.objects.owning import Owner
+from ringweave.launch.kubernetes.operating.deposits import Depositor, Deposits, TurnedDownError
 from ringweave.launch.kubernetes.operating.looking import Look
 from ringweave.launch.kubernetes.resource import times
 
@@ -33,7 +36,8 @@ RESULT_S = 10.0
 REREAD_S = 2.0
 """Between two reads of a job's Secret because of a token that is not the one known."""
 TAG = "X-Ringweave-Orders"
-_MOST_BYTES = 64 * 1024
+_MOST_BYTES = 2**20 + 2**16
+"""Of a request: credentials of all workers, or the end of a log, in what an object of the API server can hold."""
 _AT_GATE = (Phase.READY, Phase.RUNNING, Phase.SUCCEEDED)
 PodKey = tuple[str, str, int, int]
 """Namespace, job, node, attempt."""
@@ -65,6 +69,7 @@ class Desk:
     def __init__(self, client: Client, clock: Callable[[], float]) -> None:
         """`clock` tells seconds since 1970."""
         self._client, self._clock = client, clock
+        self._deposits = Deposits(client)
         self._places: dict[PodKey, _Place] = {}
         self._tokens: dict[tuple[str, str], _Token] = {}
         """By namespace and job."""
@@ -100,6 +105,9 @@ class Desk:
         path = r"/v1/{namespace}/{job}/{node:\d+}/{attempt:\d+}"
         app.router.add_get(path + "/orders", self._give_orders)
         app.router.add_put(path + "/report", self._take_report)
+        app.router.add_put(path + r"/credentials/{round:\d+}", self._lodge)
+        app.router.add_get(path + r"/credentials/{round:\d+}", self._give_lodged)
+        app.router.add_put(path + "/log", self._keep_log)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, host, port, ssl_context=certificate.context() if certificate else None).start()
@@ -146,6 +154,34 @@ class Desk:
                 return web.Response(status=503, text=str(error))
             place.told, place.told_s = report, self._clock()
         return web.Response(status=204)
+
+    async def _lodge(self, request: web.Request) -> web.Response:
+        by, round_ = self._depositor(await self._admitted(request)), int(request.match_info["round"])
+        try:
+            texts = _TEXTS.validate_json(await request.read())
+        except ValueError:
+            return web.Response(status=400, text="no credentials")
+        return await _answered(self._deposits.lodge(by, round_, texts))
+
+    async def _give_lodged(self, request: web.Request) -> web.Response:
+        by, round_ = self._depositor(await self._admitted(request)), int(request.match_info["round"])
+        try:
+            texts = await self._deposits.lodged(by.owner, round_, request.query.get("ranks", "").split(","))
+        except LaunchError as error:
+            return _refused(error)
+        if texts is None:
+            return web.Response(status=404, text=f"nobody has lodged credentials of round {round_}; ask again")
+        return web.json_response(texts)
+
+    async def _keep_log(self, request: web.Request) -> web.Response:
+        by = self._depositor(await self._admitted(request))
+        text = (await request.read()).decode("utf-8", "replace")
+        return await _answered(self._deposits.keep_log(by, text))
+
+    def _depositor(self, key: PodKey) -> Depositor:
+        namespace, job, node, attempt = key
+        owner = Owner(name=job, namespace=namespace, uid=self._uids.get(key[:2], ""))
+        return Depositor(owner=owner, node=node, attempt=attempt)
 
     def _on_our_clock(self, place: _Place, report: Report) -> Report:
         """An end counts from when it was first heard of: the clock of its node may be another one."""
@@ -214,9 +250,26 @@ def condition_of(report: Report, now: float) -> dict[str, str | None]:
     }
 
 
+async def _answered(work: Awaitable[None]) -> web.Response:
+    """204 when it is done; else why not, and whether to try again."""
+    try:
+        await work
+    except LaunchError as error:
+        return _refused(error)
+    return web.Response(status=204)
+
+
+def _refused(error: LaunchError) -> web.Response:
+    is_final = isinstance(error, TurnedDownError) or (isinstance(error, ApiError) and error.is_refusal)
+    return web.Response(status=409 if is_final else 503, text=str(error))
+
+
 def _is_same(shown: str, token: str) -> bool:
     return hmac.compare_digest(shown.encode(), token.encode())
 
 
 def _tag(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+_TEXTS = TypeAdapter(dict[str, str])

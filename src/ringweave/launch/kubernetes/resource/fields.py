@@ -9,7 +9,6 @@ from typing import Any
 from ringweave.jobs.requests import request as rules
 from ringweave.jobs.requests.request import DeletionPolicy, NodeRequest
 from ringweave.jobs.splitting import MIN_PER_NODE
-from ringweave.launch.groups.config import SERVED
 
 Schema = dict[str, Any]
 
@@ -78,8 +77,8 @@ def _what_runs() -> Schema:
         "image": _line("Container image with Python and ringweave. Absent: the operator's.", 1024, least=1),
         "mode": {
             "type": "string",
-            "description": "How to train; auto leaves the choice to the planner. No parameter server in Pods yet.",
-            "enum": [mode for mode in rules.MODES if mode not in SERVED],
+            "description": "How to train; auto leaves the choice to the planner. ps-hra, ps: with a parameter server.",
+            "enum": list(rules.MODES),
             "default": "auto",
         },
     }

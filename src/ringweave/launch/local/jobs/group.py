@@ -14,6 +14,7 @@ from pathlib import Path
 from ringweave import lab
 from ringweave.launch.groups import config as configs
 from ringweave.launch.groups.config import Config
+from ringweave.launch.groups.handing import SharedFolder
 from ringweave.launch.groups.leading import Assignment, lead
 from ringweave.launch.local.jobs import locks, supervisor
 from ringweave.launch.local.jobs.folders import JobFolder
@@ -37,7 +38,7 @@ def main(root: Path, node: int, attempt: int) -> None:
         cpus_shared_by=config.world_size,
         site=InLab(lab.find(config.lab)) if config.lab else ThisMachine(),
         guard_holds=(locks.INHERITED,),
-        secrets=folder.secrets,
+        handover=SharedFolder(folder.secrets),
         shows_output=False,
     )
     os.chdir(config.directory or root)

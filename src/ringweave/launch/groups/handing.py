@@ -1,0 +1,58 @@
+"""How credentials come from the agent that has the parameter server to those that have its workers."""
+
+import abc
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from ringweave.wire import Credentials
+
+
+class Handover(abc.ABC):
+    """The way that groups of one job have to each other in their place."""
+
+    @abc.abstractmethod
+    def give(self, round_: int, credentials: Mapping[int, Credentials]) -> None:
+        """Have those of all workers of a round be there for the other groups when this returns.
+
+        Args:
+            round_: Of the gate; those of a former one are gone then.
+            credentials: Global rank -> what its worker needs.
+
+        Raises:
+            LaunchError: There is nobody to give them to.
+            OSError: They cannot be written.
+        """
+
+    @abc.abstractmethod
+    def take(self, round_: int, global_rank: int) -> Credentials:
+        """Those of one worker of this group, after the gate has opened for the round.
+
+        Raises:
+            LaunchError: They are not to be had.
+            OSError: They are not there.
+        """
+
+
+class SharedFolder(Handover):
+    """Files of the job's owner, each gone when it was read."""
+
+    def __init__(self, folder: Path) -> None:
+        """The folder is made for its owner alone, and removed between two rounds."""
+        self._folder = folder
+
+    def give(self, round_: int, credentials: Mapping[int, Credentials]) -> None:
+        """Write them."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        for global_rank, each in credentials.items():
+            each.save(self._file(round_, global_rank))
+
+    def take(self, round_: int, global_rank: int) -> Credentials:
+        """Read them, and remove the file."""
+        path = self._file(round_, global_rank)
+        found = Credentials.load(path)
+        path.unlink()
+        return found
+
+    def _file(self, round_: int, global_rank: int) -> Path:
+        return self._folder / f"round-{round_}" / f"worker-{global_rank}.json"

@@ -1,0 +1,125 @@
+"""What agents leave at the desk for others: credentials for the workers of a round, and the log of a Pod that goes.
+
+Nothing is made for a job that is being removed: whether it is, is asked before and after, since what clears it away
+may come in between.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ringweave.errors import LaunchError, explain
+from ringweave.launch.kubernetes import names
+from ringweave.launch.kubernetes.api import kinds
+from ringweave.launch.kubernetes.api.client import Client, Object
+from ringweave.launch.kubernetes.api.failures import ApiError
+from ringweave.launch.kubernetes.objects import keeping, lodging
+from ringweave.launch.kubernetes.objects.owning import Owner
+from ringweave.launch.kubernetes.operating import looking
+from ringweave.launch.kubernetes.resource import reading
+
+
+class TurnedDownError(LaunchError):
+    """What an agent brings is not wanted any more, or cannot be taken; to bring it again does not help."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Depositor:
+    """The Pod whose agent brings something."""
+
+    owner: Owner
+    """Its TrainingJob."""
+    node: int
+    attempt: int
+
+
+class Deposits:
+    """Keeps in the API server what is brought, so that it outlives this operator."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def lodge(self, by: Depositor, round_: int, texts: Mapping[str, str]) -> None:
+        """Have the job's Secret hold these credentials, by global rank; those of a former turn go.
+
+        Raises:
+            TurnedDownError: The job is being removed, or a later attempt has lodged its own.
+            ApiError: Somebody else does the same at this moment; it may be tried again.
+        """
+        turn = (round_, by.attempt)
+        found = await self._secret(by.owner)
+        if found is not None and lodging.turn_of(found) > turn:
+            raise TurnedDownError(f"credentials of round {round_}: those of a later attempt are there")
+        await self._check_wanted(by.owner)
+        if found is not None:
+            await self._delete(kinds.SECRETS, found)
+        made = await self._client.create(kinds.SECRETS, by.owner.namespace, lodging.secret(by.owner, turn, texts))
+        await self._check_still_wanted(by.owner, kinds.SECRETS, made)
+
+    async def lodged(self, owner: Owner, round_: int, ranks: Collection[str]) -> dict[str, str] | None:
+        """The credentials of these workers for this round; None where they are not there, or not yet."""
+        found = await self._secret(owner)
+        if found is None or lodging.turn_of(found)[0] != round_:
+            return None
+        return lodging.texts_of(found, ranks)
+
+    async def keep_log(self, by: Depositor, text: str) -> None:
+        """Keep what an attempt printed, unless it is kept already or its Pod stays to be asked.
+
+        Raises:
+            TurnedDownError: The job is being removed.
+        """
+        await self._check_wanted(by.owner)
+        name = names.pod(by.owner.name, by.node, by.attempt)
+        pod = await self._found(kinds.PODS, by.owner, name)
+        if pod is not None and _stays(pod):
+            return
+        labels = {names.NODE_LABEL: str(by.node), names.ATTEMPT_LABEL: str(by.attempt)}
+        body = keeping.log_map(by.owner, {"metadata": {"name": name, "labels": labels}}, text.splitlines())
+        try:
+            made = await self._client.create(kinds.CONFIG_MAPS, by.owner.namespace, body)
+        except ApiError as error:
+            if not error.is_taken:
+                raise
+            return
+        await self._check_still_wanted(by.owner, kinds.CONFIG_MAPS, made)
+
+    async def _secret(self, owner: Owner) -> Object | None:
+        name = names.server(owner.name)
+        found = await self._found(kinds.SECRETS, owner, name)
+        if found is not None and not owner.owns(found):
+            do = f"Remove the Secret, or give the job {owner.name} another name"
+            text = explain(f"Secret {name}", got="somebody else's", expected=f"none, or one of job {owner.name}", do=do)
+            raise TurnedDownError(text)
+        return found
+
+    async def _found(self, kind: kinds.Kind, owner: Owner, name: str) -> Object | None:
+        try:
+            return await self._client.get(kind, owner.namespace, name)
+        except ApiError as error:
+            if error.is_gone:
+                return None
+            raise
+
+    async def _check_still_wanted(self, owner: Owner, kind: kinds.Kind, made: Object) -> None:
+        try:
+            await self._check_wanted(owner)
+        except TurnedDownError:
+            await self._delete(kind, made)
+            raise
+
+    async def _check_wanted(self, owner: Owner) -> None:
+        resource = await looking.resource(self._client, (owner.namespace, owner.name))
+        job = reading.job_of(resource) if resource is not None and resource["metadata"]["uid"] == owner.uid else None
+        if job is None or job.desired.delete or job.record.deleting:
+            raise TurnedDownError(f"job {owner.name}: it is being removed")
+
+    async def _delete(self, kind: kinds.Kind, found: Mapping[str, Any]) -> None:
+        metadata = found["metadata"]
+        await self._client.delete(kind, metadata["namespace"], metadata["name"], preconditions={"uid": metadata["uid"]})
+
+
+def _stays(pod: Mapping[str, Any]) -> bool:
+    """It was stopped by the operator and is kept: the kubelet has its log."""
+    metadata = pod["metadata"]
+    return names.STOPPED in metadata.get("annotations", {}) and "deletionTimestamp" not in metadata

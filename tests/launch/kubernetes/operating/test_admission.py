@@ -1,0 +1,33 @@
+"""What the operator refuses before it asks anybody."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from ringweave.launch.kubernetes.objects.lodging import MAX_WORKERS
+from ringweave.launch.kubernetes.objects.pods import PodSettings
+from ringweave.launch.kubernetes.operating.admission import Admission, RefusalError
+from ringweave.wire import Authority
+
+
+def test_a_job_whose_credentials_no_secret_holds_is_refused() -> None:
+    client: Any = None
+    spec = {
+        "cpuWorkers": MAX_WORKERS + 1,
+        "script": "a.py",
+        "mode": "ps",
+        "minPerNode": 3,
+        "nodes": [{"name": "n0", "capacity": 1000, "maxRetries": 3, "deletionPolicy": "delete"}],
+        "requester": {"username": "ann"},
+    }
+    resource = {"metadata": {"name": "many", "namespace": "default", "uid": "u"}, "spec": spec}
+    text = rf"workers: {MAX_WORKERS + 1}, expected at most {MAX_WORKERS} with mode ps, whose credentials one Secret"
+    with pytest.raises(RefusalError, match=text) as caught:
+        asyncio.run(Admission(client, PodSettings(), lambda: 0.0).admit(resource))
+    assert caught.value.code == "TooManyForServer"
+
+
+def test_a_secret_holds_the_credentials_of_as_many_as_may() -> None:
+    longest = Authority("j" * 60).issue("worker", "511").to_text()
+    assert MAX_WORKERS * (len(longest) + 3) < 2**20 - 2**16

@@ -1,0 +1,165 @@
+"""What agents leave at the desk for others: credentials of a round, the log of a Pod that somebody removes."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringweave.jobs.life import records
+from ringweave.launch.kubernetes import names
+from ringweave.launch.kubernetes.api import connecting, kinds
+from ringweave.launch.kubernetes.api.client import Client, Object
+from ringweave.launch.kubernetes.objects import keeping
+from ringweave.launch.kubernetes.objects.owning import Owner
+from ringweave.launch.kubernetes.operating.deposits import Depositor, Deposits, TurnedDownError
+from ringweave.launch.kubernetes.resource import reading, telling
+
+SPEC: dict[str, Any] = {
+    "cpuWorkers": 6,
+    "script": "a.py",
+    "source": "pass",
+    "mode": "ps-hra",
+    "nodes": [{"name": "n0", "capacity": 3}, {"name": "n1", "capacity": 3}],
+    "requester": {"username": "admin", "groups": ["system:masters"]},
+}
+FIRST, SECOND = {"0": "zero", "3": "three"}, {"0": "nil", "3": "III"}
+
+
+class Scene:
+    """An admitted job, and the desk's deposits."""
+
+    def __init__(self, client: Client, job: Object) -> None:
+        self.client, self.job = client, job
+        self.deposits, self.owner = Deposits(client), Owner.of(job)
+
+    def by(self, node: int = 0, attempt: int = 1) -> Depositor:
+        return Depositor(owner=self.owner, node=node, attempt=attempt)
+
+    async def lodged(self, round_: int) -> dict[str, str] | None:
+        return await self.deposits.lodged(self.owner, round_, ["0", "3", "7"])
+
+    async def logs(self) -> list[str]:
+        selector = f"{self.owner.selector},{keeping.LOG_LABEL}"
+        found = await self.client.list(kinds.CONFIG_MAPS, "default", labelSelector=selector)
+        return [each["data"][keeping.LOG] for each in found]
+
+    async def add_pod(self, **annotations: str) -> None:
+        labels = {names.NODE_LABEL: "0", names.ATTEMPT_LABEL: "1"}
+        metadata = {**self.owner.metadata(names.pod(self.owner.name, 0, 1), **labels), "annotations": annotations}
+        spec = {"containers": [{"name": "workers", "image": "a"}]}
+        await self.client.create(kinds.PODS, "default", {"metadata": metadata, "spec": spec})
+
+    async def remove(self) -> None:
+        await self.client.delete(kinds.TRAINING_JOBS, "default", self.owner.name)
+
+
+def play(kubeconfig: Path, name: str, act: Callable[[Scene], Awaitable[None]]) -> None:
+    """With a job of its own, of which nothing is left afterwards."""
+
+    async def run() -> None:
+        async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
+            metadata = {"name": name, "finalizers": [names.FINALIZER]}
+            made = await client.create(kinds.TRAINING_JOBS, "default", {"metadata": metadata, "spec": SPEC})
+            scene = Scene(client, await admitted(client, made))
+            try:
+                await act(scene)
+            finally:
+                await clear(client, scene.owner)
+
+    asyncio.run(run())
+
+
+async def admitted(client: Client, made: Object) -> Object:
+    request = reading.request_of(made)
+    job = records.new_job(request, requester="admin", counts=(3, 3), now=0.0)
+    status = telling.status_of(job, before={}, generation=1, events=(), now=0.0)
+    return await client.replace(kinds.TRAINING_JOBS, "default", {**made, "status": status}, subresource="status")
+
+
+async def clear(client: Client, owner: Owner) -> None:
+    for kind in (kinds.SECRETS, kinds.CONFIG_MAPS, kinds.PODS):
+        for found in await client.list(kind, "default", labelSelector=owner.selector):
+            await client.delete(kind, "default", found["metadata"]["name"])
+    await client.delete(kinds.TRAINING_JOBS, "default", owner.name)
+    await client.patch(kinds.TRAINING_JOBS, "default", owner.name, {"metadata": {"finalizers": []}})
+
+
+def test_credentials_are_those_of_the_round_and_of_who_asks(kubeconfig: Path) -> None:
+    async def act(scene: Scene) -> None:
+        assert await scene.lodged(1) is None
+        await scene.deposits.lodge(scene.by(), 1, FIRST)
+        assert await scene.lodged(1) == FIRST
+        assert await scene.deposits.lodged(scene.owner, 1, ["3"]) == {"3": "three"}
+        await scene.deposits.lodge(scene.by(), 1, FIRST)  # an answer was lost
+        await scene.deposits.lodge(scene.by(attempt=2), 2, SECOND)
+        assert await scene.lodged(1) is None, "those of a former round are gone"
+        assert await scene.lodged(2) == SECOND
+        with pytest.raises(TurnedDownError, match="credentials of round 1: those of a later attempt are there"):
+            await scene.deposits.lodge(scene.by(), 1, FIRST)
+        with pytest.raises(TurnedDownError):
+            await scene.deposits.lodge(scene.by(attempt=1), 2, FIRST)
+        assert await scene.lodged(2) == SECOND
+
+    play(kubeconfig, "lodges", act)
+
+
+def test_somebody_elses_secret_stays(kubeconfig: Path) -> None:
+    async def act(scene: Scene) -> None:
+        body = {"metadata": {"name": names.server(scene.owner.name), "namespace": "default"}, "stringData": {"a": "b"}}
+        made = await scene.client.create(kinds.SECRETS, "default", body)
+        text = r"Secret theirs-server: \"somebody else's\", expected none, or one of job theirs\. Remove the Secret"
+        with pytest.raises(TurnedDownError, match=text):
+            await scene.deposits.lodge(scene.by(), 1, FIRST)
+        await scene.client.delete(kinds.SECRETS, "default", made["metadata"]["name"])
+
+    play(kubeconfig, "theirs", act)
+
+
+def test_the_log_of_a_pod_that_somebody_removes_is_kept_once(kubeconfig: Path) -> None:
+    async def act(scene: Scene) -> None:
+        await scene.deposits.keep_log(scene.by(), "[0] loss 1\n[0] loss 0.5")
+        assert await scene.logs() == ["[0] loss 1\n[0] loss 0.5"]
+        await scene.deposits.keep_log(scene.by(), "[0] something else")
+        assert await scene.logs() == ["[0] loss 1\n[0] loss 0.5"], "what the operator kept itself is whole"
+
+    play(kubeconfig, "removed", act)
+
+
+def test_the_log_of_a_pod_that_was_stopped_and_stays_is_the_kubelets(kubeconfig: Path) -> None:
+    async def act(scene: Scene) -> None:
+        await scene.add_pod(**{names.STOPPED: "true"})
+        await scene.deposits.keep_log(scene.by(), "[0] loss 1")
+        assert await scene.logs() == []
+
+    play(kubeconfig, "stays", act)
+
+
+def test_for_a_job_that_is_being_removed_nothing_is_made(kubeconfig: Path) -> None:
+    async def act(scene: Scene) -> None:
+        await scene.remove()
+        with pytest.raises(TurnedDownError, match="job goes: it is being removed"):
+            await scene.deposits.lodge(scene.by(), 1, FIRST)
+        with pytest.raises(TurnedDownError, match="job goes: it is being removed"):
+            await scene.deposits.keep_log(scene.by(), "[0] loss 1")
+        assert (await scene.lodged(1), await scene.logs()) == (None, [])
+
+    play(kubeconfig, "goes", act)
+
+
+def test_what_was_made_while_a_job_was_cleared_away_goes_too(kubeconfig: Path) -> None:
+    async def act(scene: Scene) -> None:
+        create = scene.client.create
+
+        async def create_late(kind: kinds.Kind, namespace: str | None, body: Object, **params: str) -> Object:
+            made = await create(kind, namespace, body, **params)
+            await scene.remove()
+            return made
+
+        scene.client.create = create_late  # type: ignore[method-assign]
+        with pytest.raises(TurnedDownError):
+            await scene.deposits.lodge(scene.by(), 1, FIRST)
+        assert await scene.lodged(1) is None
+
+    play(kubeconfig, "late", act)

@@ -1,0 +1,57 @@
+"""Credentials by the desk: lodged until it says yes, fetched once for all workers of a node."""
+
+import json
+
+import pytest
+
+from ringweave.errors import LaunchError
+from ringweave.launch.kubernetes.handing import PATIENCE_S, DeskHandover
+from ringweave.wire import Authority
+
+
+class FakeDesk:
+    """Answers what it is told to, in order; then the last of it for ever."""
+
+    def __init__(self, *answers: tuple[int, str] | OSError) -> None:
+        self.answers, self.asked = list(answers), list[tuple[str, str]]()
+        self.now_s = 0.0
+
+    def ask(self, method: str, what: str, body: str | None = None, tag: str = "") -> tuple[int, str, str]:
+        self.asked.append((method, what))
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, OSError):
+            raise answer
+        return *answer, ""
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def handover(self, *ranks: int) -> DeskHandover:
+        return DeskHandover(self, ranks, sleep=self.sleep, clock=lambda: self.now_s)  # type: ignore[arg-type]
+
+
+CREDENTIALS = Authority("job").issue("worker", "3")
+
+
+def test_they_are_lodged_once_the_desk_is_back() -> None:
+    desk = FakeDesk(ConnectionRefusedError("refused"), (404, "no such Pod"), (204, ""))
+    desk.handover().give(2, {3: CREDENTIALS})
+    assert desk.asked == [("PUT", "credentials/2")] * 3
+
+
+def test_those_of_all_workers_of_the_node_are_fetched_at_once() -> None:
+    desk = FakeDesk((404, "ask again"), (200, json.dumps({"3": CREDENTIALS.to_text(), "4": CREDENTIALS.to_text()})))
+    handover = desk.handover(3, 4)
+    assert [handover.take(1, rank) == CREDENTIALS for rank in (3, 4)] == [True, True]
+    assert desk.asked == [("GET", "credentials/1?ranks=3,4")] * 2
+    handover.take(2, 3)
+    assert desk.asked[-1] == ("GET", "credentials/2?ranks=3,4"), "another round has others"
+
+
+@pytest.mark.parametrize(("status", "waits_s"), [(409, 0.0), (503, PATIENCE_S)])
+def test_a_no_is_final_and_silence_is_not_for_long(status: int, waits_s: float) -> None:
+    desk = FakeDesk((status, "not now"))
+    text = rf"credentials at the operator's desk: '{status} not now', expected its yes\. See what the operator says"
+    with pytest.raises(LaunchError, match=text):
+        desk.handover().give(1, {})
+    assert desk.now_s == waits_s
