@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ringweave import telemetry, topology
+from ringweave.benchmarks import machine
 from ringweave.benchmarks.chaos import faults, session, survivors, times
 from ringweave.benchmarks.chaos.accounts import Report
 from ringweave.benchmarks.chaos.faults import Fault
@@ -239,18 +239,11 @@ def conclude(
     load = [round(each, 1) for each in os.getloadavg()]
     whole = {"kind": "measured", "bench": name, "workers": options.workers, "nic": options.rate, **document}
     whole |= {"machine": {"cpus": os.cpu_count(), "load": load}, "date": time.strftime("%Y-%m-%d", time.gmtime())}
-    whole |= {"git_commit": _commit()}
+    whole |= {"git_commit": machine.describe()["git_commit"]}
     out = options.out or RESULTS / f"{time.strftime('%Y-%m-%d', time.gmtime())}-{name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     print(f"written to {out}", file=sys.stderr)
-
-
-def _commit() -> str | None:
-    """Of the sources that were measured; None where git does not know."""
-    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    found = subprocess.run(asked, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or None
 
 
 def bounds(options: argparse.Namespace, least: int = 1) -> str:
