@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ringweave import telemetry, topology
+from ringweave.benchmarks import machine
 from ringweave.benchmarks.chaos import faults, session, survivors, times
 from ringweave.benchmarks.chaos.accounts import Report
 from ringweave.benchmarks.chaos.faults import Fault
@@ -238,6 +239,7 @@ def conclude(
     load = [round(each, 1) for each in os.getloadavg()]
     whole = {"kind": "measured", "bench": name, "workers": options.workers, "nic": options.rate, **document}
     whole |= {"machine": {"cpus": os.cpu_count(), "load": load}, "date": time.strftime("%Y-%m-%d", time.gmtime())}
+    whole |= {"git_commit": machine.describe()["git_commit"]}
     out = options.out or RESULTS / f"{time.strftime('%Y-%m-%d', time.gmtime())}-{name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")

@@ -23,6 +23,7 @@ import torch
 from ringweave.params.flat import Flat
 from ringweave.params.messages import Group, Setup, TensorSpec
 from ringweave.params.ring.client import RingClient, Round
+from ringweave.params.rules.succession import LEASE_S
 from ringweave.testing.servers import PairOfServers
 
 BAR_S = 3.0
@@ -128,7 +129,7 @@ def main() -> None:
     parser.add_argument("--rings", type=int, default=4)
     parser.add_argument("--elements", type=int, default=500_000, help="parameters, of 8 bytes each")
     parser.add_argument("--pause-s", type=float, default=1.0, help="of undisturbed work before and after each fault")
-    parser.add_argument("--lease-s", type=float, default=2.0)
+    parser.add_argument("--lease-s", type=float, default=LEASE_S)
     asked = parser.parse_args()
     faults = list(itertools.islice(itertools.cycle(FAULTS), asked.kills))
     measure(asked.rings, asked.elements, faults, asked.pause_s, asked.lease_s)

@@ -5,6 +5,7 @@ import time
 import pytest
 import torch.distributed as dist
 
+from ringweave.comm import regrouping
 from ringweave.comm.regrouping import EpochGroups
 from ringweave.errors import PeerError
 
@@ -60,8 +61,10 @@ def test_the_script_has_a_rank_at_any_moment_and_no_group_of_an_epoch_that_is_ov
     assert failures == []
     with pytest.raises(ValueError, match="Invalid process group"):
         dist.destroy_process_group(beside)
+    assert regrouping.is_of_an_epoch()
     groups.leave()
     assert not dist.is_initialized()
+    assert not regrouping.is_of_an_epoch()
 
 
 def test_who_ran_out_of_time_gives_it_twice_as_long_the_next_time() -> None:

@@ -23,6 +23,8 @@ FORM_S = 10.0
 long after each time that this was too short: a machine that is too busy for it once will be so again."""
 _MOST_FORM_S = 640.0
 _LOOK_S = 0.05
+_PREFIX = "epoch "
+"""Of the names of groups."""
 _CALL_PART = 0.2
 """Of the limit: the first member may take so long to answer a call."""
 WAIT = timedelta(days=1)
@@ -156,7 +158,7 @@ def _make_default(store: Store, name: str, rank: int, world_size: int, limit: ti
     torch has no call for it: `init_process_group` wants that there is none, and between its end and the next begin
     every `get_rank` of the script would raise. So this does what that function does, with the group at hand.
     """
-    world, group_name = distributed_c10d._world, distributed_c10d.GroupName(f"epoch {name}")
+    world, group_name = distributed_c10d._world, distributed_c10d.GroupName(f"{_PREFIX}{name}")
     before = list(world.pg_map)
     group, _ = distributed_c10d._new_process_group_helper(
         world_size, rank, [], dist.Backend("ringweave"), store, group_name, timeout=limit, group_desc="default_pg"
@@ -167,6 +169,12 @@ def _make_default(store: Store, name: str, rank: int, world_size: int, limit: ti
     for other in before:
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group(other)
+
+
+def is_of_an_epoch() -> bool:
+    """Whether the default group is that of an epoch of an elastic job: it may be another one at any border."""
+    group = dist.group.WORLD
+    return group is not None and str(group.group_name).startswith(_PREFIX)
 
 
 def _aborted(name: str) -> PeerError:

@@ -164,6 +164,30 @@ def test_too_few_wait_for_others_and_then_end() -> None:
     table.stand(holder("0.0"))
     table.pass_time(21.0, "0.0")
     assert table.coordinator.ended == "1 workers are left, expected at least 2, and no other came within 20 s"
+    assert table.coordinator.order_for("0.0").heir == "0.0"
+    assert Follower("0.0").take(table.coordinator.order_for("0.0")) == [
+        Out(reason=table.coordinator.ended, is_end=True, heir="0.0")
+    ]
+
+
+def test_of_those_who_are_too_few_the_one_that_is_furthest_saves_the_state() -> None:
+    table = Table(4, least=3)
+    table.begin("0.0", "1.0", "2.0", "3.0")
+    table.coordinator.lose("2.0", 0.0)
+    table.coordinator.lose("3.0", 0.0)
+    table.stand(holder("0.0", is_prepared=True, at_border=False), holder("1.0", committed=6))
+    assert table.coordinator.order_for("0.0").heir == "", "as long as others may come"
+    table.pass_time(21.0, "0.0", "1.0")
+    assert [table.coordinator.order_for(member).heir for member in ("0.0", "1.0", "2.1")] == ["1.0"] * 3
+
+
+def test_the_last_that_leaves_saves_the_state() -> None:
+    table = Table(2)
+    table.begin("0.0", "1.0")
+    for member in ("0.0", "1.0"):
+        table.coordinator.leave(holder(member, is_leaving=True), 0.0, is_finished=False)
+    table.stand(holder("0.0", is_leaving=True), holder("1.0", is_leaving=True))
+    assert (table.coordinator.ended, table.coordinator.order_for("1.0").heir) == ("all workers have left", "0.0")
 
 
 def test_without_the_state_there_is_nothing_to_go_on_with() -> None:

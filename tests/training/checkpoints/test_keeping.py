@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import ringweave
+from ringweave.comm import regrouping
 from ringweave.errors import TrainingError
 from ringweave.training.checkpoints import disk, encoding, keeping
 from tests.training.checkpoints import examples
@@ -107,6 +108,19 @@ def test_a_step_that_is_saved_again_replaces_the_first(tmp_path: Path) -> None:
 
 def test_without_a_checkpoint_or_a_folder_training_begins_at_step_0(tmp_path: Path) -> None:
     assert examples.keeper(tmp_path / "absent", examples.make()).load() == 0
+
+
+@pytest.mark.parametrize("ask", ["load", "clear"])
+def test_the_loader_of_an_elastic_job_has_to_be_among_the_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: str
+) -> None:
+    monkeypatch.setattr(regrouping, "is_of_an_epoch", lambda: True)
+    expected = (
+        r"parts of checkpoints of an elastic job: .*, expected the loader that ringweave\.prepare returned among them\."
+        r" Give Checkpoints loader=loader, by which a worker that joins knows where the others are\."
+    )
+    with pytest.raises(TrainingError, match=expected):
+        getattr(examples.keeper(tmp_path, examples.make()), ask)()
 
 
 def test_clear_forgets_an_earlier_training(tmp_path: Path) -> None:

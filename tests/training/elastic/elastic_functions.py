@@ -64,6 +64,30 @@ def train(
     return {"parameters": [each.detach().numpy().copy() for each in model.module.parameters()], "accounts": accounts}
 
 
+def train_from_checkpoints(folder: str, num_steps: int, pause_s: float = 0.0) -> dict[str, Any]:
+    """Train with checkpoints, from the last one on, until so many train steps are done; tells what it does."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    data = DataLoader(make_data(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
+    model, optimizer, loader = ringweave.prepare(model, optimizer, data, mode="sync")
+    checkpoints = ringweave.Checkpoints(folder, model=model, optimizer=optimizer, loader=loader)
+    train_step = checkpoints.load()
+    say(("loaded", train_step))
+    for _ in loader.epochs(1_000_000):
+        for inputs, targets, _ in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            train_step += 1
+            say(("done", train_step, loader.members))
+            if train_step == 5:
+                checkpoints.save(train_step)
+            if train_step == num_steps:
+                return {"parameters": [each.detach().numpy().copy() for each in model.module.parameters()]}
+            time.sleep(pause_s)
+    raise AssertionError("more epochs than steps")
+
+
 def arm(fault: str, model: Any, optimizer: Any) -> None:
     """Die when that moment of the present step comes."""
     parameters = list(model.module.parameters())

@@ -3,6 +3,7 @@
 import itertools
 import signal
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -160,3 +161,35 @@ def test_training_goes_on_without_its_coordinator_and_the_standby_takes_over() -
         assert job.headquarters[1].decrees[-1].members == ("0.0", "2.0")
         assert job.headquarters[1].decrees[-1].ballot[0] % 2 == 0, "a term of the standby's"
         assert done_steps(job, "0.0") == list(range(8 * NUM_STEPS))
+
+
+def test_when_all_are_asked_to_leave_the_last_saves_the_state_and_another_run_goes_on_exactly(tmp_path: Path) -> None:
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    with ElasticJob(functions.train_from_checkpoints, 2, first, 10_000, 0.02) as job:
+        job.wait_said("0.0", lambda said: said[:2] == ("done", 7))
+        for member in job.members:
+            job.signal(member, signal.SIGTERM)
+        left = [job.outcome(member) for member in job.members]
+        assert [(each.exit_code, each.error) for each in left] == [(143, "")] * 2
+        last = max(max(done_steps(job, member)) for member in job.members)
+    with ElasticJob(functions.train_from_checkpoints, 2, first, last + 5) as job:
+        job.wait_said("0.0", lambda said: said == ("loaded", last))
+        again = [value_of(job, member)["parameters"] for member in job.members]
+    with ElasticJob(functions.train_from_checkpoints, 1, second, last + 5) as job:
+        whole = value_of(job, "0.0")["parameters"]
+    for own, other, wanted in zip(*again, whole, strict=True):
+        assert (own == other).all(), "bitwise"
+        np.testing.assert_allclose(own, wanted, rtol=0, atol=1e-12)
+
+
+def test_a_replacement_loads_no_checkpoint_and_counts_train_steps_as_the_others_do(tmp_path: Path) -> None:
+    with ElasticJob(functions.train_from_checkpoints, 2, str(tmp_path), 1_000_000, 0.05) as job:
+        job.wait_said("0.0", lambda said: said[:2] == ("done", 9))
+        job.signal("1.0", signal.SIGKILL)
+        newcomer = job.start(1, 1)
+        job.wait_said(newcomer, lambda said: said[0] == "loaded")
+        job.wait_said(newcomer, lambda said: said[0] == "done")
+        loaded = next(said[1] for said, _ in job.said(newcomer) if said[0] == "loaded")
+        assert loaded >= 9, "no checkpoint is so new"
+        assert min(done_steps(job, newcomer)) == loaded + 1
+        job.wait_said("0.0", lambda said: said == ("done", loaded + 1, ("0.0", newcomer)))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ringweave.errors import DisagreementError, RingweaveError, TrainingError
+from ringweave.errors import DisagreementError, MembershipError, RingweaveError, TrainingError
 from ringweave.membership.rules.follower import Out
 from ringweave.membership.rules.records import Decree, Standing
 from ringweave.training.elastic import seams
@@ -169,6 +169,39 @@ def test_who_was_asked_to_leave_ends_quietly_alone_or_with_all_others(is_end: bo
     with pytest.raises(SystemExit) as raised:
         session.border(lambda: None)
     assert raised.value.code == 143
+    session.close()
+
+
+@pytest.mark.parametrize(
+    ("heir", "text"),
+    [
+        ("0.0", r"^job is over: 1 worker is left\. It is in D\.$"),
+        ("2.0", r"^job is over: 1 worker is left\. Start it again: worker 2\.0 saves the state, if the script gave "),
+        ("", r"^job is over: 1 worker is left\. See the coordinator's log\.$"),
+    ],
+)
+def test_when_the_job_ends_the_heir_saves_the_state_before_its_script_hears_of_it(heir: str, text: str) -> None:
+    session, _ = started(EasyCrew())
+    saved: list[bool] = []
+
+    def save() -> str:
+        saved.append(session.is_out)
+        assert session.standing().member == "0.0", "the lock is free"
+        return "It is in D."
+
+    session.save_last = save
+    session.end(Out(reason="1 worker is left", is_end=True, heir=heir))
+    with pytest.raises(MembershipError, match=text):
+        session.border(lambda: None)
+    assert saved == ([True] if heir == "0.0" else [])
+    session.close()
+
+
+def test_without_checkpoints_the_heir_has_nothing_to_save() -> None:
+    session, _ = started(EasyCrew())
+    session.end(Out(reason="1 worker is left", is_end=True, heir="0.0"))
+    with pytest.raises(MembershipError, match=r"worker 0\.0 saves the state, if the script gave ringweave\."):
+        session.border(lambda: None)
     session.close()
 
 

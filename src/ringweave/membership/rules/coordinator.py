@@ -3,6 +3,8 @@
 It keeps nothing that its members do not know, so that another one can take its place from what they tell it.
 """
 
+from collections.abc import Sequence
+
 from ringweave.membership.rules import quorum
 from ringweave.membership.rules.electing import Election, Rejoining
 from ringweave.membership.rules.presence import Presence
@@ -49,6 +51,7 @@ class Coordinator:
         """The epoch that holds."""
         self.ended = ""
         """Why the job is over; empty while it is not."""
+        self._heir = ""
 
     @property
     def is_active(self) -> bool:
@@ -68,7 +71,7 @@ class Coordinator:
     def order_for(self, member: str) -> Order:
         """What holds for a member now."""
         if self.ended:
-            return Order(ballot=(self._term, self._number + 1), is_end=True, reason=self.ended)
+            return Order(ballot=(self._term, self._number + 1), is_end=True, reason=self.ended, heir=self._heir)
         if member in self._put_out:
             return self._put_out[member]
         decree = self.decree if self.decree and member in self.decree.members else None
@@ -267,10 +270,10 @@ class Coordinator:
         if not holders and (has_begun or (self.decree is not None and self.decree.holders)):
             self._end("no worker is left that has the parameters: go on from the last checkpoint")
         elif self.decree and not quorum.is_majority(self.decree, holders or standings, self._presence.silent):
-            self._wait_or_end(now_s, "most of the workers do not answer")
+            self._wait_or_end(now_s, "most of the workers do not answer", holders)
         elif len(standings) < self._settings.bounds.least:
             least = self._settings.bounds.least
-            self._wait_or_end(now_s, f"{len(standings)} workers are left, expected at least {least}")
+            self._wait_or_end(now_s, f"{len(standings)} workers are left, expected at least {least}", holders)
         else:
             self._begin(proposal, standings, holders, now_s)
 
@@ -280,7 +283,7 @@ class Coordinator:
             standings = holders
         staying = [each for each in standings if not (each.is_leaving and each.at_border)]
         if not staying:
-            self._end("all workers have left")
+            self._end("all workers have left", holders)
             return
         if self.decree is None or max(each.committed for each in staying) > self.decree.committed:
             self._accusations.clear()
@@ -296,12 +299,14 @@ class Coordinator:
     def _is_out_of_patience(self, now_s: float) -> bool:
         return self._waiting_since_s is not None and now_s - self._waiting_since_s > self._settings.patience_s
 
-    def _wait_or_end(self, now_s: float, reason: str) -> None:
+    def _wait_or_end(self, now_s: float, reason: str, holders: Sequence[Standing]) -> None:
         if self._is_out_of_patience(now_s):
-            self._end(f"{reason}, and no other came within {self._settings.patience_s:g} s")
+            self._end(f"{reason}, and no other came within {self._settings.patience_s:g} s", holders)
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, holders: Sequence[Standing] = ()) -> None:
+        """The job is over; of those who have its state the first that is furthest is to save it."""
         self.ended = reason
+        self._heir = max(holders, key=lambda each: each.committed).member if holders else ""
         self._proposal = None
 
     def _term_after(self, ballot: Ballot) -> int:

@@ -30,6 +30,8 @@ class Out:
     reason: str
     is_end: bool
     """The job is over, which is nobody's fault; else this member was put out."""
+    heir: str = ""
+    """The member that is to save the state, if any; see `records.Order`."""
 
 
 Action = Freeze | Form | Out
@@ -52,7 +54,7 @@ class Follower:
             return []
         if order.is_out or order.is_end:
             self.is_out = True
-            return [Out(reason=order.reason, is_end=order.is_end)]
+            return [Out(reason=order.reason, is_end=order.is_end, heir=order.heir)]
         actions: list[Action] = []
         proposal = order.proposal
         is_cut_off = proposal is not None and proposal.is_urgent

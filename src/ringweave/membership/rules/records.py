@@ -83,6 +83,8 @@ class Order:
     """The job is over."""
     reason: str = ""
     """Why it is out, or the job over, in words."""
+    heir: str = ""
+    """Of a job that is over: the member that is to save the state; empty if nobody who is left has it."""
 
 
 Standings = tuple[Standing, ...]

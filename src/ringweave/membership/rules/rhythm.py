@@ -21,7 +21,7 @@ class Tolerance:
     most_s: float
 
 
-SILENCE = Tolerance(factor=3.0, least_s=1.4, most_s=10.0)
+SILENCE = Tolerance(factor=3.0, least_s=1.2, most_s=10.0)
 """Between two heartbeats. They come from a thread of their own, so a long gap is a busy machine's, not the model's. A
 member that stands still holds the others up for that long, and while they regroup: some tenths of a second."""
 STANDSTILL = Tolerance(factor=8.0, least_s=5.0, most_s=3600.0)

@@ -13,7 +13,7 @@ from ringweave.errors import ConnectionLostError, WireError, explain
 from ringweave.params.messages import Enter, Entered
 
 CALL_S = 3.0
-WATCH_S = 0.3
+WATCH_S = 0.2
 """How often the others are asked."""
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ringweave.comm import regrouping
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import TrainingError, explain
 from ringweave.training.checkpoints import disk, meeting, randomness
@@ -17,6 +18,7 @@ from ringweave.training.checkpoints.encoding import Encoder
 from ringweave.training.checkpoints.staging import Stage
 from ringweave.training.checkpoints.telling import Teller
 from ringweave.training.checkpoints.writing import Job, Writer
+from ringweave.training.elastic.loader import ElasticLoader
 
 _RANDOM = "random numbers"
 
@@ -60,6 +62,10 @@ class Checkpoints:
         self._teller = Teller(WorkerEnvironment.from_environ(os.environ))
         self._stage = Stage()
         self._writer = Writer(self._write, self._pass_over)
+        self._elastic = next((part for part in parts.values() if isinstance(part, ElasticLoader)), None)
+        self._elastic_name = next((name for name, part in parts.items() if part is self._elastic), "")
+        if self._elastic is not None:
+            self._elastic.save_at_end(self._save_last)
 
     def save(self, train_step: int) -> None:
         """Take the state after so many train steps; every rank calls it, and nobody waits for another.
@@ -70,21 +76,26 @@ class Checkpoints:
         Raises:
             TrainingError: There is something in the state that cannot be saved without pickle.
         """
+        rank, _ = _place()
+        if self._elastic is not None:
+            self._elastic.count_train_steps(train_step)
         started_s = time.perf_counter()
-        rank, world_size = _place()
-        encoder = Encoder()
         states = {name: part.state_dict() for name, part in self._parts.items()} if rank == 0 else {}
         if self._rng:
             states[_RANDOM] = randomness.take()
-        if not states:
-            return
+        if states:
+            self._submit(train_step, rank, states, started_s)
+
+    def _submit(self, train_step: int, rank: int, states: dict[str, Any], started_s: float) -> None:
+        """Copy these states, and have them written."""
+        encoder = Encoder()
         trees = {name: encoder.encode(state, name) for name, state in states.items()}
         try:
             staged = self._stage.copy(encoder.tensors)
         except (MemoryError, RuntimeError) as error:
             self._teller.failed(rank, train_step, self.folder, f"no memory for a copy ({error}).")
             return
-        document = {"train_step": train_step, "rank": rank, "world_size": world_size, "parts": trees}
+        document = {"train_step": train_step, "rank": rank, "world_size": _place()[1], "parts": trees}
         copy_s = time.perf_counter() - started_s
         self._writer.submit(Job(train_step=train_step, staged=staged, document=document, copy_s=copy_s))
 
@@ -92,15 +103,19 @@ class Checkpoints:
         """Put all parts where the newest whole checkpoint has them; every rank calls it, after `prepare`.
 
         A damaged one is passed over, and it is said. Ranks that cannot reach the folder get the state from one that
-        can. The number of ranks may be another one; the random numbers then begin anew.
+        can. The number of ranks may be another one; the random numbers then begin anew. A worker that has joined an
+        elastic job has the others' state, which is newer than any checkpoint: it keeps that, and asks nobody.
 
         Returns:
             How many train steps that was after; 0 if there is no checkpoint.
 
         Raises:
-            TrainingError: It holds other parts than these, or does not fit them.
+            TrainingError: It holds other parts than these, or does not fit them; or the loader of an elastic job is
+                not among them.
         """
         self.wait()
+        if self._is_latecomer():
+            return self._joined()
         among = meeting.messages(os.environ)
         own = self._newest()
         found = own if among is None else meeting.agree(own, among)
@@ -110,15 +125,23 @@ class Checkpoints:
         self._put(saved, content)
         rank, world_size = _place()
         self._teller.loaded(rank, saved, saved_world_size=content.world_size, world_size=world_size)
+        if self._elastic is not None:
+            self._elastic.count_train_steps(content.train_step)
         return content.train_step
 
     def clear(self) -> int:
-        """Remove the checkpoints of an earlier training in this folder; every rank calls it. Returns 0 train steps.
+        """Remove the checkpoints of an earlier training in this folder; every rank calls it.
+
+        Returns:
+            0 train steps; of a worker that has joined an elastic job as many as `load` says, and nothing is removed.
 
         Raises:
             OSError: They cannot be removed.
+            TrainingError: The loader of an elastic job is not among the parts.
         """
         self.wait()
+        if self._is_latecomer():
+            return self._joined()
         if _place()[0] == 0:
             disk.remove(iter(disk.list_saved(self.folder)))
         if dist.is_initialized():
@@ -131,6 +154,35 @@ class Checkpoints:
         Not needed at the end of a script: Python itself waits then.
         """
         return self._writer.wait_idle(timeout_s)
+
+    def _is_latecomer(self) -> bool:
+        """Whether the others of an elastic job, which are training, would not answer."""
+        if self._elastic is None and regrouping.is_of_an_epoch():
+            raise TrainingError(
+                explain(
+                    "parts of checkpoints of an elastic job",
+                    got=", ".join(sorted(self._parts)) or "none",
+                    expected="the loader that ringweave.prepare returned among them",
+                    do="Give Checkpoints loader=loader, by which a worker that joins knows where the others are",
+                )
+            )
+        return self._elastic is not None and self._elastic.is_latecomer
+
+    def _joined(self) -> int:
+        assert self._elastic is not None, "who joins has a loader that knows"
+        self._teller.joined(self._elastic.num_train_steps)
+        return self._elastic.num_train_steps
+
+    def _save_last(self, position: dict[str, int]) -> str:
+        """The job ends before its time, and this member is to save its state; what came of it, in words."""
+        assert self._elastic is not None, "it asks for this"
+        train_step, started_s = self._elastic.num_train_steps, time.perf_counter()
+        states = {name: part.state_dict() for name, part in self._parts.items()}
+        self._submit(train_step, 0, {**states, self._elastic_name: position}, started_s)
+        self.wait()
+        if not any(saved.train_step == train_step for saved in disk.list_saved(self.folder, rank=0)):
+            return f"The state after {train_step} train steps could not be saved in {self.folder}: see the warning."
+        return f"The state after {train_step} train steps is in {self.folder}. Start the run again to go on from it."
 
     def _newest(self) -> tuple[Saved, Content] | None:
         """The newest whole one that this rank can read."""

@@ -58,6 +58,12 @@ class Teller:
             world_size=world_size,
         )
 
+    def joined(self, num_train_steps: int) -> None:
+        """This worker needs none: it has the state of the others."""
+        _LOGGER.info(
+            "this worker joined after step %d with the state of the others: no checkpoint is read", num_train_steps
+        )
+
     def new_numbers(self, rank: int, train_step: int, why: str) -> None:
         """Random numbers do not go on where they were."""
         _LOGGER.info("random numbers of rank %d begin anew after step %d: %s", rank, train_step, why)

@@ -103,7 +103,7 @@ class JobCrew:
             "assumed_speed": self._facts.assumed_speed,
             "alike": self._facts.alike,
             "speed": None if speed is None else [speed.s_per_sample, speed.overhead_samples, speed.noise],
-            "place": [place.epoch, place.position, place.num_drawn],
+            "place": [place.epoch, place.position, place.num_drawn, place.num_steps_before],
             "books": self.books.to_words(),
         }
 
@@ -113,6 +113,7 @@ class JobCrew:
         if num_lost:
             self._tell.samples_lost(commit, num_lost)
         self.place.num_since_commit = 0
+        self.place.counted = (self.place.epoch, self.place.position)
         self.rosters.forget(self.place.num_drawn)
         if commit.number % _REBALANCE_EVERY == 0 and commit.members == self.rosters.latest.members:
             first = self.place.num_drawn + self._facts.alike["num_prefetched"]
@@ -135,8 +136,9 @@ class JobCrew:
         """An epoch begins."""
         holders = [index for index, each in enumerate(decree.standings) if each.has_state]
         if is_newcomer and holders:
-            epoch, position, num_drawn = notes[holders[0]]["place"]
-            self.place.epoch, self.place.position, self.place.num_drawn = epoch, position, num_drawn
+            place = self.place
+            place.epoch, place.position, place.num_drawn, place.num_steps_before = notes[holders[0]]["place"]
+            epoch, place.counted, place.is_latecomer = place.epoch, (place.epoch, place.position), True
             self.books.load(epoch, notes[holders[0]]["books"])
         speeds = [None if note["speed"] is None else _speed(note["speed"]) for note in notes]
         self.rosters.begin(

@@ -34,6 +34,12 @@ class Place:
     """Batches that were handed out, through all epochs."""
     num_since_commit: int = 0
     """Batches since the last reduction that counts."""
+    counted: tuple[int, int] = (0, 0)
+    """Epoch and position after the last reduction that counts."""
+    num_steps_before: int = 0
+    """Train steps, as the script counts them, before the first reduction of this job."""
+    is_latecomer: bool = False
+    """This member has got the job's state from another one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +141,35 @@ class ElasticLoader(PreparedLoader):
         self._parts.books.open_epoch(place.epoch)
         if place.position >= self._end:
             place.epoch, place.position = place.epoch + 1, 0
+        place.counted = (place.epoch, place.position)
         self._pass = place.epoch
+
+    @property
+    def is_latecomer(self) -> bool:
+        """This member has come when others were training: it has their state, and needs no other."""
+        return self._parts.place.is_latecomer
+
+    @property
+    def num_train_steps(self) -> int:
+        """Train steps that count, as the script counts them; see `count_train_steps`."""
+        return self._parts.place.num_steps_before + self._parts.session.num_committed
+
+    def count_train_steps(self, num_train_steps: int) -> None:
+        """So many are done by the script's own count: those who join later go on from there."""
+        self._parts.place.num_steps_before = num_train_steps - self._parts.session.num_committed
+
+    def save_at_end(self, save: Callable[[dict[str, int]], str]) -> None:
+        """Have the state saved when the job ends before its time and this member is the one to do it.
+
+        `save` gets this loader's state after the last train step that counts, and says in words what came of it.
+        """
+        place = self._parts.place
+
+        def counted() -> str:
+            epoch, position = place.counted
+            return save({"epoch": epoch, "position": position, "seed": self._seed})
+
+        self._parts.session.save_last = counted
 
     def split(self, loader: DataLoader) -> DataLoader:
         """A loader for evaluation: this member's part of its samples by the present shares."""

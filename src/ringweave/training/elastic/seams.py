@@ -79,7 +79,11 @@ def error_of(out: Out) -> MembershipError:
     """What the script hears of it."""
     what = "job" if out.is_end else "this worker"
     state = "is over" if out.is_end else "is no member any more"
-    do = "See the coordinator's log" if out.is_end else "Start it again: it joins with the state of the others"
+    do = "Start it again: it joins with the state of the others"
+    if out.is_end:
+        do = "See the coordinator's log"
+    if out.heir:
+        do = f"Start it again: worker {out.heir} saves the state, if the script gave ringweave.Checkpoints its loader"
     return MembershipError(f"{what} {state}: {out.reason}. {do}.")
 
 

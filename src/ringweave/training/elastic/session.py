@@ -8,7 +8,8 @@ session's own sums, forms groups and decides nothing. The lock is held for momen
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringweave.comm.regrouping import EpochGroups
-from ringweave.errors import RingweaveError, TrainingError
+from ringweave.errors import MembershipError, RingweaveError, TrainingError
 from ringweave.membership.agent import Agent
 from ringweave.membership.rules.follower import Out, resolve
 from ringweave.membership.rules.records import Decree, Standing
@@ -54,6 +55,8 @@ class Session:
         self._room = Room()
         self._last: Commit | None = None
         self._num_signs, self._is_waiting = 0, False
+        self.save_last: Callable[[], str] | None = None
+        """Saves the state when the job ends and this member is to do so; says what came of it."""
         self._thread = threading.Thread(target=self._serve, name="ringweave elastic", daemon=True)
 
     # The thread that trains.
@@ -96,13 +99,18 @@ class Session:
         self._tell_broken(error)
         return future
 
+    @property
+    def num_committed(self) -> int:
+        """Reductions that count, from the begin of the job on."""
+        return self._where.committed
+
     def wait_counted(self) -> None:
         """Until what was reduced counts; called at the end of a backward pass, before DDP reads the sums.
 
         Raises:
             MembershipError: It never will: this member was put out, or the job is over.
         """
-        with self._lock:
+        with self._bequeathing(), self._lock:
             self._lock.wait_for(lambda: self._reduction is None or self._out is not None or self._refusal is not None)
             if self._reduction is not None:
                 self._raise_reason()
@@ -124,12 +132,25 @@ class Session:
                 standing = self._standing()
         if agent is not None and standing is not None:
             agent.stand(standing)
-        with self._lock:
+        with self._bequeathing(), self._lock:
             self._is_waiting = True
             self._wait_thawed()
             self._is_waiting = False
             self._where = replace(self._where, at_border=False)
             draw()
+
+    @contextmanager
+    def _bequeathing(self) -> Iterator[None]:
+        """Saves the state where the job's end is raised, if this member is to; outside of the lock."""
+        try:
+            yield
+        except (MembershipError, SystemExit) as reason:
+            if self._out is None or self._out.heir != self._member or self.save_last is None:
+                raise
+            said = self.save_last()
+            if isinstance(reason, SystemExit):
+                raise
+            raise MembershipError(f"job is over: {self._out.reason}. {said}") from reason
 
     def sign(self) -> None:
         """The thread that trains gets on."""

@@ -1,0 +1,81 @@
+"""A run whose parameter server is killed while its standby has everything, through the real command."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ringweave.params.standby.claims import Claims
+from tests.ending import ended
+from tests.launch.conftest import wait_until
+
+TIMEOUT_S = 600.0
+"""Five processes import torch: minutes where many others do so, too."""
+
+SCRIPT = """
+import os, pathlib, time, torch, ringweave
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+x = torch.randn(96, 6)
+model = torch.nn.Linear(6, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(x, x[:, :2]), batch_size=32, shuffle=True)
+model, optimizer, loader = ringweave.prepare(model, optimizer, loader)
+for epoch in range(3):
+    for a, b in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(a), b).backward()
+        optimizer.step()
+    if epoch == 0:
+        pathlib.Path("waits-" + os.environ["RANK"]).touch()
+        while not pathlib.Path("killed").exists():
+            time.sleep(0.05)
+print("sum", sum(p.sum().item() for p in model.parameters()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.timeout(3 * TIMEOUT_S)
+def test_a_run_goes_on_when_its_parameter_server_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    argv = [sys.executable, "-m", "ringweave", "run", "--workers", "2", "--mode", "ps-hra", "--standby"]
+    argv += ["--run-dir", "run", "train.py"]
+    asked = subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    claims = Claims(tmp_path / "run" / "claims")
+
+    def is_ready() -> bool:
+        newest = claims.newest()
+        waiting = all((tmp_path / f"waits-{rank}").exists() for rank in range(2))
+        return asked.poll() is not None or (waiting and newest is not None and len(newest.members) == 2)
+
+    with ended(asked):
+        wait_until(is_ready, "both servers have everything, both workers wait", TIMEOUT_S)
+        before = claims.newest()
+        assert asked.poll() is None, asked.communicate()
+        assert before is not None
+        os.kill(pids_of_servers(tmp_path)[before.leader], signal.SIGKILL)
+        (tmp_path / "killed").touch()
+        stdout, stderr = asked.communicate(timeout=TIMEOUT_S)
+    assert asked.returncode == 0, stderr
+    after = claims.newest()
+    assert after is not None
+    assert (after.term, after.leader) == (before.term + 1, 1 - before.leader)
+    assert len({line.split()[-1] for line in stdout.splitlines() if "sum " in line}) == 1
+    assert "pushes applied" in stderr
+    accounts = [each for each in events(tmp_path) if each["kind"] == "samples_accounted"]
+    assert [(each["epoch"], each["samples"], each["exact"]) for each in accounts] == [(n, 96, True) for n in range(3)]
+    assert "SIGKILL" in [each["signal"] for each in events(tmp_path) if each["kind"] == "server_exited"]
+
+
+def events(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+
+
+def pids_of_servers(folder: Path) -> list[int]:
+    """Of each, by its index: they are started in that order, and the one that leads has not been started again."""
+    return [each["pid"] for each in events(folder) if each["kind"] == "server_started"][:2]
