@@ -44,7 +44,7 @@ def main() -> None:
     options.path.write_text(text(options.racks, options.nodes, options.seed))
     if options.measure:
         begun_s = time.monotonic()
-        command = [sys.executable, "-m", "ringweave.cli.main", "plan", str(options.path), "--bytes", "100MB"]
+        command = [sys.executable, "-m", "ringweave", "plan", str(options.path), "--bytes", "100MB"]
         subprocess.run(command, check=True)
         wall_s = time.monotonic() - begun_s
         peak_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024

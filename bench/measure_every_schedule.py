@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,13 @@ RUN_TIMEOUT_S = 900
 def main() -> None:
     """Under a launcher a worker; else one lab and one job for each cluster."""
     options = parse_options()
+    sizes = [units.parse_bytes(size) for size in options.sizes.split(",")]
     if "RANK" in os.environ:
-        work(options.out)
+        work(options.out, sizes)
         return
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.clusters:
-        document = measure(name, options.out.absolute() / f"run-{name}")
+        document = measure(name, options.out.absolute() / f"run-{name}", options.sizes)
         (options.out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
@@ -49,11 +51,12 @@ def parse_options() -> argparse.Namespace:
     """Returns the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clusters", nargs="+", default=["eight-nodes"], help="names in examples/clusters")
+    parser.add_argument("--sizes", default="1MB,5MB,25MB", help="of these")
     parser.add_argument("--out", type=Path, default=Path("runs/measured"), help="folder for the results")
     return parser.parse_args()
 
 
-def measure(name: str, run_dir: Path) -> dict[str, Any]:
+def measure(name: str, run_dir: Path, sizes: str) -> dict[str, Any]:
     """Rates of the links, then every schedule.
 
     Raises:
@@ -64,7 +67,7 @@ def measure(name: str, run_dir: Path) -> dict[str, Any]:
     try:
         rates = link_rates.measure(InLab(place))
         verb = [sys.executable, "-c", "from ringweave.cli.main import main; main()", "lab", "run", "--lab", place.name]
-        argv = [*verb, "--run-dir", str(run_dir), __file__, "--out", str(run_dir)]
+        argv = [*verb, "--run-dir", str(run_dir), __file__, "--out", str(run_dir), "--sizes", sizes]
         done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=RUN_TIMEOUT_S)
     finally:
         lab.down(place.name)
@@ -75,14 +78,15 @@ def measure(name: str, run_dir: Path) -> dict[str, Any]:
     return about | {"measured": json.loads((run_dir / "measured.json").read_text())}
 
 
-def work(run_dir: Path) -> None:
+def work(run_dir: Path, sizes: Sequence[int]) -> None:
     """What every rank does."""
     torch.set_num_threads(1)
     dist.init_process_group("ringweave")
     control = dist.new_group(backend="gloo")
     groups = {name: _forced(name) for name in NAMES}
     found: list[dict[str, Any]] = []
-    for num_bytes, (num_turns, num_counted) in TURNS.items():
+    for num_bytes in sizes:
+        num_turns, num_counted = TURNS[num_bytes]
         message = torch.empty(num_bytes // 4)
         taken: dict[str, list[tuple[float, float]]] = {name: [] for name in NAMES}
         for turn in range(num_turns):

@@ -35,7 +35,7 @@ from ringweave.topology.recovery.through import Sight, sight
 
 GOODPUT = 0.955
 _CLEARLY = 1.15
-_LIMIT_S = 170
+_LIMIT_S = 600
 _CLI = "from ringweave.cli.main import main; main()"
 
 

@@ -21,6 +21,7 @@ MACHINES = st.builds(
     start_s=st.sampled_from([0.0, 5.0]),
     burst_bytes=st.sampled_from([7.0, 40.0, float("inf")]),
     window_bytes=st.sampled_from([1.0, 60.0, float("inf")]),
+    unevenness=st.sampled_from([0.0, 1.0]),
     num_processors=st.none() | st.integers(1, 3),
 )
 

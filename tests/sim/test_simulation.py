@@ -51,6 +51,25 @@ def test_streams_that_meet_share_the_link() -> None:
     assert found.seconds == pytest.approx(2 * 4 * 1600 / 100)
 
 
+@pytest.mark.parametrize(("name", "least", "most"), [("ps", 1.15, 1.4), ("direct", 0.98, 1.02)])
+def test_who_waits_for_the_slowest_of_uneven_streams(name: str, least: float, most: float) -> None:
+    """In a star all can send more than the root's link takes, and it passes on what all have delivered."""
+    schedule = {"ps": schedules.parameter_server, "direct": schedules.direct}[name](8)
+    cluster, pipelining = flat([200e6 / 8] * 8), Pipelining(num_segments=8, lag=2, window=28)
+    even, uneven = (
+        sim.simulate(
+            schedule,
+            cluster,
+            names(cluster),
+            1_000_000,
+            pipelining=pipelining,
+            machine=dataclasses.replace(Machine.assumed(), unevenness=unevenness),
+        ).seconds
+        for unevenness in (0.0, 0.43)
+    )
+    assert least < uneven / even < most
+
+
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(random_trees(min_nodes=2), SEEDS, PIPELININGS, MACHINES)

@@ -1,11 +1,12 @@
 """Links that serve bursts in turn, looked at one by one: times that can be computed by hand."""
 
+import itertools
 import math
 
 import pytest
 
 from ringweave.sim.events.clock import Clock
-from ringweave.sim.events.queues import BurstyStream, Queues
+from ringweave.sim.events.queues import BurstyStream, Queues, normal_scores
 from ringweave.sim.machine import Machine
 
 FAST, SLOW = 100.0, 50.0
@@ -53,6 +54,53 @@ def test_streams_of_a_node_take_turns_and_those_that_meet_get_alike() -> None:
     clock.run(net.settle)
     assert abs(first.arrivals[0] - second.arrivals[0]) <= 2 * 10 / SLOW
     assert max(first.arrivals[0], second.arrivals[0]) == pytest.approx(0.5 + 10 / FAST + 1000 / SLOW)
+
+
+def at_half_time(*, unevenness: float, num_senders: int) -> list[float]:
+    """Delivered of each stream into one slow link, when half of all should be there."""
+    clock, net = queues(*[FAST] * num_senders, SLOW, window_bytes=200.0, unevenness=unevenness)
+    streams = [net.stream((sender, num_senders)) for sender in range(num_senders)]
+    for stream in streams:
+        net.post(stream, 10_000)
+    for stream in streams:
+        net.send(stream, 10_000)
+    found = list[float]()
+    clock.at(num_senders * 10_000 / SLOW / 2, lambda: found.extend(stream.delivered for stream in streams))
+    clock.run(net.settle)
+    assert all(stream.arrivals for stream in streams)
+    assert sum(found) == pytest.approx(num_senders * 5_000, abs=30)  # the link was never idle
+    return found
+
+
+def test_streams_that_meet_get_what_their_windows_are_of_all_windows() -> None:
+    assert max(at_half_time(unevenness=0.0, num_senders=2)) <= 5_010
+    got = at_half_time(unevenness=0.5, num_senders=2)
+    wanted = [math.exp(0.5 * score) for score in normal_scores(2)]
+    assert max(got) / min(got) == pytest.approx(max(wanted) / min(wanted), rel=0.1)
+    assert got == at_half_time(unevenness=0.5, num_senders=2)
+    many = at_half_time(unevenness=0.5, num_senders=7)
+    assert max(many) / min(many) > max(got) / min(got) * 1.5
+
+
+def test_streams_of_one_node_stay_even_whatever_their_windows_are() -> None:
+    """Its own link, as fast as the one behind it, lets them take turns."""
+    clock, net = queues(SLOW, FAST, window_bytes=200.0, unevenness=1.0)
+    streams = [net.stream((0, 1)) for _ in range(4)]
+    for stream in streams:
+        net.post(stream, 1_000)
+    for stream in streams:
+        net.send(stream, 1_000)
+    clock.run(net.settle)
+    ends_s = [stream.arrivals[0] for stream in streams]
+    assert max(ends_s) - min(ends_s) <= len(streams) * 2 * 10 / SLOW
+
+
+def test_scores_are_spread_as_draws_would_be_and_neighbours_are_not_alike() -> None:
+    assert normal_scores(1) == (0.0,)
+    assert sorted(normal_scores(7)) == pytest.approx([-1.364, -0.758, -0.353, 0, 0.353, 0.758, 1.364], abs=0.01)
+    scores = normal_scores(100)
+    assert sum(scores) == pytest.approx(0, abs=1e-9)
+    assert all(abs(one - next_) > 0.3 for one, next_ in itertools.pairwise(scores))
 
 
 def test_who_is_not_received_is_stopped() -> None:
@@ -133,3 +181,9 @@ def test_loads_are_told_when_a_link_gets_busy_and_idle() -> None:
 def test_bursts_and_windows_of_nothing(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="expected bursts and windows of more than 0 bytes"):
         Machine(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [-0.1, math.inf, math.nan])
+def test_an_unevenness_that_is_none(wrong: float) -> None:
+    with pytest.raises(ValueError, match=f"unevenness {wrong}, expected a finite number, not negative"):
+        Machine(unevenness=wrong)

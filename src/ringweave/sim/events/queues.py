@@ -2,11 +2,16 @@
 
 Where `streams` lets all links of a route carry the same bytes at the same time, here a burst waits in a switch while
 the next link is busy, and the sender's link does something else meanwhile. How much of a stream is under way is
-bounded, as TCP's window bounds it, and so is what it has in the queue of its own node.
+bounded, as TCP's window bounds it, and so is what it has in the queue of its own node. Where streams meet whose senders
+could all send more, each gets of the link what its window is of all windows; TCP's windows are not alike
+(`Machine.unevenness`), which a schedule feels that needs them all at the same pace, such as a star.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cache
+from statistics import NormalDist
 
 from ringweave.sim.events.clock import Clock
 from ringweave.sim.events.streams import Told
@@ -28,6 +33,7 @@ class BurstyStream:
         "is_cut",
         "leaving",
         "num_at_home",
+        "place",
         "posted",
         "queued",
         "route",
@@ -47,6 +53,8 @@ class BurstyStream:
         """The position up to which the sender waits for."""
         self.num_at_home = 0
         """Bursts that wait for the first link."""
+        self.place: int | None = None
+        """Its number among the streams that end with the same link, in the order in which they were first posted."""
         self.is_cut = False
 
 
@@ -80,6 +88,8 @@ class Queues:
         self._latency_s = latency_s
         self._machine = machine
         self._links = [_Link(rate, machine.bucket_bytes) for rate in capacities]
+        self._num_into = [0] * len(self._links)
+        """Streams that end with a link, of those that something was posted on."""
 
     @property
     def carried(self) -> list[float]:
@@ -99,6 +109,9 @@ class Queues:
 
     def post(self, stream: BurstyStream, num_bytes: float) -> None:
         """Make room for the next message."""
+        if stream.place is None:
+            stream.place = self._num_into[stream.route[-1]]
+            self._num_into[stream.route[-1]] += 1
         stream.posted += num_bytes
         self._feed(stream)
 
@@ -137,16 +150,25 @@ class Queues:
         """Send as many bursts as may be under way."""
         machine = self._machine
         limit = min(stream.queued, stream.posted + machine.receive_buffer_bytes)
+        window_bytes = self._window(stream)
         while (
             stream.sent < limit
             and stream.num_at_home < MAX_AT_HOME
-            and stream.sent - stream.delivered < machine.window_bytes
+            and stream.sent - stream.delivered < window_bytes
             and not stream.is_cut
         ):
             size = min(machine.burst_bytes, limit - stream.sent)
             stream.sent += size
             stream.num_at_home += 1
             self._enter(stream, 0, size)
+
+    def _window(self, stream: BurstyStream) -> float:
+        """What a stream may have under way."""
+        machine = self._machine
+        if not machine.unevenness or stream.place is None:
+            return machine.window_bytes
+        score = normal_scores(self._num_into[stream.route[-1]])[stream.place]
+        return machine.window_bytes * math.exp(machine.unevenness * score)
 
     def _enter(self, stream: BurstyStream, place: int, size: float) -> None:
         """A burst comes to a link."""
@@ -213,3 +235,17 @@ class Queues:
         if self.note_rate is not None:
             link = self._links[number]
             self.note_rate(number, link.bytes_per_s if link.waiting else 0.0)
+
+
+@cache
+def normal_scores(count: int) -> tuple[float, ...]:
+    """What so many draws from the standard normal distribution are expected to be, smallest to largest; then shuffled.
+
+    Always the same, so that simulations are; and the first so many multiples of the golden ratio, modulo one, shuffle
+    them so that neighbours are not alike.
+
+    Source: G. Blom, Statistical Estimates and Transformed Beta-Variables, 1958: (i - 3/8) / (n + 1/4).
+    """
+    shuffled = sorted(range(count), key=lambda place: (place + 1) * (5**0.5 - 1) / 2 % 1)
+    scores = {place: NormalDist().inv_cdf((i + 0.625) / (count + 0.25)) for i, place in enumerate(shuffled)}
+    return tuple(scores[place] for place in range(count))
