@@ -59,7 +59,9 @@ def main() -> None:
     control = dist.new_group(backend="gloo")
     signal(options.out / READY, control)  # before prepare, which tries out how fast everybody is
     auto = chosen_by_auto(options)
-    contenders = {name: MAKERS[name](options) for name in CONTENDERS}
+    served = auto[0] if ROWS[options.row].is_communication_bound and auto[0] in modes.SERVED else modes.PS_HRA
+    makers = {"gloo": on_gloo, "balanced": prepared(modes.BALANCED), "ps-hra": prepared(served)}
+    contenders = {name: makers[name](options) for name in CONTENDERS}
     train(contenders, options, control)
     marks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(marks, {name: each.marks for name, each in contenders.items()}, group=control)
@@ -72,7 +74,9 @@ def main() -> None:
             }
             for name, each in contenders.items()
         }
-        (options.out / "measured.json").write_text(json.dumps({"auto": auto, "measured": found}) + "\n")
+        (options.out / "measured.json").write_text(
+            json.dumps({"auto": auto, "served": served, "measured": found}) + "\n"
+        )
     dist.barrier(group=control)
     dist.destroy_process_group()
 
@@ -159,9 +163,6 @@ def prepared(mode: str) -> Callable[[argparse.Namespace], Contender]:
         return Contender(model=found[0], optimizer=found[1], loader=found[2])
 
     return made
-
-
-MAKERS = {"gloo": on_gloo, "balanced": prepared("balanced"), "ps-hra": prepared("ps-hra")}
 
 
 def one_epoch(each: Contender, epoch: int) -> None:
