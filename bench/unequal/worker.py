@@ -115,7 +115,8 @@ def chosen_by_auto(options: argparse.Namespace) -> list[str]:
     own |= {"optimizer": type(optimizer).__name__, "cap": None, "batch_samples": reading.batch_samples}
     said = messages.gather_json(own)
     decided = modes.decide(modes.AUTO, modes.AUTO, messages.world_size)
-    return list(forecasting.decide(decided, said, None, is_open=True)[:2])
+    steps = ROWS[options.row].local_steps
+    return list(forecasting.decide(decided, said, None, is_open=True, local_steps=steps)[:2])
 
 
 def make(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer, Dataset[Any], TensorDataset]:
