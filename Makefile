@@ -74,7 +74,7 @@ bench: bench-setup
 bench-unequal: setup
 	$(BIN)/python bench/unequal/table.py
 
-# One seed, shorter training: twelve minutes on a quiet machine.
+# One seed, shorter training: a quarter of an hour on a quiet machine.
 bench-unequal-short: setup
 	$(BIN)/python bench/unequal/table.py --short
 

@@ -1,6 +1,7 @@
 """What was measured, beside the bars: a table in text, and a picture of loss against wall time."""
 
 import itertools
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,9 +32,54 @@ def to_text(rows: Sequence[dict[str, Any]]) -> str:
     took_s = sum(run["took_s"] for run in rows)
     commits = sorted({run["machine"]["commit"] for run in rows})
     lines.append(f"\nMedians over epochs (measured), but the ideal (predicted). {accounts} accounts: {words}.")
+    lines.append(_verdict(rows))
     lines.append(f"x is times DDP; in the row `changed` a fraction of the ideal from {WITHIN_STEPS} steps after the ")
     lines[-1] += f"change on. A number below its bar has an *. It took {took_s:.0f} s; at {', '.join(commits)}."
     return "\n".join(lines)
+
+
+def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Bars that were missed, in words."""
+    found = []
+    for name, runs in by_row(rows):
+        row = ROWS[name]
+        for each, bar in zip(OURS, row.bars, strict=True):
+            if bar is not None and gain(runs, each) < bar:
+                found.append(f"{name} {each} {gain(runs, each):.2f} ({bar:g})")
+        if (behind := loss_ratio(runs)) > MOST_BEHIND:
+            found.append(f"{name} final loss {behind:.3f} ({MOST_BEHIND})")
+        found += [
+            f"{name} auto {part:.2f} ({LEAST_OF_BETTER})"
+            for part in map(_part_of_better, runs)
+            if part < LEAST_OF_BETTER
+        ]
+    return found
+
+
+def gain(runs: Sequence[dict[str, Any]], each: str) -> float:
+    """Median over the seeds of how many times DDP's speed it has; in `changed` the fraction of the ideal."""
+    row = ROWS[runs[0]["row"]]
+    found = statistics.median(rate(run, each) / rate(run, "gloo") for run in runs)
+    return found / row.ideal if row.later_speeds else found
+
+
+def loss_ratio(runs: Sequence[dict[str, Any]]) -> float:
+    """Final loss of rings beside DDP's, means over the seeds."""
+    losses = _losses(runs)
+    return losses["ps-hra"] / losses["gloo"]
+
+
+def _losses(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
+    return {each: statistics.mean(run["measured"][each]["losses"][-1] for run in runs) for each in CONTENDERS}
+
+
+def _verdict(rows: Sequence[dict[str, Any]]) -> str:
+    """What was met."""
+    found = missed(rows)
+    kinds = [name for name, _ in by_row(rows)]
+    absent = [name for name in ROWS if name not in kinds]
+    said = f"Bars missed: {'; '.join(found)}." if found else "Every bar was met."
+    return said + (f" Not measured: {', '.join(absent)}." if absent else "")
 
 
 def by_row(rows: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
@@ -68,13 +114,12 @@ def rate_after(run: dict[str, Any], name: str) -> float:
 def _line(name: str, runs: Sequence[dict[str, Any]]) -> str:
     row = ROWS[name]
     rates = {each: statistics.median(rate(run, each) for run in runs) for each in CONTENDERS}
-    losses = {each: statistics.mean(run["measured"][each]["losses"][-1] for run in runs) for each in CONTENDERS}
+    losses = _losses(runs)
     cells = [name, str(len(runs)), *(f"{rates[each]:.0f}" for each in CONTENDERS)]
     for each, bar in zip(OURS, row.bars, strict=True):
-        gain = statistics.median(rate(run, each) / rate(run, "gloo") for run in runs)
-        gain = gain / row.ideal if row.later_speeds else gain
-        cells += [_marked(gain, is_met=bar is None or gain >= bar), "" if bar is None else f"{bar:g}"]
-    behind = losses["ps-hra"] / losses["gloo"]
+        found = gain(runs, each)
+        cells += [_marked(found, is_met=bar is None or found >= bar), "" if bar is None else f"{bar:g}"]
+    behind = loss_ratio(runs)
     cells += [f"{row.ideal:g}", ", ".join(f"{loss:.4f}" for loss in losses.values())]
     cells += [_marked(behind, is_met=behind <= MOST_BEHIND, digits=3), ", ".join(map(_by_auto, runs))]
     return f"| {' | '.join(cells)} |"
@@ -82,11 +127,15 @@ def _line(name: str, runs: Sequence[dict[str, Any]]) -> str:
 
 def _by_auto(run: dict[str, Any]) -> str:
     """The mode, and its speed beside that of the better one; nothing is known of one that did not run."""
+    part = _part_of_better(run)
+    return run["auto"][0] if math.isinf(part) else f"{run['auto'][0]} {_marked(part, is_met=part >= LEAST_OF_BETTER)}"
+
+
+def _part_of_better(run: dict[str, Any]) -> float:
+    """Speed of the mode that `auto` takes beside the better one's; infinite where it did not run."""
     mode = run["auto"][0]
-    if mode not in OURS:
-        return mode
-    part = rate(run, mode) / max(rate(run, each) for each in OURS)
-    return f"{mode} {_marked(part, is_met=part >= LEAST_OF_BETTER)}"
+    name = "ps-hra" if mode == run["served"] else mode
+    return rate(run, name) / max(rate(run, each) for each in OURS) if name in OURS else math.inf
 
 
 def _marked(value: float, *, is_met: bool, digits: int = 2) -> str:

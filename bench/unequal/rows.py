@@ -24,6 +24,9 @@ class Row:
     bars: tuple[float | None, float | None] = (None, None)
     """Of balanced and ps-hra, times DDP's samples per second."""
     is_communication_bound: bool = False
+    """Then rings are what `auto` takes, if it takes any: each worker alone (mode ps), it may be."""
+    epochs_divided: int = 1
+    """So many times fewer epochs, where a train step takes seconds."""
     local_steps: int = 0
     """Of ps-hra; 0 is the default."""
 
@@ -34,7 +37,9 @@ ROWS = {
     "half-quarter": Row(speeds=(1.0,) * 4 + (0.25,) * 4, ideal=2.5, bars=(2.1, 2.0)),
     "mixed": Row(speeds=(1.0,) * 4 + (0.5,) * 2 + (0.25,) * 2, ideal=2.75, bars=(2.3, 2.2)),
     "stalls": Row(stall=1 / 8, ideal=2.16, bars=(None, 1.5)),
-    "slow-nic": Row(slow_nic=0.1, ideal=5.6, bars=(None, 3.5), is_communication_bound=True, local_steps=4),
+    "slow-nic": Row(
+        slow_nic=0.1, ideal=5.6, bars=(None, 3.5), is_communication_bound=True, local_steps=4, epochs_divided=3
+    ),
     "changed": Row(later_speeds=(1.0,) * 6 + (0.25,) * 2, ideal=3.25, bars=(0.85, 0.8)),
 }
 """In `changed` the bars are fractions of the ideal, which is that of the speeds of the second half."""

@@ -1,12 +1,13 @@
 """The table of unequal workers: DDP on Gloo, balanced and ps-hra on seven clusters, held-out loss against wall time.
 
     python bench/unequal/table.py                    # needs root; at most 90 minutes; make bench-unequal
-    python bench/unequal/table.py --short            # twelve minutes: one seed, few epochs
+    python bench/unequal/table.py --short            # fifteen minutes: one seed, few epochs
     python bench/unequal/table.py --rows equal,stalls --seeds 0,1
 
 Each row and seed is a lab of eight nodes with CPU quotas and one job in it, in which the three take turns of epochs.
 What it measured is written to OUT/ROW-SEED.json at once; a run that is started again goes on with those that are
-missing. The parameter server has a quota of its own. `auto` is what `prepare` would choose there before the first step.
+missing, and a row whose job fails does not keep the others from theirs. It ends with 1 where a bar is missed. The
+parameter server has a quota of its own. `auto` is what `prepare` would choose there before the first step.
 """
 
 import argparse
@@ -30,12 +31,15 @@ from ringweave.lab.quotas import PERIOD_US
 from ringweave.telemetry import read
 
 RATE_BITS_PER_S = 400e6
-RUN_TIMEOUT_S = 1200
+RUN_TIMEOUT_S = 3600
 SIZES = {
-    False: {"epochs": 16, "samples": 16384, "batch": 1024, "channels": 32},
-    True: {"epochs": 8, "samples": 10240, "batch": 2048, "channels": 32},
+    False: {"epochs": 8, "samples": 32768, "batch": 1024, "channels": 32},
+    True: {"epochs": 4, "samples": 24576, "batch": 2048, "channels": 32},
 }
-"""By whether it is short. The long one goes on until the loss hardly changes, since the end is what is compared."""
+"""By whether it is short. The long one goes on until the loss hardly changes, since the end is what is compared. An
+epoch is a dozen train steps and more: at its end all meet, which takes 0.2 s in these labs however short it was."""
+LEAST_EPOCHS = 3
+"""The first one is a warm-up."""
 SEEDS = {False: "0,1,2", True: "0"}
 
 
@@ -57,16 +61,34 @@ def main() -> None:
         for name in options.rows.split(","):
             path = options.out / f"{name}-{seed}.json"
             if not path.exists():
-                started_s = time.monotonic()
-                found = run_row(name, int(seed), sizes, options.runs.absolute())
-                found |= {"took_s": round(time.monotonic() - started_s, 1), "machine": machine()}
-                path.write_text(json.dumps(found) + "\n")
-                print(f"{name}, seed {seed}: {found['took_s']} s", file=sys.stderr, flush=True)
+                measure(name, int(seed), sizes, options.runs.absolute(), path)
     rows = [json.loads(path.read_text()) for path in sorted(options.out.glob("*-*.json"))]
+    if not rows:
+        raise SystemExit("rows measured: none, expected one at least. Look at what the jobs printed, above.")
     text = report.to_text(rows)
     print(text)
     (options.out / "table.md").write_text(text + "\n")
     report.draw(rows, options.out / "unequal.png")
+    if report.missed(rows):
+        raise SystemExit(1)
+
+
+def measure(name: str, seed: int, sizes: dict[str, int], root: Path, path: Path) -> None:
+    """Measure a row and write the file; one that fails is told of, and the others are measured nevertheless."""
+    started_s = time.monotonic()
+    epochs = max(LEAST_EPOCHS, sizes["epochs"] // ROWS[name].epochs_divided)
+    try:
+        found = run_row(name, seed, {**sizes, "epochs": epochs}, root)
+    except (RowError, subprocess.TimeoutExpired) as error:
+        print(f"{name}, seed {seed}: {error}", file=sys.stderr, flush=True)
+        return
+    found |= {"took_s": round(time.monotonic() - started_s, 1), "machine": machine()}
+    path.write_text(json.dumps(found) + "\n")
+    print(f"{name}, seed {seed}: {found['took_s']} s", file=sys.stderr, flush=True)
+
+
+class RowError(Exception):
+    """The job of a row has failed."""
 
 
 def machine() -> dict[str, str]:
@@ -79,7 +101,8 @@ def run_row(name: str, seed: int, sizes: dict[str, int], root: Path) -> dict[str
     """What the workers measured in a lab of these speeds.
 
     Raises:
-        SystemExit: The run failed; its output is shown.
+        RowError: The run failed; its output is shown.
+        subprocess.TimeoutExpired: It did not end.
     """
     row, out = ROWS[name], root / f"run-{name}-{seed}"
     shutil.rmtree(out, ignore_errors=True)
@@ -89,7 +112,7 @@ def run_row(name: str, seed: int, sizes: dict[str, int], root: Path) -> dict[str
     own = {"row": name, "seed": seed, "out": out, **sizes}
     command = [sys.executable, "-m", "ringweave", "lab", "run", "--lab", place.name, "--mode", "ps-hra", "--no-tuning"]
     command += ["--run-dir", str(out / "run"), str(Path(__file__).with_name("worker.py"))]
-    server = f"{place.name}-server"
+    server, running = f"{place.name}-server", None
     try:
         limit(place, row.speeds, of_one=PERIOD_US)  # importing torch takes minutes on 0.05 of a core
         with (out / "output").open("w") as output:
@@ -103,10 +126,13 @@ def run_row(name: str, seed: int, sizes: dict[str, int], root: Path) -> dict[str
                 (out / f"{moment}.done").touch()
         code = running.wait(RUN_TIMEOUT_S)
     finally:
+        if running is not None and running.poll() is None:
+            running.terminate()
+            running.wait()
         lab.down(place.name)
         cgroups.remove(hierarchy(), server)
     if code != 0:
-        raise SystemExit(f"workers: exit code {code}, expected 0.\n{(out / 'output').read_text()}")
+        raise RowError(f"workers: exit code {code}, expected 0.\n{(out / 'output').read_text()}")
     events = list(read(out / "run" / "events.jsonl"))
     counted = [event for event in events if event["kind"] == "params_counted"][-1]
     rings = [event for event in events if event["kind"] == "rings_formed"][-1]["rings"]

@@ -59,7 +59,9 @@ def main() -> None:
     control = dist.new_group(backend="gloo")
     signal(options.out / READY, control)  # before prepare, which tries out how fast everybody is
     auto = chosen_by_auto(options)
-    contenders = {name: MAKERS[name](options) for name in CONTENDERS}
+    served = auto[0] if ROWS[options.row].is_communication_bound and auto[0] in modes.SERVED else modes.PS_HRA
+    makers = {"gloo": on_gloo, "balanced": prepared(modes.BALANCED), "ps-hra": prepared(served)}
+    contenders = {name: makers[name](options) for name in CONTENDERS}
     train(contenders, options, control)
     marks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(marks, {name: each.marks for name, each in contenders.items()}, group=control)
@@ -72,7 +74,9 @@ def main() -> None:
             }
             for name, each in contenders.items()
         }
-        (options.out / "measured.json").write_text(json.dumps({"auto": auto, "measured": found}) + "\n")
+        (options.out / "measured.json").write_text(
+            json.dumps({"auto": auto, "served": served, "measured": found}) + "\n"
+        )
     dist.barrier(group=control)
     dist.destroy_process_group()
 
@@ -111,7 +115,8 @@ def chosen_by_auto(options: argparse.Namespace) -> list[str]:
     own |= {"optimizer": type(optimizer).__name__, "cap": None, "batch_samples": reading.batch_samples}
     said = messages.gather_json(own)
     decided = modes.decide(modes.AUTO, modes.AUTO, messages.world_size)
-    return list(forecasting.decide(decided, said, None, is_open=True)[:2])
+    steps = ROWS[options.row].local_steps
+    return list(forecasting.decide(decided, said, None, is_open=True, local_steps=steps)[:2])
 
 
 def make(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer, Dataset[Any], TensorDataset]:
@@ -159,9 +164,6 @@ def prepared(mode: str) -> Callable[[argparse.Namespace], Contender]:
         return Contender(model=found[0], optimizer=found[1], loader=found[2])
 
     return made
-
-
-MAKERS = {"gloo": on_gloo, "balanced": prepared("balanced"), "ps-hra": prepared("ps-hra")}
 
 
 def one_epoch(each: Contender, epoch: int) -> None:

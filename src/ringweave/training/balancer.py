@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from ringweave.planning import balancing
-from ringweave.planning.balancing import Change, SpeedEstimator
+from ringweave.planning.balancing import Change, Rebalancer, Speed, SpeedEstimator
 from ringweave.planning.balancing.shares import Shares
 from ringweave.training.control import Control, SpeedExchange
 from ringweave.training.timing import StepTimer
@@ -34,7 +33,7 @@ class Balancer:
         self._timer, self._control, self._caps = timer, control, caps
         self._num_prefetched = num_prefetched
         self._on_change = on_change
-        self._estimator = SpeedEstimator()
+        self._estimator, self._rebalancer = SpeedEstimator(), Rebalancer()
         self._pending: SpeedExchange | None = None
 
     def shares_of(self, batch_number: int) -> Shares:
@@ -46,14 +45,31 @@ class Balancer:
         """Those decided last; they may hold only a few batches from now."""
         return self._history[-1][1]
 
+    @property
+    def speed(self) -> Speed | None:
+        """This rank's, by now."""
+        return self._estimator.speed
+
+    def renew(
+        self, batch_number: int, shares: Shares, control: Control | None, caps: Sequence[int] | None = None
+    ) -> None:
+        """Other shares, among other ranks or the same, from a batch on that nobody has loaded yet.
+
+        All ranks that were heard until now call it alike; what this one has measured still counts.
+        """
+        if self._pending is not None:
+            self._pending.wait()
+        self._pending, self._rebalancer = None, Rebalancer()
+        self._control, self._caps = control, caps
+        self._history = [(batch_number, shares)]
+
     def border(self, batch_number: int) -> None:
         """Between two steps; `batch_number` is the batch that is asked for next."""
         self._timer.end()
-        if self._control is None:
-            self._timer.take()
-            return
         for num_samples, seconds in self._timer.take():
             self._estimator.observe(num_samples, seconds)
+        if self._control is None:
+            return
         if self._pending is not None:
             self._decide(batch_number, self._pending)
             self._pending = None
@@ -62,7 +78,7 @@ class Balancer:
 
     def _decide(self, batch_number: int, exchange: SpeedExchange) -> None:
         speeds = exchange.wait()
-        change = balancing.rebalance(self.latest, speeds, self._caps) if speeds else None
+        change = self._rebalancer.look(self.latest, speeds, self._caps) if speeds else None
         if change is not None:
             self._change(batch_number, change)
 

@@ -18,10 +18,13 @@ _HALF = 2**63
 class Control:
     """A group of its own on the host library, so that its messages never queue behind a gradient's."""
 
-    def __init__(self) -> None:
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        group = dist.new_group(backend="gloo")
-        assert isinstance(group, dist.ProcessGroup)
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        """Among the ranks of a group of the host library, in which nobody else speaks; None makes one of all ranks."""
+        if group is None:
+            made = dist.new_group(backend="gloo")
+            assert isinstance(made, dist.ProcessGroup)
+            group = made
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._group = group
 
     def gather_json(self, document: Mapping[str, Any]) -> list[dict[str, Any]]:

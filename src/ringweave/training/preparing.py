@@ -107,7 +107,9 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
     control.check_alike(said, _ALIKE)
     recorder = Recorder(environment, messages.rank)
     settings = asynchronous or Asynchronous()
-    chosen, reason, rings = forecasting.decide(decided, said, settings.rings, is_open=is_open)
+    chosen, reason, rings = forecasting.decide(
+        decided, said, settings.rings, is_open=is_open, local_steps=settings.local_steps
+    )
     if chosen in modes.SERVED:
         recorder.prepared(mode=chosen, asked=mode, reason=reason, shares=())
         asked = Asked(mode=chosen, is_mean=reduction == "mean", settings=settings, ddp=dict(ddp or {}), rings=rings)

@@ -9,7 +9,7 @@ from ringweave.params.rules import TicketOffice
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40), st.booleans()), max_size=80), st.integers(1, 500))
 def test_every_sample_is_on_exactly_one_ticket(calls, epoch_samples):
     office, numbers, given_out = TicketOffice(4), [0] * 4, []
-    for ring, wanted, repeats in [*calls, *[(ring, 1000, False) for ring in range(4)]]:
+    for ring, wanted, repeats in [*calls, *[(ring, epoch_samples, False) for ring in range(4)]]:
         numbers[ring] += 1
         ticket = office.take(ring, numbers[ring], 0, wanted, epoch_samples)
         given_out += range(ticket.first, ticket.first + ticket.num_samples)
@@ -30,3 +30,26 @@ def test_rings_may_be_in_different_epochs():
 def test_tickets_out_of_order_are_refused():
     with pytest.raises(TrainingError, match=r"ticket of ring 0: \(2, 0, 5\), expected number 1, at least one sample"):
         TicketOffice(1).take(0, 2, 0, 5, 10)
+
+
+def test_one_ring_has_whole_tickets_and_a_last_one():
+    office = TicketOffice(1)
+    assert [office.take(0, number, 0, 8, 20).num_samples for number in (1, 2, 3, 4)] == [8, 8, 4, 0]
+
+
+def test_the_last_tickets_are_parts_of_what_is_left():
+    """Two rings by turns: none begins with a whole ticket when there is not one for each any more."""
+    office, numbers, found = TicketOffice(2), [0, 0], []
+    for turn in range(12):
+        ring = turn % 2
+        numbers[ring] += 1
+        found.append(office.take(ring, numbers[ring], 0, 64, 320).num_samples)
+    assert found == [64, 64, 64, 64, 32, 16, 16, 0, 0, 0, 0, 0]
+
+
+def test_who_wants_all_that_is_left_gets_it():
+    """So does a ring that breaks off the epoch for all."""
+    office = TicketOffice(2)
+    office.take(0, 1, 0, 64, 320)
+    office.take(1, 1, 0, 64, 320)
+    assert office.take(0, 2, 0, 320, 320).num_samples == 192

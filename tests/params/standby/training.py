@@ -71,7 +71,8 @@ class Ring:
         room = Flat(SPECS)
         version = self.client.pull(0, room.buffers())
         for sequence in range(1, self.num_pushes + 1):
-            self.tickets.append(self.client.take(0, 3, 3 * self.num_rings * self.num_pushes))
+            # More than are taken: the last tickets of an epoch are smaller.
+            self.tickets.append(self.client.take(0, 3, 3 * self.num_rings * (self.num_pushes + 1)))
             round_ = Round(
                 sequence=sequence,
                 base_version=version,

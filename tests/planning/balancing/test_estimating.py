@@ -1,10 +1,12 @@
 """What an estimator makes of steps of a rank whose speed is known."""
 
+import math
 import random
+from dataclasses import replace
 
 import pytest
 
-from ringweave.planning.balancing import Speed, SpeedEstimator, apportion, rebalance, step_s
+from ringweave.planning.balancing import Rebalancer, Speed, SpeedEstimator, apportion, step_s
 from ringweave.planning.balancing.estimating import WARM_UP_STEPS, WINDOW
 
 
@@ -98,17 +100,36 @@ class Team:
     def __init__(self, num_samples: int, truth: list[Speed], noise: float, seed: int) -> None:
         self.truth, self.noise, self.generator = truth, noise, random.Random(seed)
         self.shares = apportion(num_samples, [Speed(s_per_sample=1.0)] * len(truth))
-        self.estimators = [SpeedEstimator() for _ in truth]
+        self.estimators, self.rebalancer = [SpeedEstimator() for _ in truth], Rebalancer()
+        self.num_steps, self.num_changes = 0, 0
 
     def train(self, num_steps: int) -> None:
-        for number in range(num_steps):
+        for _ in range(num_steps):
+            self.num_steps += 1
             for estimator, speed, share in zip(self.estimators, self.truth, self.shares, strict=True):
                 factor = self.generator.uniform(1 - self.noise, 1 + self.noise)
                 estimator.observe(share, speed.seconds(share) * factor)
             known = [estimator.speed for estimator in self.estimators]
-            if number % 2 and all(known):
-                change = rebalance(self.shares, [speed for speed in known if speed])
+            if self.num_steps % 2 == 0 and all(known):
+                change = self.rebalancer.look(self.shares, [speed for speed in known if speed])
                 self.shares = change.shares if change else self.shares
+                self.num_changes += change is not None
+
+    def disturb(self, num_steps: int, weight: float, memory: float) -> float:
+        """Train beside neighbours that come and go, so that noise lasts for some steps; times beside the best ones."""
+        levels, taken_s, best_s = [0.0] * len(self.truth), 0.0, 0.0
+        truth, best = self.truth, apportion(sum(self.shares), self.truth)
+        for _ in range(num_steps):
+            fresh = (1 - memory**2) ** 0.5
+            levels = [memory * level + fresh * self.generator.gauss(0, weight) for level in levels]
+            self.truth = [
+                replace(speed, s_per_sample=speed.s_per_sample * math.exp(level))
+                for speed, level in zip(truth, levels, strict=True)
+            ]
+            self.train(1)
+            taken_s, best_s = taken_s + step_s(self.shares, self.truth), best_s + step_s(best, self.truth)
+        self.truth = truth
+        return taken_s / best_s
 
     def slowness(self) -> float:
         """Time of a step beside that of the best shares."""
@@ -143,3 +164,12 @@ def test_ten_steps_after_a_change_of_speeds_shares_fit_again(seed: int) -> None:
     team.truth = [fast] * 4 + [slow] * 4
     team.train(10)
     assert 1 / team.slowness() >= 0.85
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_that_lasts_for_some_steps_is_not_taken_for_fixed_work(seed: int) -> None:
+    """What came of that: shares that took three times as long as fixed ones."""
+    team = Team(1024, [Speed(s_per_sample=1.0)] * 8, noise=0.05, seed=seed)
+    team.disturb(60, weight=0.4, memory=0.9)
+    team.truth = [Speed(s_per_sample=1.0)] * 6 + [Speed(s_per_sample=4.0)] * 2
+    assert team.disturb(60, weight=0.4, memory=0.9) <= 1.5

@@ -1,5 +1,6 @@
 """What each mode is predicted to take, against arithmetic that can be done by hand."""
 
+import dataclasses
 import itertools
 import math
 
@@ -81,3 +82,25 @@ def test_a_forecast_is_a_line():
 
 def test_links_that_are_not_known_are_of_one_kind():
     assert forecasts.by_rate([math.inf] * 3) == ((0, 1, 2),)
+
+
+def test_with_local_steps_pushes_are_fewer_and_under_way_meanwhile():
+    workers = [Worker(sample_s=[0.001], rate_bytes_per_s=50e6)] * 2
+    rings = ((0,), (1,))
+    waiting = Work(batch_samples=200, num_bytes=5e6, server_bytes_per_s=50e6)
+    pushing = dataclasses.replace(waiting, local_steps=4)
+    assert by_mode(forecasts.forecast(workers, waiting, [rings]))["ps"].step_s * forecasts.WORTH == pytest.approx(0.3)
+    assert by_mode(forecasts.forecast(workers, pushing, [rings]))["ps"].step_s * forecasts.WORTH == pytest.approx(0.1)
+    slow = dataclasses.replace(pushing, num_bytes=50e6)  # two pushes of a second each on the server's link
+    assert by_mode(forecasts.forecast(workers, slow, [rings]))["ps"].step_s * forecasts.WORTH == pytest.approx(0.5)
+
+
+def test_rings_wait_for_one_that_would_be_too_far_behind():
+    work = Work(batch_samples=800, num_bytes=4.5e6, server_bytes_per_s=1e9, local_steps=4)
+    workers = [Worker(sample_s=[0.001], rate_bytes_per_s=50e6)] * 7 + [Worker(sample_s=[0.001], rate_bytes_per_s=5e6)]
+    alone = tuple((rank,) for rank in range(8))
+    unbound = by_mode(forecasts.forecast(workers, work, [alone]))["ps"]
+    bound = by_mode(forecasts.forecast(workers, dataclasses.replace(work, most_ahead=lambda _: 18), [alone]))["ps"]
+    # A round of the slow link takes 1.8 s, those of the others 0.4 s; in two of them they push 63 times.
+    assert unbound.step_s * forecasts.WORTH == pytest.approx(800 / (7 * 400 / 0.4 + 400 / 1.8))
+    assert bound.step_s * forecasts.WORTH == pytest.approx(800 / (7 * 400 / 1.4 + 400 / 1.8))

@@ -23,6 +23,13 @@ class Told:
         return Exchange([self._others, own, self._others, self._others] if own else None)
 
 
+class Silent:
+    """Nobody in the ring has measured anything."""
+
+    def start_exchange(self, own: Speed | None) -> Exchange:
+        return Exchange(None)
+
+
 class Clock:
     now_s = 0.0
 
@@ -34,7 +41,8 @@ def test_a_rank_that_became_slow_gets_less():
     clock, changes = Clock(), []
     timer = StepTimer(HostTimeline(clock))
     control = Told(Speed(s_per_sample=0.01, noise=0.01))
-    shares = RingShares((64, 64, 64, 64), (0, 1), timer, control, lambda *change: changes.append(change))
+    shares = RingShares((64, 64, 64, 64), timer, control, lambda *change: changes.append(change))
+    shares.sit((0, 1), Silent())
     assert shares.of_ring == (64, 64)
     shares.meet()
     assert not changes  # nothing is known yet
@@ -57,7 +65,8 @@ def test_nobody_gets_more_than_its_memory_takes():
     timer = StepTimer(HostTimeline(clock))
     control = Told(Speed(s_per_sample=0.01, noise=0.01))
     caps = (70, 64, 256, 256)
-    shares = RingShares((64, 64, 64, 64), (0, 1), timer, control, lambda *change: changes.append(change), caps=caps)
+    shares = RingShares((64, 64, 64, 64), timer, control, lambda *change: changes.append(change), caps=caps)
+    shares.sit((0, 1), Silent())
     for _ in range(20):
         shares.begin()
         shares.give(64)
@@ -68,3 +77,60 @@ def test_nobody_gets_more_than_its_memory_takes():
     [(_, change)] = changes
     assert change.shares[0] == 70
     assert sum(change.shares) == 256
+
+
+class Within:
+    """A ring of two, in which this rank is the second one."""
+
+    def start_exchange(self, own: Speed | None) -> Exchange:
+        return Exchange([Speed(s_per_sample=0.01, noise=0.01), own] if own else None)
+
+
+def compute(shares: RingShares, timer: StepTimer, clock: Clock, num_batches: int) -> None:
+    for _ in range(num_batches):
+        shares.begin()
+        own = shares.of_ring[1]
+        shares.drawn()
+        shares.give(own)
+        clock.now_s += own * 0.04
+        timer.gradients_ready()
+
+
+def test_within_a_ring_shares_change_between_two_steps():
+    clock, changes = Clock(), []
+    timer = StepTimer(HostTimeline(clock))
+    control = Told(Speed(s_per_sample=0.01, noise=0.01))
+    shares = RingShares((64, 64, 64, 64), timer, control, lambda *change: changes.append(change))
+    shares.sit((0, 1), Within())
+    compute(shares, timer, clock, 12)
+    assert shares.of_ring == (103, 25)
+    assert [change.shares for _, change in changes] == [(103, 25, 64, 64)]
+    shares.begin()
+    shares.meet()
+    assert shares.of_ring == (79, 19), "where all meet, by the speeds of all"
+    compute(shares, timer, clock, 12)
+    assert shares.of_ring == (79, 19)
+
+
+def test_tickets_that_are_drawn_ahead_keep_their_shares():
+    """A change holds from the first ticket on that no rank can have drawn."""
+    clock, changes = Clock(), []
+    timer = StepTimer(HostTimeline(clock))
+    control = Told(Speed(s_per_sample=0.01, noise=0.01))
+    note = lambda *change: changes.append(change)  # noqa: E731 - as above
+    shares = RingShares((64, 64, 64, 64), timer, control, note, num_prefetched=4)
+    shares.sit((0, 1), Within())
+    for _ in range(4):
+        assert shares.of_ring == (64, 64)
+        shares.drawn()
+    while not changes:
+        drawn = shares.of_ring
+        compute(shares, timer, clock, 1)
+    assert drawn == (64, 64)
+    first, change = changes[0]
+    assert first == shares._num_batches - 1 + 4
+    shares.begin_pass()
+    assert shares.of_ring == (64, 64), "the change holds from a later batch on"
+    for _ in range(4):
+        shares.drawn()
+    assert shares.of_ring == change.shares[:2]

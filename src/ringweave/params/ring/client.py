@@ -116,6 +116,16 @@ class RingClient:
 
         return self._call(once)
 
+    def push(self, round_: Round, content: Sequence[Buffer]) -> Pushed:
+        """Push, and fetch nothing: the ring rests afterwards."""
+
+        def once(client: wire.Client, term: int) -> Pushed:
+            pushed = client.call(self._push(round_, term), content, timeout_s=self._patience_s).message
+            assert isinstance(pushed, Pushed), "the class of the reply"
+            return pushed
+
+        return self._call(once)
+
     def take(self, epoch: int, num_samples: int, epoch_samples: int) -> tuple[int, int]:
         """The samples that the ring computes next, as (first, how many); none when the epoch is used up."""
         self._num_tickets += 1

@@ -124,6 +124,19 @@ class Member:
         self._has_pushed = True
 
     @torch.no_grad()
+    def push_last_change(self, samples: Samples) -> None:
+        """Push what has changed since, before a rest: what came back from the push before is not taken in any more.
+
+        The next `refresh` replaces all parameters, so neither that nor an answer to this push has to be waited for, or
+        to go through the ring: over a slow link each of them takes as long as the push.
+        """
+        self._finish()
+        self._sequence += 1
+        if self._place.client and self._outbox and self._mark:
+            torch._foreach_copy_(self._outbox.views, torch._foreach_sub(self._parameters, self._mark.views))
+            self.last = self._place.client.push(self._round("change", samples), self._outbox.buffers())
+
+    @torch.no_grad()
     def refresh(self) -> None:
         """Take the newest parameters, at the start and after a rest; what has changed since the last push is lost.
 

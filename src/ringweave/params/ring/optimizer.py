@@ -61,7 +61,7 @@ class PushedOptimizer(Optimizer):
         Every rank of the ring calls it, or none.
         """
         if self._num_since:
-            self._member.push_change(self._taken())
+            self._member.push_last_change(self._taken())
             self._num_since = 0
         self._member.rest()
 

@@ -2,12 +2,18 @@
 
 Fixed shares for rings would let samples of fast rings count more often. Here a sample belongs to the ring that takes
 its ticket, and every sample of an epoch is on exactly one ticket.
+
+The last tickets of an epoch are smaller: at its end all rings meet, and whoever has just begun with a whole ticket
+would let all others wait for nearly as long as that takes.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ringweave.errors import TrainingError, explain
+
+FINEST = 4
+"""The smallest of them is so many times smaller than a whole one: every push costs its time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +35,8 @@ class TicketOffice:
         """`last` and `taken` are those of another office, to go on from there."""
         self._last: list[Ticket | None] = [None] * num_rings
         self._taken: dict[int, int] = dict(taken or {})
+        self._wanted: dict[int, int] = {}
+        """What each ring asked for last."""
         for ticket in last:
             self._last[ticket.ring] = ticket
 
@@ -54,7 +62,7 @@ class TicketOffice:
             ring: Who asks.
             number: Number of the ticket among the ring's.
             epoch: Which epoch the ring is in; rings may be in different ones.
-            num_samples: How many samples it wants; it gets fewer at the end.
+            num_samples: How many samples it wants; it gets fewer at the end, but for one that wants all there are.
             epoch_samples: Samples of the epoch.
 
         Raises:
@@ -74,16 +82,18 @@ class TicketOffice:
                 )
             )
         first = self._taken.get(epoch, 0)
-        ticket = Ticket(
-            ring=ring,
-            number=number,
-            epoch=epoch,
-            first=first,
-            num_samples=max(0, min(num_samples, epoch_samples - first)),
-        )
+        left = max(0, epoch_samples - first)
+        fitting = num_samples if num_samples >= epoch_samples else self._fitting(ring, num_samples, left)
+        ticket = Ticket(ring=ring, number=number, epoch=epoch, first=first, num_samples=min(fitting, left))
         self._taken[epoch] = first + ticket.num_samples
         self._last[ring] = ticket
         return ticket
+
+    def _fitting(self, ring: int, num_samples: int, left: int) -> int:
+        """The ring's part of what is left, once that is less than a ticket for each ring."""
+        self._wanted[ring] = num_samples
+        part = -(-num_samples * left // sum(self._wanted.values()))
+        return min(num_samples, max(part, -(-num_samples // FINEST)))
 
     def taken(self, epoch: int) -> int:
         """Samples of that epoch that are on tickets."""

@@ -117,6 +117,21 @@ def is_due(job: Job, pull: Pull) -> bool:
     return (last.sequence if last else 0) >= pull.after_sequence and job.ledger.can_grant(pull.ring)
 
 
+def grant(job: Job, pull: Pull, room: Sequence[memoryview]) -> tuple[int, float]:
+    """Give a ring that may go on the parameters: into that memory.
+
+    Returns:
+        Their version, and how many train steps ahead they are.
+    """
+    job.gone.discard(pull.ring)
+    version, ahead = job.ledger.grant(pull.ring), job.leads.grant(pull.ring, job.model.progress.total)
+    copy = Flat.over(job.setup.tensors, room)
+    job.model.read(copy, ahead)
+    if job.setup.compensation:
+        job.model.keep(pull.ring, copy)
+    return version, ahead
+
+
 def check_buffers(setup: Setup, sizes: Sequence[int]) -> None:
     """Refuse buffers that are not of the model's sizes.
 

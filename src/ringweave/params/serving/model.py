@@ -10,7 +10,7 @@ Optimizers work element by element, so they are given blocks of tensors, few at 
 parameters, the state and the sum of gradients stays in the cache.
 """
 
-from collections.abc import Container, Hashable, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -43,7 +43,7 @@ class GatheredModel:
         """Of each group, as they came with the last push."""
         self.moved: set[int] = set()
         """Places of the parameters that the last train step has moved."""
-        self._bases: dict[Hashable, Flat] = {}
+        self._bases: dict[int, Flat] = {}
         self._starts = blocks_of(initial)
         self._places = [place for place, view in enumerate(initial.views) for _ in range(_num_blocks(view))]
         self._blocks = [nn.Parameter(block) for block in self._starts]
@@ -117,21 +117,26 @@ class GatheredModel:
             with self._tried_out(batch, outs):
                 self._step(batch, present, sums, 1 / self.progress.weight if sums else 0.0)
 
-    def keep(self, holder: Hashable, base: Flat) -> None:
+    def keep(self, holder: int, base: Flat) -> None:
         """Remember what the holder computes its next gradient on, as `compensate` needs it."""
         self._bases[holder] = base
 
-    def release(self, holder: Hashable) -> None:
+    def release(self, holder: int) -> None:
         """Forget that."""
         self._bases.pop(holder, None)
 
-    def compensate(self, holder: Hashable, gradient: Flat) -> None:
+    def compensate(self, holder: int, gradient: Flat) -> None:
         """Turn the holder's gradient into about that at the newest parameters. Needs a copy of these meanwhile."""
         base = self._bases.pop(holder, None)
         if base is not None:
             now = Flat(self.setup.tensors)
             self.read(now)
             compensate(gradient, now, base, self.setup.compensation)
+
+    @property
+    def bases(self) -> Mapping[int, Flat]:
+        """What each ring computes its next gradient on, where that is kept."""
+        return self._bases
 
     @property
     def start(self) -> Flat:

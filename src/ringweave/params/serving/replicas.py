@@ -27,8 +27,12 @@ class Replica(Protocol):
         """This push is applied next."""
         ...
 
-    def granted(self, ring: int, version: int) -> None:
-        """The ring is given the parameters of that version."""
+    def granted(self, ring: int, version: int, ahead: float, *, is_between_pushes: bool) -> None:
+        """The ring is given the parameters of that version, so many train steps ahead.
+
+        `is_between_pushes`: nobody applies a push until this returns, so it need not wait for one who takes a standby
+        in, and must not.
+        """
         ...
 
     def ticketed(self, ticket: Ticket) -> None:
@@ -68,7 +72,7 @@ class Alone:
     def pushing(self, push: Push, buffers: Sequence[memoryview]) -> None:
         """Likewise."""
 
-    def granted(self, ring: int, version: int) -> None:
+    def granted(self, ring: int, version: int, ahead: float, *, is_between_pushes: bool) -> None:
         """Likewise."""
 
     def ticketed(self, ticket: Ticket) -> None:

@@ -7,7 +7,7 @@ time be told to the standby and then be applied, so that versions are the same t
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from ringweave import wire
@@ -122,8 +122,8 @@ class ParameterService:
             if job.ledger.receipt(push.ring, push.sequence) is None:
                 self._apply(job, push, buffers)
 
-    def follow_grant(self, ring: int, version: int) -> None:
-        """Book a grant of another server."""
+    def follow_grant(self, ring: int, version: int, ahead: float) -> None:
+        """Book a grant of another server, whose parameters are so many train steps ahead."""
         with self._changed:
             job = self._started_job()
             job.gone.discard(ring)
@@ -131,7 +131,7 @@ class ParameterService:
             job.leads.grant(ring, job.model.progress.total)
             if job.setup.compensation:
                 base = Flat(job.setup.tensors)
-                job.model.read(base)
+                job.model.read(base, ahead)
                 job.model.keep(ring, base)
 
     def follow_ticket(self, ticket: Ticket) -> None:
@@ -251,18 +251,22 @@ class ParameterService:
     def _pull(self, call: Call) -> Answer:
         pull: Pull = call.message
         job = self._find(pull.term, pull.ring, call.peer)
+        is_between_pushes = job.setup.compensation > 0
         with self._changed:
             job.pulled_after[pull.ring] = max(pull.after_sequence, job.pulled_after.get(pull.ring, 0))
-            room = self._wait_for_room(job, call)
-            job.gone.discard(pull.ring)
-            version = job.ledger.grant(pull.ring)
-            copy = Flat.over(job.setup.tensors, room)
-            job.model.read(copy, job.leads.grant(pull.ring, job.model.progress.total))
-            if job.setup.compensation:
-                job.model.keep(pull.ring, copy)
-            self.counts.sent_bytes += copy.num_bytes
-        self._replica.granted(pull.ring, version)
-        return Answer(Pulled(version=version), room)
+        while True:
+            with self._changed:
+                room = self._wait_for_room(job, call)
+            # The standby reads what the next push is compensated by itself: by the same pushes as here.
+            with self._turn if is_between_pushes else nullcontext():
+                with self._changed:
+                    granted = jobs.grant(job, pull, room) if jobs.is_due(job, pull) else None
+                if granted is not None:  # else another ring was faster, and this one waits again
+                    version, ahead = granted
+                    self.counts.sent_bytes += sum(map(len, room))
+                    self._replica.granted(pull.ring, version, ahead, is_between_pushes=is_between_pushes)
+                    return Answer(Pulled(version=version), room)
+            del room
 
     def _wait_for_room(self, job: Job, call: Call) -> list[memoryview]:
         """Memory for the answer, once the ring may go on; an error if that is too late, or nobody waits any more."""

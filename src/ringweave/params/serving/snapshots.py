@@ -6,7 +6,8 @@ place when it is on the disk.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,16 @@ class Snapshot:
     """Places of the parameters that the last train step has moved."""
     live: Live | None = None
     """Not in files: whoever goes on from one of these begins with rings that begin anew."""
+    bases: dict[int, list[Tensor]] = field(default_factory=dict)
+    """Likewise: what each ring computes on, where its next push is to be compensated."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors in it."""
-        return sum(each.nbytes for each in [*self.parameters, *self.gathered, *self.state.values()])
+        return sum(
+            each.nbytes
+            for each in [*self.parameters, *self.gathered, *self.state.values(), *chain(*self.bases.values())]
+        )
 
 
 def take(model: GatheredModel, version: int, pushed: Mapping[int, Receipt], live: Live | None = None) -> Snapshot:
@@ -90,6 +96,7 @@ def take(model: GatheredModel, version: int, pushed: Mapping[int, Receipt], live
         options=[dict(each) for each in model.options],
         moved=sorted(model.moved),
         live=live,
+        bases={ring: [view.clone() for view in base.views] for ring, base in model.bases.items()} if live else {},
     )
 
 
@@ -132,6 +139,8 @@ def _packed(snapshot: Snapshot) -> tuple[dict[str, Tensor], dict[str, str]]:
     tensors = {f"parameter.{place}": each.contiguous() for place, each in enumerate(snapshot.parameters)}
     tensors |= {f"gathered.{place}": each.contiguous() for place, each in enumerate(snapshot.gathered)}
     tensors |= {f"state.{key}": each for key, each in snapshot.state.items()}
+    for ring, base in snapshot.bases.items():
+        tensors |= {f"base.{ring}.{place}": each.contiguous() for place, each in enumerate(base)}
     text = json.dumps(books)
     return tensors, {_KEY: text, _CHECK: _check(text, tensors)}
 
@@ -193,7 +202,13 @@ def _unpacked(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Sna
         options=books["options"],
         moved=books["moved"],
         live=_live_of(books["live"]) if books["live"] else None,
+        bases=_bases_of(len(setup.tensors), tensors),
     )
+
+
+def _bases_of(num_places: int, tensors: Mapping[str, Tensor]) -> dict[int, list[Tensor]]:
+    rings = sorted({int(key.split(".")[1]) for key in tensors if key.startswith("base.")})
+    return {ring: [tensors[f"base.{ring}.{place}"] for place in range(num_places)] for ring in rings}
 
 
 def _live_of(book: Mapping[str, Any]) -> Live:
@@ -209,6 +224,8 @@ def restore(snapshot: Snapshot) -> GatheredModel:
     """The model as it was."""
     model = GatheredModel(snapshot.setup, _flat_of(snapshot.setup, snapshot.parameters), snapshot.progress)
     model.options, model.moved = snapshot.options, set(snapshot.moved)
+    for ring, base in snapshot.bases.items():
+        model.keep(ring, _flat_of(snapshot.setup, base))
     if snapshot.gathered:
         model.gathered = _flat_of(snapshot.setup, snapshot.gathered)
     state: dict[int, dict[str, Any]] = {}

@@ -92,7 +92,8 @@ class Following:
 
     def _granted(self, call: Call) -> Done:
         self._check(call)
-        self._service.follow_grant(call.message.ring, call.message.version)
+        granted: Granted = call.message
+        self._service.follow_grant(granted.ring, granted.version, granted.ahead)
         return Done()
 
     def _ticketed(self, call: Call) -> Done:

@@ -136,9 +136,10 @@ class Leadership:
         # Not settled: whoever takes the other one in lets no push be applied meanwhile.
         self._say(self._link, Pushing(push=push), buffers)
 
-    def granted(self, ring: int, version: int) -> None:
+    def granted(self, ring: int, version: int, ahead: float, *, is_between_pushes: bool) -> None:
         """See Replica."""
-        self._say(self._settled_link(), Granted(ring=ring, version=version))
+        link = self._link if is_between_pushes else self._settled_link()
+        self._say(link, Granted(ring=ring, version=version, ahead=ahead))
 
     def ticketed(self, ticket: Ticket) -> None:
         """See Replica."""

@@ -35,6 +35,8 @@ class Granted(wire.Message):
 
     ring: Count
     version: Count
+    ahead: float = pydantic.Field(ge=0, allow_inf_nan=False)
+    """How many train steps ahead they are predicted."""
 
 
 class Ticketed(wire.Message):

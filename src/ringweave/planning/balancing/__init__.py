@@ -3,6 +3,7 @@
 from ringweave.planning.balancing.accounts import Account, fingerprint
 from ringweave.planning.balancing.epochs import EpochOrder, cut, shuffled
 from ringweave.planning.balancing.estimating import SpeedEstimator
+from ringweave.planning.balancing.hesitating import Rebalancer
 from ringweave.planning.balancing.shares import Change, apportion, rebalance, scale, step_s
 from ringweave.planning.balancing.speeds import Speed
 
@@ -10,6 +11,7 @@ __all__ = [
     "Account",
     "Change",
     "EpochOrder",
+    "Rebalancer",
     "Speed",
     "SpeedEstimator",
     "apportion",

@@ -2,6 +2,8 @@
 
 import statistics
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ringweave.planning.balancing.speeds import Speed
 
@@ -29,8 +31,21 @@ few per cent in the times would drown it."""
 _MOST_OVERHEAD = 3.0
 """Overhead in multiples of the smaller share. Guards the arithmetic: shares are measured again after each change."""
 
+_CERTAIN = 2.0
+"""So many times their scatter, measured times may be wrong when the fixed work is read off from them."""
+
 Block = tuple[float, float]
 """Samples and seconds, means over its steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Settled:
+    """What one share has taken."""
+
+    samples: float
+    seconds: float
+    scatter: float
+    """Median deviation of the times, as a fraction."""
 
 
 class SpeedEstimator:
@@ -46,7 +61,7 @@ class SpeedEstimator:
         self._unfinished: list[Block] = []
         self._recent: deque[Block] = deque(maxlen=WINDOW)
         self._overhead_samples = 0.0
-        self._before: Block | None = None
+        self._before: _Settled | None = None
         self._has_compared = False
 
     def observe(self, num_samples: int, seconds: float) -> None:
@@ -72,12 +87,11 @@ class SpeedEstimator:
             return None
         q = self._overhead_samples
         each_s = self._each_s()
-        middle = statistics.median(each_s)
-        apart = statistics.median(abs(seconds - middle) for seconds in each_s)
+        middle, scatter = _middle(each_s)
         return Speed(
             s_per_sample=middle,
             overhead_samples=q,
-            noise=max(_SLOWEST_OF_EQUALS * apart / middle, _DOUBT / len(each_s)),
+            noise=max(_SLOWEST_OF_EQUALS * scatter, _DOUBT / len(each_s)),
         )
 
     def _complete(self, block: Block) -> None:
@@ -100,24 +114,44 @@ class SpeedEstimator:
         if len(each_s) > _ENOUGH and (min(latest) > middle * _ANOTHER_SPEED or max(latest) < middle / _ANOTHER_SPEED):
             self._recent = deque(list(self._recent)[-_ENOUGH:], maxlen=WINDOW)
 
-    def _settled(self) -> Block | None:
+    def _settled(self) -> _Settled | None:
         """The latest share and its median time, if there are enough blocks with it."""
         share = self._recent[-1][0]
         times_s = [seconds for samples, seconds in self._recent if samples == share]
-        return (share, statistics.median(times_s)) if len(times_s) >= _ENOUGH else None
+        if len(times_s) < _ENOUGH:
+            return None
+        middle, scatter = _middle(times_s)
+        return _Settled(samples=share, seconds=middle, scatter=scatter)
 
     def _compare(self) -> None:
-        """Read the overhead off once the new share is settled as well."""
+        """Read the overhead off once the new share is settled as well.
+
+        It is changed no further than the scatter of the times demands: times that lie apart by noise would else be
+        taken for much fixed work, or for none.
+        """
         after = self._settled()
-        if self._before is None or after is None or self._has_compared or after[0] == self._before[0]:
+        if self._before is None or after is None or self._has_compared or after.samples == self._before.samples:
             return
         self._has_compared = True
-        few, many = sorted((self._before, after))
-        if many[0] < few[0] * (1 + _LEAST_APART):
+        few, many = sorted((self._before, after), key=lambda settled: settled.samples)
+        if many.samples < few.samples * (1 + _LEAST_APART):
             return
-        if many[1] <= few[1]:
-            found = _MOST_OVERHEAD * few[0]
-        else:
-            found = (few[1] * many[0] - many[1] * few[0]) / (many[1] - few[1])
-        found = min(max(found, 0.0), _MOST_OVERHEAD * few[0])
+        wrong = 1 + _CERTAIN * (few.scatter + many.scatter)
+        least, most = (_overhead(few, many, factor) for factor in (wrong, 1 / wrong))
+        found = min(max(self._overhead_samples, least), most)
         self._overhead_samples = (self._overhead_samples + found) / 2
+
+
+def _middle(values: Sequence[float]) -> tuple[float, float]:
+    """The median, and the median deviation from it as a fraction."""
+    middle = statistics.median(values)
+    return middle, statistics.median(abs(value - middle) for value in values) / middle
+
+
+def _overhead(few: _Settled, many: _Settled, factor: float) -> float:
+    """The fixed work, in samples, if the larger share takes so many times as long as was measured."""
+    many_s = many.seconds * factor
+    if many_s <= few.seconds:
+        return _MOST_OVERHEAD * few.samples
+    found = (few.seconds * many.samples - many_s * few.samples) / (many_s - few.seconds)
+    return min(max(found, 0.0), _MOST_OVERHEAD * few.samples)

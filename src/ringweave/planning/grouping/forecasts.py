@@ -7,7 +7,7 @@ more than that. Times are predicted: computing by measured speeds, plus transfer
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ringweave.planning import balancing, modes
@@ -49,6 +49,11 @@ class Work:
     """Of the gradients, and of the parameters."""
     server_bytes_per_s: float = math.inf
     """Rate of the node that the parameter server is on, each direction."""
+    local_steps: int = 0
+    """Steps of a ring from one push to the next, which is under way meanwhile; 0 pushes each step, and waits."""
+    most_ahead: Callable[[int], float] = lambda _num_rings: math.inf
+    """Number of rings -> pushes of all others while a ring computes a round on parameters that it has taken: the
+    bound on staleness, beyond which they wait for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,18 +138,24 @@ def _computing_s(ranks: Sequence[int], shares: Sequence[int], workers: Sequence[
 
 
 def _of_rings(rings: tuple[Ring, ...], shares: Sequence[int], workers: Sequence[Worker], work: Work) -> Forecast:
-    """Rings go on beside each other; the server's link is shared by all."""
-    samples_per_s, rounds_per_s, slowest_s = 0.0, 0.0, 0.0
+    """Rings go on beside each other; the server's link is shared by all, and none is too far ahead of another."""
+    rounds_s, slowest_s = [], 0.0
     for ring in rings:
         rates = [workers[rank].rate_bytes_per_s for rank in ring]
         computing_s = _computing_s(ring, shares, workers)
         broadcasting_s = work.num_bytes / min(rates) if len(ring) > 1 else 0.0
         exchanging_s = 2 * work.num_bytes / min(rates[0], work.server_bytes_per_s)
-        round_s = computing_s + allreduce_s(rates, work.num_bytes) + exchanging_s + broadcasting_s
-        samples_per_s += sum(shares[rank] for rank in ring) / round_s
-        rounds_per_s += 1 / round_s
+        stepping_s = computing_s + allreduce_s(rates, work.num_bytes)
+        overlapped_s = max(work.local_steps * stepping_s, exchanging_s)
+        rounds_s.append((overlapped_s if work.local_steps else stepping_s + exchanging_s) + broadcasting_s)
         slowest_s = max(slowest_s, computing_s)
-    crowding = max(1.0, rounds_per_s * work.num_bytes / work.server_bytes_per_s)
+    crowding = max(1.0, math.fsum(1 / each_s for each_s in rounds_s) * work.num_bytes / work.server_bytes_per_s)
+    steps = max(1, work.local_steps)
+    waits = _waits(rounds_s, work)
+    samples_per_s = math.fsum(
+        steps * sum(shares[rank] for rank in ring) / (each_s * wait)
+        for ring, each_s, wait in zip(rings, rounds_s, waits, strict=True)
+    )
     worth = WORTH if len(rings) > 1 else 1.0
     mode = modes.PS if all(len(ring) == 1 for ring in rings) else modes.PS_HRA
     return Forecast(
@@ -153,3 +164,14 @@ def _of_rings(rings: tuple[Ring, ...], shares: Sequence[int], workers: Sequence[
         computing_s=slowest_s,
         rings=rings,
     )
+
+
+def _waits(rounds_s: Sequence[float], work: Work) -> list[float]:
+    """How many times as long a round of each ring takes, since it waits for a ring that would be too far behind."""
+    depth = 2 if work.local_steps else 1  # a round that is pushed meanwhile was computed on earlier parameters
+    most = work.most_ahead(len(rounds_s))
+    behind = [
+        math.fsum(depth * own_s / each_s for ring, each_s in enumerate(rounds_s) if ring != own) / most
+        for own, own_s in enumerate(rounds_s)
+    ]
+    return [max([1.0, *behind[:ring], *behind[ring + 1 :]]) for ring in range(len(rounds_s))]

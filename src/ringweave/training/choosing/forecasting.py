@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from ringweave.comm import joining
 from ringweave.environment import WorkerEnvironment
+from ringweave.params.rules import StalenessPolicy
 from ringweave.params.serving import optimizers
 from ringweave.planning import modes
 from ringweave.planning.grouping import forecasts
@@ -59,7 +60,12 @@ def own_prospects(
 
 
 def decide(
-    decided: tuple[str, str], said: Sequence[Mapping[str, Any]], num_rings: int | None, *, is_open: bool
+    decided: tuple[str, str],
+    said: Sequence[Mapping[str, Any]],
+    num_rings: int | None,
+    *,
+    is_open: bool,
+    local_steps: int = 0,
 ) -> tuple[str, str, tuple[Ring, ...] | None]:
     """The mode, why, and its rings; None for rings leaves them to the speeds.
 
@@ -68,6 +74,7 @@ def decide(
         said: What all ranks said.
         num_rings: How many rings the script wants.
         is_open: The mode may be chosen; else only its rings.
+        local_steps: Those that the script wants between two pushes.
     """
     mode, reason = decided
     goes_with_server = all(each["is_served"] and each["optimizer"] in optimizers.NAMES for each in said)
@@ -78,14 +85,14 @@ def decide(
     numbers = [None, *itertools.takewhile(lambda number: number <= half, (2**power for power in itertools.count(1)))]
     by_speed = [rings_of(speeds, modes.PS_HRA, number) for number in numbers]
     ways = rings_to_look_at(by_speed, rates, modes.AUTO if is_open else mode)
-    outlook = look_ahead(said, ways)
+    outlook = look_ahead(said, ways, local_steps)
     if is_open:
         return outlook.chosen.mode, outlook.reason, outlook.chosen.rings or None
     found = [each for each in outlook.forecasts if each.rings]
     return mode, reason + outlook.untried, forecasts.choose(found).rings if found else None
 
 
-def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]]) -> Outlook:
+def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]], local_steps: int = 0) -> Outlook:
     """The same on all ranks, since all have heard the same.
 
     Args:
@@ -93,7 +100,13 @@ def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]
             relative, by the cluster file; `rate`, bytes per second or None; `batch_samples`; `num_bytes`;
             `server_rate`.
         rings: Ways to form rings; none where no server is there, or the script does not go with one.
+        local_steps: As `decide` has it.
     """
+
+    def most_ahead(count: int) -> int:
+        policy = StalenessPolicy(num_rings=count, overlaps=local_steps > 0)
+        return policy.most_versions - policy.reserve_versions
+
     are_tried = all(each["trial_s"] for each in said)
     times_s = trials.settle([each["trial_s"] for each in said]) if are_tried else [[1 / each["speed"]] for each in said]
     workers = [
@@ -105,6 +118,8 @@ def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]
         batch_samples=said[0]["batch_samples"],
         num_bytes=said[0]["num_bytes"] if are_tried else 0,
         server_bytes_per_s=said[0]["server_rate"] or float("inf"),
+        local_steps=local_steps,
+        most_ahead=most_ahead,
     )
     found = forecasts.forecast(workers, work, rings)
     # Balanced is sync while all are equally fast, and follows when they are not.

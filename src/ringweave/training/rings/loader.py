@@ -93,6 +93,7 @@ class RingLoader(PreparedLoader):
         indices = orders.indices_of(self._loader, self._reading, self._seed, epoch, self._parts.control.broadcast)
         expected = indices[: self._epoch_samples]
         self._tickets.begin(epoch, expected)
+        self._parts.shares.begin_pass()
         given, own_pass = Account(), object()
         self._running = own_pass
         try:
@@ -172,6 +173,7 @@ class RingLoader(PreparedLoader):
         first, count = parts.places.take(epoch, sum(shares), len(indices))
         if count == 0:
             return None
+        parts.shares.drawn()
         own = parts.places.seat.ring.index(parts.control.rank)
         return first, portion(indices[first : first + count], shares, own)
 

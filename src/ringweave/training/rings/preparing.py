@@ -92,7 +92,9 @@ def prepare(
     pushed = PushedOptimizer(
         optimizer, places.seat.member, samples, local_steps_of(asked.settings, rings, speeds)[index]
     )
-    shares = RingShares(per_rank, places.seat.ring, timer, control, recorder.shares_changed, caps=caps)
+    ahead = max(each["num_prefetched"] for each in said)
+    shares = RingShares(per_rank, timer, control, recorder.shares_changed, caps=caps, num_prefetched=ahead)
+    shares.sit(places.seat.ring, places.seat.speeds)
     regrouping = Regrouping(
         places=places,
         settings=asked.settings if follows else None,

@@ -48,5 +48,5 @@ class Regrouping:
         self.weights.num_ranks = len(seat.ring)
         relative = [1 / speed.s_per_sample for speed in speeds]
         self.optimizer.move(seat.member, local_steps_of(self.settings, rings, relative)[seat.index])
-        self.shares.sit(seat.ring)
+        self.shares.sit(seat.ring, seat.speeds)
         self.recorder.rings_formed(rings=rings, most_versions=StalenessPolicy(num_rings=len(rings)).most_versions)

@@ -17,6 +17,9 @@ from ringweave.params.ring.member import Member, Place
 from ringweave.planning.grouping.forecasts import Ring
 from ringweave.training.control import Control
 
+Groups = tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]
+"""Of one ring: for tensors, for tickets, for speeds."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seat:
@@ -27,7 +30,9 @@ class Seat:
     """Of this rank's ring."""
     process_group: dist.ProcessGroup
     small_group: dist.ProcessGroup
-    """For small numbers that shall not queue behind tensors."""
+    """For tickets, that shall not queue behind tensors."""
+    speeds: Control
+    """For speeds, that may be told earlier or later among tickets, as ranks load ahead."""
     client: RingClient | None
     """Only the representative has it."""
     member: Member
@@ -47,7 +52,7 @@ class Seating:
         control: Control,
         setup: Setup,
         parameters: Sequence[torch.Tensor],
-        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        groups: Groups,
     ) -> None:
         """Takes the place that `setup` says.
 
@@ -56,7 +61,7 @@ class Seating:
             control: Messages among all ranks.
             setup: The job, which the server knows already.
             parameters: Those that are trained, in the order of the server's.
-            groups: This ring's, for tensors and for small numbers.
+            groups: This ring's.
         """
         self._servers, self._control, self._parameters = servers, control, list(parameters)
         self._overlaps = setup.overlaps
@@ -96,7 +101,7 @@ class Seating:
         if self.seat.client and not self.has_left:
             self.seat.client.take(epoch, total, total)
 
-    def _take(self, rings: tuple[Ring, ...], groups: tuple[dist.ProcessGroup, dist.ProcessGroup]) -> Seat:
+    def _take(self, rings: tuple[Ring, ...], groups: Groups) -> Seat:
         rank = self._control.rank
         index = index_of(rings, rank)
         client = RingClient(self._servers, index) if rank == rings[index][0] else None
@@ -106,6 +111,7 @@ class Seating:
             index=index,
             process_group=groups[0],
             small_group=groups[1],
+            speeds=Control(groups[2]),
             client=client,
             member=Member(place, self._parameters, overlaps=self._overlaps),
         )
@@ -116,11 +122,12 @@ def index_of(rings: Sequence[Ring], rank: int) -> int:
     return next(index for index, ring in enumerate(rings) if rank in ring)
 
 
-def groups_of(rings: Sequence[Ring], rank: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """A rank's group for tensors and the one for small numbers; all ranks make all of them."""
-    large = [dist.new_group(list(ring), backend="ringweave") for ring in rings]
-    small = [dist.new_group(list(ring), backend="gloo") for ring in rings]
-    found, small_one = large[index_of(rings, rank)], small[index_of(rings, rank)]
-    assert isinstance(found, dist.ProcessGroup), "a rank is in its own ring"
-    assert isinstance(small_one, dist.ProcessGroup), "a rank is in its own ring"
-    return found, small_one
+def groups_of(rings: Sequence[Ring], rank: int) -> Groups:
+    """A rank's groups for tensors, for tickets and for speeds; all ranks make all of them."""
+    found = []
+    for backend in ("ringweave", "gloo", "gloo"):
+        made = [dist.new_group(list(ring), backend=backend) for ring in rings]
+        own = made[index_of(rings, rank)]
+        assert isinstance(own, dist.ProcessGroup), "a rank is in its own ring"
+        found.append(own)
+    return found[0], found[1], found[2]

@@ -1,10 +1,16 @@
-"""Who computes how many samples of a train step in rings: measured as it goes, changed where all rings meet."""
+"""Who computes how many samples of a train step in rings: measured as it goes.
+
+In a ring, where all wait for the slowest, shares change at the borders of steps, as in mode balanced. Rings wait for
+each other only where all of them meet, so what a whole ring takes changes there.
+"""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ringweave.planning import balancing
-from ringweave.planning.balancing import Change, Speed, SpeedEstimator
+from ringweave.planning.balancing import Change, Speed
 from ringweave.planning.balancing.shares import Shares
+from ringweave.training.balancer import Balancer
 from ringweave.training.control import Control
 from ringweave.training.timing import StepTimer
 
@@ -18,30 +24,38 @@ class RingShares:
     def __init__(
         self,
         shares: Shares,
-        ring: Sequence[int],
         timer: StepTimer,
         control: Control,
         on_change: Callable[[int, Change], object],
         *,
         caps: Sequence[int] | None = None,
+        num_prefetched: int = 0,
     ) -> None:
-        """`on_change` is called with the number of batches of this ring so far; `caps` are the most of each rank."""
-        self._shares, self._ring = shares, tuple(ring)
-        self._timer, self._control, self._on_change = timer, control, on_change
-        self._caps = caps
-        self._estimator = SpeedEstimator()
-        self._num_batches = 0
+        """`sit` comes first; `caps` are the most of each rank, `num_prefetched` the most batches a rank loads ahead."""
+        self._agreed = shares
+        """Of all ranks, by what all of them know: changes within rings since then are left out."""
+        self._timer, self._control, self._on_change, self._caps = timer, control, on_change, caps
+        self._ring: tuple[int, ...] = ()
+        self._within: Control | None = None
+        self._num_batches, self._num_drawn = 0, 0
+        self._balancer = Balancer(shares, timer, None, num_prefetched=num_prefetched, on_change=self._tell)
 
     @property
     def of_ring(self) -> tuple[int, ...]:
-        """Samples of each rank of this ring in a whole ticket."""
-        return tuple(self._shares[rank] for rank in self._ring)
+        """Samples of each rank of this ring in the ticket that is drawn next."""
+        return self._balancer.shares_of(self._num_drawn)
+
+    def begin_pass(self) -> None:
+        """An epoch begins; tickets of the one before that nobody has computed are void."""
+        self._num_drawn = self._num_batches
+
+    def drawn(self) -> None:
+        """A ticket was drawn for the ring; with workers that load ahead, long before it is computed."""
+        self._num_drawn += 1
 
     def begin(self) -> None:
         """The next batch is asked for; what was computed before is over."""
-        self._timer.end()
-        for num_samples, seconds in self._timer.take():
-            self._estimator.observe(num_samples, seconds)
+        self._balancer.border(self._num_batches)
         self._timer.begin()
 
     def give(self, num_samples: int) -> None:
@@ -49,15 +63,31 @@ class RingShares:
         self._num_batches += 1
         self._timer.give(num_samples)
 
-    def sit(self, ring: Sequence[int]) -> None:
-        """This rank is in another ring from here on."""
-        self._ring = tuple(ring)
+    def sit(self, ring: Sequence[int], within: Control) -> None:
+        """This rank is in that ring from here on; all of its ranks call this. `within` is among them alone."""
+        self._ring, self._within = tuple(ring), within
+        self._renew()
 
     def meet(self) -> list[Speed] | None:
         """All ranks of all rings call this: the shares from here on, and speeds if those of all ranks are known."""
-        speeds = self._control.start_exchange(self._estimator.speed).wait()
-        change = balancing.rebalance(self._shares, speeds, self._caps) if speeds else None
+        speeds = self._control.start_exchange(self._balancer.speed).wait()
+        change = balancing.rebalance(self._agreed, speeds, self._caps) if speeds else None
         if change is not None:
-            self._shares = change.shares
+            self._agreed = change.shares
+            self._renew()
             self._on_change(self._num_batches, change)
         return speeds
+
+    def _renew(self) -> None:
+        """Shares of the ring as all ranks know them; no ticket is under way."""
+        self._num_drawn = self._num_batches
+        caps = None if self._caps is None else [self._caps[rank] for rank in self._ring]
+        within = self._within if len(self._ring) > 1 else None
+        shares = tuple(self._agreed[rank] for rank in self._ring)
+        self._balancer.renew(self._num_batches, shares, within, caps)
+
+    def _tell(self, batch_number: int, change: Change) -> None:
+        """The ring has changed its shares: told with those of the other ranks as this one knows them."""
+        own = dict(zip(self._ring, change.shares, strict=True))
+        shares = tuple(own.get(rank, share) for rank, share in enumerate(self._agreed))
+        self._on_change(batch_number, replace(change, shares=shares))

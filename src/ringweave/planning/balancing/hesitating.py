@@ -1,0 +1,56 @@
+"""When shares change: a gain must be promised, and the larger one the more often that has come to nothing."""
+
+from collections.abc import Sequence
+
+from ringweave.planning.balancing import shares as rules
+from ringweave.planning.balancing.shares import MAX_NOISE, MIN_GAIN, Change, Shares
+from ringweave.planning.balancing.speeds import Speed
+
+_MEMORY = 0.985
+"""What is left of doubts, and of what was moved, at the next look: half after 46 looks, about a hundred train steps."""
+
+
+class Rebalancer:
+    """Decides on changes one after the other, and learns from what becomes of them.
+
+    Noise that lasts for some steps (a neighbour on the machine) looks like another speed, and shares that follow it
+    come too late: what one change takes from a rank, a later one gives back. A lasting change of speed is followed
+    once. So what is given back counts as a doubt, and each doubt doubles the gain that the next change has to promise,
+    up to `MAX_NOISE`: a step that can be halved is halved.
+    """
+
+    def __init__(self) -> None:
+        self._doubts = 0.0
+        self._moved: tuple[float, ...] = ()
+        """Samples that each rank was given more or less, the latest changes most."""
+
+    @property
+    def min_gain(self) -> float:
+        """What a change has to promise now, as a fraction of the predicted time."""
+        return min(MAX_NOISE, MIN_GAIN * 2**self._doubts)
+
+    def look(self, current: Shares, speeds: Sequence[Speed], caps: Sequence[int] | None = None) -> Change | None:
+        """Better shares, if they are worth it; all ranks that look alike at the same speeds decide alike.
+
+        Args:
+            current: The shares that hold now, or are decided already.
+            speeds: Speed of each rank by now.
+            caps: The most that each rank's memory takes.
+        """
+        if len(self._moved) != len(current):
+            self._moved = (0.0,) * len(current)
+        self._doubts *= _MEMORY
+        self._moved = tuple(moved * _MEMORY for moved in self._moved)
+        change = rules.rebalance(current, speeds, caps, self.min_gain)
+        if change is not None:
+            moves = [after - before for before, after in zip(current, change.shares, strict=True)]
+            self._doubts += _given_back(self._moved, moves)
+            self._moved = tuple(moved + move for moved, move in zip(self._moved, moves, strict=True))
+        return change
+
+
+def _given_back(moved: Sequence[float], moves: Sequence[float]) -> float:
+    """Which part of these moves only takes back what was moved before."""
+    pairs = zip(moved, moves, strict=True)
+    back = sum(min(abs(before), abs(now)) for before, now in pairs if before * now < 0)
+    return back / sum(map(abs, moves))
