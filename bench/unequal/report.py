@@ -134,8 +134,7 @@ def _by_auto(run: dict[str, Any]) -> str:
 def _part_of_better(run: dict[str, Any]) -> float:
     """Speed of the mode that `auto` takes beside the better one's; infinite where it did not run."""
     mode = run["auto"][0]
-    name = "ps-hra" if mode == run["served"] else mode
-    return rate(run, name) / max(rate(run, each) for each in OURS) if name in OURS else math.inf
+    return rate(run, mode) / max(rate(run, each) for each in OURS) if mode in OURS else math.inf
 
 
 def _marked(value: float, *, is_met: bool, digits: int = 2) -> str:

@@ -24,7 +24,6 @@ class Row:
     bars: tuple[float | None, float | None] = (None, None)
     """Of balanced and ps-hra, times DDP's samples per second."""
     is_communication_bound: bool = False
-    """Then rings are what `auto` takes, if it takes any: each worker alone (mode ps), it may be."""
     epochs_divided: int = 1
     """So many times fewer epochs, where a train step takes seconds."""
     local_steps: int = 0

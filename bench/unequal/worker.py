@@ -59,8 +59,7 @@ def main() -> None:
     control = dist.new_group(backend="gloo")
     signal(options.out / READY, control)  # before prepare, which tries out how fast everybody is
     auto = chosen_by_auto(options)
-    served = auto[0] if ROWS[options.row].is_communication_bound and auto[0] in modes.SERVED else modes.PS_HRA
-    makers = {"gloo": on_gloo, "balanced": prepared(modes.BALANCED), "ps-hra": prepared(served)}
+    makers = {"gloo": on_gloo, "balanced": prepared(modes.BALANCED), "ps-hra": prepared(modes.PS_HRA)}
     contenders = {name: makers[name](options) for name in CONTENDERS}
     train(contenders, options, control)
     marks: list[Any] = [None] * dist.get_world_size()
@@ -74,9 +73,7 @@ def main() -> None:
             }
             for name, each in contenders.items()
         }
-        (options.out / "measured.json").write_text(
-            json.dumps({"auto": auto, "served": served, "measured": found}) + "\n"
-        )
+        (options.out / "measured.json").write_text(json.dumps({"auto": auto, "measured": found}) + "\n")
     dist.barrier(group=control)
     dist.destroy_process_group()
 
