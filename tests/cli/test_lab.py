@@ -122,7 +122,7 @@ def test_what_cannot_be_set_changes_nothing(pair, capsys, link: str, rate: str, 
 
 def test_status_says_what_there_is(cli, pair) -> None:
     pair.set_rate("a->core", 1e6)
-    with subprocess.Popen(pair.command("b", ["sleep", "300"])) as process:
+    with subprocess.Popen(pair.command("b", ["sleep", "60"])) as process:
         wait_inside(pair, process.pid)
         (document,) = json.loads(cli("lab", "status", "--lab", pair.name, "--json").stdout)["labs"]
         text = cli("lab", "status", "--lab", pair.name).stdout

@@ -35,8 +35,7 @@ def cluster() -> Iterator[SlurmCluster]:
     problems = clusters.problems()
     if problems:
         pytest.skip(" ".join(problems))
-    # A daemon may be silent for long on a busy machine; the test of a node that is lost says so itself.
-    with SlurmCluster({"big": 10, "small": 5}, name=f"slurm-{os.getpid()}", timeout_s=600) as up:
+    with SlurmCluster({"big": 10, "small": 5}, name=f"slurm-{os.getpid()}") as up:
         yield up
 
 
