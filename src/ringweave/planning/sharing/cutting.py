@@ -22,7 +22,7 @@ Stretch = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Stripe:
+class LaidOut:
     """A part of the message, laid out."""
 
     tree: Hierarchy
@@ -37,7 +37,7 @@ class Stripe:
 class Cut:
     """A way to lay the fractions out in a message."""
 
-    stripes: tuple[Stripe, ...]
+    stripes: tuple[LaidOut, ...]
     """In the order of the message."""
     busiest_s_per_byte: float
     """The largest tau with whole units."""
@@ -58,7 +58,7 @@ def cut(wanted: Fractions) -> Cut:
     """
     tree = wanted.parts[0].tree
     if wanted.is_symmetric:
-        return Cut((Stripe(tree, tree.num_leaves, [*_radix(tree)]),), wanted.busiest_s_per_byte)
+        return Cut((LaidOut(tree, tree.num_leaves, [*_radix(tree)]),), wanted.busiest_s_per_byte)
     grids = [grid for grid in _GRIDS if grid >= tree.num_leaves] or [_GRIDS[-1]]
     for grid in grids:
         found = _on_grid(wanted.parts, grid)
@@ -72,7 +72,7 @@ def _on_grid(parts: Sequence[Part], grid: int) -> Cut:
     for part, num_units in zip(parts, _apportioned(grid, [part.weight for part in parts]), strict=True):
         if num_units:
             led_by, led = _laid_out(part.tree, part.led, num_units)
-            stripes.append(Stripe(part.tree, num_units, led_by))
+            stripes.append(LaidOut(part.tree, num_units, led_by))
             got.append(Part(part.tree, num_units / grid, led))
     return Cut(tuple(stripes), busiest(got))
 

@@ -3,8 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from ringweave.planning.sharing import cutting
-from ringweave.planning.sharing.cutting import cut
+from ringweave.planning.sharing.cutting import LaidOut, cut
 from ringweave.planning.sharing.fractions import fractions
 from ringweave.planning.sharing.hierarchy import Hierarchy
 from ringweave.schedules import Domain, Stripe
@@ -27,7 +26,7 @@ def level_stripes(tree: Hierarchy, bound_s_per_byte: float | None = None) -> tup
     return tuple(stripe_of(laid_out) for laid_out in cut(fractions(tree, bound_s_per_byte)).stripes)
 
 
-def stripe_of(laid_out: cutting.Stripe) -> Stripe:
+def stripe_of(laid_out: LaidOut) -> Stripe:
     """The domain tree and the shares of a stripe."""
     tree = laid_out.tree
     borders = sorted({0, laid_out.num_units, *(first for led in laid_out.led_by for first, _, _ in led)})
@@ -49,7 +48,7 @@ def stripe_of(laid_out: cutting.Stripe) -> Stripe:
 
 def _leading_ranks(
     tree: Hierarchy,
-    laid_out: cutting.Stripe,
+    laid_out: LaidOut,
     vertex: int,
     starts: NDArray[np.int64],
     leaders: dict[int, NDArray[np.int32]],
