@@ -5,18 +5,11 @@ from collections import Counter
 import pytest
 
 from ringweave.lab import processes
+from tests.launch.small_training import PREPARED
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(1200)]
-TRAINS = """
-import torch, ringweave
-from torch.utils.data import DataLoader, TensorDataset
-
-torch.manual_seed(0)
-x = torch.randn(32, 4)
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
-model, optimizer, loader = ringweave.prepare(model, optimizer, loader)
+TRAINS = PREPARED
+TRAINS += """
 for epoch in range(2):
     for a, b in loader:
         optimizer.zero_grad()

@@ -22,6 +22,7 @@ from ringweave.launch.services.service import LogLine, LogQuery
 from ringweave.testing.kubernetes.cluster import FakeCluster
 from ringweave.testing.kubernetes.operators import OperatorProcess
 from ringweave.testing.kubernetes.processes import ProcessKubelet
+from tests.launch.small_training import PREPARED
 
 SOON_S = 300.0
 BAD = (JobState.FAILED, JobState.STOPPED)
@@ -158,16 +159,8 @@ def test_a_job_of_real_processes(place: Place, tmp_path: Path) -> None:
     place.wait(lambda: service.jobs() == [])
 
 
-TRAINS = """
-import os, torch, ringweave
-from torch.utils.data import DataLoader, TensorDataset
-
-torch.manual_seed(0)
-x = torch.randn(32, 4)
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
-model, optimizer, loader = ringweave.prepare(model, optimizer, loader)
+TRAINS = PREPARED
+TRAINS += """
 for a, b in loader:
     optimizer.zero_grad()
     (model(a) - b).square().mean().backward()

@@ -9,21 +9,13 @@ from ringweave.errors import JobError, UsageError
 from ringweave.lab import Lab
 from ringweave.launch.services.service import LogQuery
 from tests.launch.local.jobs.conftest import Here, processes_of
+from tests.launch.small_training import PREPARED
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 TORCH_S = 300.0
 """Until three processes have imported torch on a machine that is busy."""
-TRAINS = """
-import os, pathlib, time
-import torch, ringweave
-from torch.utils.data import DataLoader, TensorDataset
-
-torch.manual_seed(0)
-x = torch.randn(32, 4)
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
-model, optimizer, loader = ringweave.prepare(model, optimizer, loader)
+TRAINS = PREPARED
+TRAINS += """
 for epoch in range(2):
     for a, b in loader:
         optimizer.zero_grad()
