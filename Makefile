@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RUN_DIR ?= runs/demo
 
-.PHONY: setup demo test test-kube test-crashes check fix bench bench-setup bench-unequal bench-unequal-short chaos clean help
+.PHONY: setup demo test test-thorough test-kube test-crashes check fix bench bench-setup bench-unequal bench-unequal-short chaos clean help
 
 help:
 	@echo "make demo    train a small GPT on this machine's Python sources, on 4 workers (2 minutes after set-up)"
 	@echo "make test    run the tests"
+	@echo "make test-thorough  run them with many more examples of every property, drawn anew (an hour)"
 	@echo "make test-kube KUBECONFIG=...  run the tests of jobs on Kubernetes against a real API server"
 	@echo "make check   lint, types, architecture"
 	@echo "make fix     format, and mend what the linter can mend"
@@ -28,8 +29,14 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/ringweave run --workers 4 --run-dir $(RUN_DIR) examples/01_train_text.py --out $(RUN_DIR)
 
+# More processes than two cores: many tests wait for processes of their own.
+PYTEST := $(BIN)/pytest -n 3 --dist worksteal
 test: setup
-	$(BIN)/pytest -n 2
+	$(PYTEST)
+
+# Once and again: `make test` takes few examples, always the same ones.
+test-thorough: setup
+	$(PYTEST) --timeout 1200 --hypothesis-profile=thorough
 
 # The same suite as in `make test`, against the API server of a kubeconfig instead of the fake.
 test-kube: setup
@@ -86,6 +93,7 @@ FAULTS := $(BIN)/python bench/faults
 chaos: setup
 	failed=; run() { echo "== $$*"; "$$@" || failed="$$failed $$2"; }; \
 	run $(FAULTS)/kills.py $(if $(SHORT),--kills 10,--kills 50); \
+	run $(FAULTS)/ring_kills.py $(if $(SHORT),--kills 10,--kills 50); \
 	run $(FAULTS)/standing.py; \
 	run $(FAULTS)/at_once.py; \
 	run $(FAULTS)/joining.py; \

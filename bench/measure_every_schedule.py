@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -88,7 +89,7 @@ def work(run_dir: Path, sizes: Sequence[int]) -> None:
     for num_bytes in sizes:
         num_turns, num_counted = TURNS[num_bytes]
         message = torch.empty(num_bytes // 4)
-        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in NAMES}
+        taken: dict[str, list[tuple[float, float, float]]] = {name: [] for name in NAMES}
         for turn in range(num_turns):
             for name in NAMES if turn % 2 else reversed(NAMES):
                 calls = [_timed(message, groups[name], control) for _ in range(NUM_UNCOUNTED + num_counted)]
@@ -96,9 +97,8 @@ def work(run_dir: Path, sizes: Sequence[int]) -> None:
                 if dist.get_rank() == 0:
                     print(f"{time.time():.3f} {name} {units.format_bytes(num_bytes)}", *calls, flush=True)
         for name, calls in taken.items():
-            seconds, processor_s = map(list, zip(*calls, strict=True))
-            row = {"schedule": name, "bytes": num_bytes, "seconds": seconds, "processor_s": processor_s}
-            found.append(row)
+            kinds = zip(("seconds", "processor_s", "machine_s"), zip(*calls, strict=True), strict=True)
+            found.append({"schedule": name, "bytes": num_bytes} | {kind: list(values) for kind, values in kinds})
     if dist.get_rank() == 0:
         (run_dir / "measured.json").write_text(json.dumps(found) + "\n")
     dist.destroy_process_group()
@@ -112,9 +112,10 @@ def _forced(name: str) -> dist.ProcessGroup:
     return group
 
 
-def _timed(message: torch.Tensor, group: dist.ProcessGroup, control: dist.ProcessGroup) -> tuple[float, float]:
-    """Seconds of the slowest rank, and processor time of all ranks together."""
+def _timed(message: torch.Tensor, group: dist.ProcessGroup, control: dist.ProcessGroup) -> tuple[float, float, float]:
+    """Seconds of the slowest rank, processor time of all ranks, and of everything on the machine, in ticks of 10 ms."""
     message.fill_(dist.get_rank() + 1)
+    begun_machine_s = _machine_s()
     dist.barrier(control)
     begun_s, begun_processor_s = time.perf_counter(), time.process_time()
     dist.all_reduce(message, group=group)
@@ -122,10 +123,17 @@ def _timed(message: torch.Tensor, group: dist.ProcessGroup, control: dist.Proces
     worked = torch.tensor([time.process_time() - begun_processor_s], dtype=torch.float64)
     dist.all_reduce(took, op=dist.ReduceOp.MAX, group=control)
     dist.all_reduce(worked, group=control)
+    machine_s = _machine_s() - begun_machine_s
     count = dist.get_world_size()
     if not bool((message == count * (count + 1) / 2).all()):
         raise SystemExit("allreduce: a wrong sum. Do not trust the times.")
-    return float(took), float(worked)
+    return float(took), float(worked), machine_s
+
+
+def _machine_s() -> float:
+    """Seconds that the processors have worked, for whomever, packets and interrupts included."""
+    times = psutil.cpu_times()
+    return times.user + times.nice + times.system + times.irq + times.softirq
 
 
 if __name__ == "__main__":

@@ -14,12 +14,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ringweave.errors import UsageError
 from ringweave.planning.partitioning import Problem, recurrence, solve
-from tests.planning.partitioning.brute_force import least, random_problem
+from tests.planning.partitioning.brute_force import Found, least, random_problem
 
 
-def differing(problem: Problem, num_microbatches: int) -> str | None:
+def differing(problem: Problem, num_microbatches: int, expected: Found, shortest: Found) -> str | None:
     """What differs from brute force, if anything: the two solvers' bottleneck, the splits, the step and its splits."""
-    expected, shortest = least(problem), least(problem, num_microbatches)
     _, by_recurrence_s = recurrence(problem)
     if expected is None or shortest is None:
         try:
@@ -43,8 +42,9 @@ def main() -> int:
     rng, start, without = random.Random(asked.seed), time.perf_counter(), 0
     for case in range(asked.cases):
         problem, num_microbatches = random_problem(rng), rng.randint(1, 40)
-        without += least(problem) is None
-        difference = differing(problem, num_microbatches)
+        expected, shortest = least(problem, num_microbatches)
+        without += expected is None
+        difference = differing(problem, num_microbatches, expected, shortest)
         if difference is not None:
             print(f"case {case}: {problem}\n{difference}")
             return 1

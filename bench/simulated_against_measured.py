@@ -44,6 +44,9 @@ def main() -> None:
         for value, errors in found[name].items():
             print(f"{name} {value}: median {errors['median_error']:.1%}, 95 % below {errors['high_error']:.1%}")
     print(f"all {len(rows)}: median {found['median_error']:.1%}, {HIGH_PERCENTILE} % below {found['high_error']:.1%}")
+    shares = [row["others_share"] for row in rows if row["others_share"] is not None]
+    if shares:
+        print(f"processors that others had, kernel included: median {np.median(shares):.0%}, most {max(shares):.0%}")
     if options.out:
         about = {key: documents[0][key] for key in ("date", "machine", "versions", "git_commit")}
         measured = [{key: each[key] for key in ("cluster", "date", "rates_bytes_per_s")} for each in documents]
@@ -90,10 +93,22 @@ def compared(document: dict[str, Any]) -> list[dict[str, Any]]:
                 "simulated_s": simulated_s,
                 "measured_s": measured_s,
                 "rounds_s": measured["seconds"],
+                "others_share": others_share(measured, cpus),
                 "error": simulated_s / measured_s - 1,
             }
         )
     return rows
+
+
+def others_share(measured: dict[str, Any], num_cpus: int) -> float | None:
+    """Part of the machine's processors that other programs had meanwhile; None where nobody noted it.
+
+    The kernel's own work for the ranks is among it, about a tenth.
+    """
+    if "machine_s" not in measured:
+        return None
+    others_s = sum(measured["machine_s"]) - sum(measured["processor_s"])
+    return max(0.0, others_s) / (num_cpus * sum(measured["seconds"]))
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:

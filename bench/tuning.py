@@ -27,6 +27,8 @@ ROOT = Path(__file__).parents[1]
 ALLOWED = 1.05
 NUM_TUNING = 44
 """More than the trials of one size: four candidates, a warm-up, up to nine rounds."""
+SHORT_S, MORE_SHORT = 0.3, 3
+"""Below so many seconds there are so many times as many rounds: noise is a larger part of short ones."""
 RUN_TIMEOUT_S = 600
 
 
@@ -81,7 +83,8 @@ def measure(size: int, names: list[str], num_rounds: int, control: Any) -> dict[
     left = NUM_TUNING
     while left:
         seconds = one(message, groups["tuned"], control)
-        left = max(0, left - (1 if seconds < 0.1 else 2))  # long ones are tried less often
+        left = max(0, left - (1 if seconds < SHORT_S else 2))  # long ones are tried less often
+    num_rounds *= MORE_SHORT if seconds < SHORT_S else 1
     found: dict[str, list[float]] = {name: [] for name in groups}
     for round_index in range(num_rounds + 1):
         for name in list(groups)[:: -1 if round_index % 2 else 1]:

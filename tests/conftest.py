@@ -1,15 +1,18 @@
 """What all tests share."""
 
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 
-# How long examples take to make and to run depends on what else runs; pytest's own time-out ends what hangs.
-settings.register_profile("ringweave", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("ringweave")
+from tests import effort
+
+effort.load()
+# Before numpy and torch are imported: several processes of tests share few cores, and threads of each would only wait
+# for those of the others.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure() -> None:
@@ -22,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden files instead of comparing")
     parser.addoption("--all-crashes", action="store_true", help="kill the operator at every boundary of every life")
     parser.addoption("--kubeconfig", help="run tests/kube against this API server instead of the fake")
-    parser.addoption("--mutations", type=int, default=100, help="wrong messages sent to a parameter server")
+    parser.addoption("--mutations", type=int, default=30, help="wrong messages sent to a process of a parameter server")
 
 
 @pytest.fixture

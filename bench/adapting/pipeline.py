@@ -1,15 +1,18 @@
 """A device slows to half its speed, or a link is cut to a fifth, while a pipeline trains; later it is given back.
 
-    python bench/adapting/pipeline.py --scenario device     # needs root (a lab of network namespaces); about 2 minutes
+    python bench/adapting/pipeline.py --scenario device     # needs root (a lab of network namespaces); 4 minutes
     python bench/adapting/pipeline.py --scenario link
     python bench/adapting/pipeline.py --scenario noise      # devices and links jump by 5 %: nothing may move
 
 Four real processes in a lab, each with a virtual device (blocks whose time is a timed wait), real transfers over
-limited links. Beside it the best partition for the changed conditions, by brute force over simulated steps, is measured
-under them from the start, without moves. Exit code 1 if from two windows and two steps behind a change on the partition
-still changes, or the throughput of all those steps together is below 0.95 of that (after giving back: of what it was
-before). Under noise: if anything moves, or if steps with the balancer take more than 1 % longer than those of the best
-partition without one, which is measured in the same way by turns.
+limited links. The same processes train, by turns of two steps, the pipeline that adapts and one that nobody watches,
+which has the best partition for the conditions of the moment, by brute force over simulated steps. So whatever else
+becomes slower or faster meanwhile does so for both: the same partition took 0.584 and 0.605 s a step in two runs. A
+step's seconds are those from the end of the one before it, whosever that was, until all ranks have ended it.
+
+Exit code 1 if from two windows and two steps behind a change on the partition still changes, or the throughput of all
+those steps together is below 0.95 of that of the best partition. Under noise: if anything moves, or if steps that are
+watched take more than 1 % longer than those that nobody watches.
 """
 
 import argparse
@@ -20,9 +23,8 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lab_steps
 import torch
@@ -42,8 +44,22 @@ NARROW, WIDE = 1_000, 8_000
 RATE = 200e6 / 8
 GOODPUT = 0.95
 ALLOWED, WITHOUT_LOSS = 0.95, 0.99
+TURN = 2
+"""Steps of one pipeline before the other one's; the one that begins changes from turn to turn."""
+ADAPTED, EVEN, CHANGED = "adapted", "even", "changed"
+"""Pipelines: the one that adapts, and the best partitions without and with the change."""
+NOISE = 0.05
 BEGINNING = 14
 """Steps until connections stand, the first window has ended and what it moves has moved."""
+
+
+class Row(NamedTuple):
+    """One step of one pipeline."""
+
+    name: str
+    step: int
+    splits: list[int]
+    seconds: float
 
 
 class Spread(nn.Module):
@@ -67,16 +83,13 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=134, help="of the whole job")
     parser.add_argument("--block-s", type=float, default=0.005, help="forward of a block; backward takes twice that")
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--splits", default="", help="worker: this partition stays")
-    parser.add_argument("--start", default="", help="worker: the partition that it begins with")
-    parser.add_argument("--slow-from", type=int, default=-1, help="worker: step from which device 2 is slow")
-    parser.add_argument("--slow-until", type=int, default=2**31)
-    parser.add_argument("--noise", type=float, default=0.0)
-    parser.add_argument("--turns", type=int, default=2, help="noise: runs with and without a balancer")
     parser.add_argument("--folder", type=Path, default=Path("runs/pipeline-adapt"))
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("--picture", type=Path, help="stages over time and steps, PNG or SVG")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.change % TURN or options.restore % TURN:
+        parser.error(f"--change and --restore: expected multiples of {TURN}, the steps of a turn")
+    return options
 
 
 def widths() -> list[int]:
@@ -92,28 +105,54 @@ def make_optimizer(block: nn.Module) -> torch.optim.Optimizer:
 def work(options: argparse.Namespace) -> None:
     """What every rank does: train steps, and a line for each in a file of its own."""
     torch.set_num_threads(1)
-    rank, rng = int(os.environ["RANK"]), random.Random(int(os.environ["RANK"]))
-    device = VirtualDevice()
-    torch.manual_seed(0)
-    blocks = [TimedBlock(Spread(width), options.block_s, 2 * options.block_s, device) for width in widths()]
-    given = options.splits or options.start
-    splits = tuple(map(int, given.split(","))) if given else None
+    rank, device = int(os.environ["RANK"]), VirtualDevice()
+    names = dict.fromkeys(name for name, _ in turns(options))
+    pipelines = {name: make_pipeline(options, name, device) for name in names}
+    adapt(pipelines[ADAPTED], make_optimizer, Policy(window_steps=WINDOW))
     x = torch.ones(SAMPLES * options.microbatches, NARROW)
     y = torch.ones(SAMPLES * options.microbatches, widths()[-1])
-    settings = Settings(
-        num_microbatches=options.microbatches, schedule="1f1b-overlap", splits=splits, device=torch.device("cpu")
-    )
-    pipeline = Pipeline(blocks, nn.MSELoss(), make_optimizer, x, settings)
-    if not options.splits:
-        adapt(pipeline, make_optimizer, Policy(window_steps=WINDOW))
     lines = lab_steps.Lines(options.folder, rank)
-    for step in range(options.steps):
-        slow = rank == 1 and options.slow_from <= step < options.slow_until and options.slow_from >= 0
-        device.speed = (0.5 if slow else 1.0) * (1 + rng.uniform(-options.noise, options.noise))
+    for name, step in turns(options):
+        device.speed = speed(options, rank, step)
         begun_s = time.time()
-        pipeline.train_step(x, target=y)
-        lines.write(begun_s, pipeline.layout.splits)
+        pipelines[name].train_step(x, target=y)
+        lines.write(begun_s, name, step, pipelines[name].layout.splits)
     torch.distributed.destroy_process_group()
+
+
+def make_pipeline(options: argparse.Namespace, name: str, device: VirtualDevice) -> Pipeline:
+    """With the best partition; the one that adapts begins with as many blocks in each stage where it has to move."""
+    torch.manual_seed(0)
+    blocks = [TimedBlock(Spread(width), options.block_s, 2 * options.block_s, device) for width in widths()]
+    even, changed = conditions_of(options.scenario)
+    is_told = name != ADAPTED or options.scenario == "noise"
+    settings = Settings(
+        num_microbatches=options.microbatches,
+        schedule="1f1b-overlap",
+        splits=best_splits(options, changed if name == CHANGED else even) if is_told else None,
+        device=torch.device("cpu"),
+    )
+    x = torch.ones(SAMPLES * options.microbatches, NARROW)
+    return Pipeline(blocks, nn.MSELoss(), make_optimizer, x, settings)
+
+
+def turns(options: argparse.Namespace) -> list[tuple[str, int]]:
+    """Whose step comes when, and its number."""
+    found = []
+    for turn, first in enumerate(range(0, options.steps, TURN)):
+        steps = range(first, min(first + TURN, options.steps))
+        is_changed = options.scenario != "noise" and options.change <= first < options.restore
+        names = [ADAPTED, CHANGED if is_changed else EVEN]
+        found += [(name, step) for name in (names if turn % 2 else names[::-1]) for step in steps]
+    return found
+
+
+def speed(options: argparse.Namespace, rank: int, step: int) -> float:
+    """Of a rank's device, the same for either pipeline."""
+    if options.scenario == "noise":
+        return 1 + random.Random(f"{rank} {step}").uniform(-NOISE, NOISE)
+    is_slow = options.scenario == "device" and rank == 1 and options.change <= step < options.restore
+    return 0.5 if is_slow else 1.0
 
 
 def best_splits(options: argparse.Namespace, conditions: Conditions) -> tuple[int, ...]:
@@ -142,57 +181,41 @@ def cluster(folder: Path) -> topology.Cluster:
     return topology.load(path)
 
 
-def run(options: argparse.Namespace, name: str, own: list[str], on_step: Callable[[Lab, int], None]) -> dict[str, Any]:
-    """Run workers in a lab of their own; `on_step` is called with each step that the first rank has begun."""
-    folder = (options.folder / name).absolute()
-    fixed = ["--folder", str(folder), "--block-s", str(options.block_s), "--microbatches", str(options.microbatches)]
-    steps = lab_steps.run(__file__, [*fixed, *own], cluster(options.folder), folder, on_step, quotas="off")
-    return {
-        "steps_s": [step.ended_s - step.first_begun_s for step in steps],
-        "splits": [step.more[0] for step in steps],
-    }
+def run(options: argparse.Namespace) -> list[Row]:
+    """Train in a lab."""
+    folder = (options.folder / options.scenario).absolute()
+    given = ("scenario", "change", "restore", "steps", "block_s", "microbatches")
+    own = [text for what in given for text in (f"--{what.replace('_', '-')}", str(getattr(options, what)))]
+    numbers = [step for _, step in turns(options)]
+
+    def on_step(place: Lab, done: int) -> None:
+        if options.scenario == "link":
+            cut(options, place, numbers, done)
+        elif options.scenario == "noise" and done < len(numbers):
+            jump(place, numbers[max(done, 0)])
+
+    steps = lab_steps.run(
+        __file__, [*own, "--folder", str(folder)], cluster(options.folder), folder, on_step, quotas="off"
+    )
+    return [
+        Row(*step.more, step.ended_s - before_s)
+        for step, before_s in zip(steps, [steps[0].first_begun_s, *(step.ended_s for step in steps)], strict=False)
+    ]
 
 
 def watch(options: argparse.Namespace) -> int:
     """Run everything and print it; the exit code."""
-    steps = ["--steps", str(options.steps)]
-    if options.scenario == "noise":
-        document, adapted = under_noise(options)
-    else:
-        even, changed = conditions_of(options.scenario)
-        optimum = best_splits(options, changed)
-        static = ["--steps", "14", "--splits", ",".join(map(str, optimum))]
-        slow = ["--slow-from", "0"] if options.scenario == "device" else []
-        beside = run(options, "static", [*static, *slow], lambda place, step: cut(options, place, step, at=-1))
-        timing = ["--slow-from", str(options.change), "--slow-until", str(options.restore)] if slow else []
-        adapted = run(options, "adapted", [*steps, *timing], lambda place, step: cut(options, place, step))
-        document = judge(options, adapted, beside) | {"best_splits": optimum, "best_even": best_splits(options, even)}
+    rows = run(options)
+    document = (judge_noise if options.scenario == "noise" else judge)(options, rows)
     if options.picture:
-        name = "noise-0" if options.scenario == "noise" else "adapted"
-        events = telemetry.read_last_attempt(options.folder / name / "events.jsonl")
+        events = telemetry.read_last_attempt(options.folder / options.scenario / "events.jsonl")
         adapting.draw(adapting.history(events), options.picture)
-    document |= {"scenario": options.scenario, "commit": lab_steps.commit(), "steps_s": adapted["steps_s"]}
-    shown = {key: value for key, value in document.items() if key != "steps_s"}
+    document |= {"scenario": options.scenario, "commit": lab_steps.commit(), "steps": rows}
+    shown = {key: value for key, value in document.items() if key != "steps"}
     print(json.dumps(shown, indent=1))
     if options.out:
         options.out.write_text(json.dumps(document) + "\n")
     return 0 if document["is_good"] else 1
-
-
-def under_noise(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """With a balancer and without, by turns, under the same noise; what follows, and the first run with one."""
-    best = ",".join(map(str, best_splits(options, conditions_of("noise")[0])))
-    common = ["--steps", str(options.steps), "--noise", "0.05"]
-    adapted, static = [], []
-    for turn in range(options.turns):
-        adapted.append(run(options, f"noise-{turn}", [*common, "--start", best], jump))
-        static.append(run(options, f"noise-static-{turn}", [*common, "--splits", best], jump))
-    changes = sum(a != b for each in adapted for a, b in itertools.pairwise(each["splits"]))
-    means = [[statistics.mean(each["steps_s"][BEGINNING:]) for each in runs] for runs in (adapted, static)]
-    of_static = statistics.median(s / a for a, s in zip(*means, strict=True))
-    found = {"moves": changes, "splits": best, "mean_step_s": means[0], "static_mean_step_s": means[1]}
-    found |= {"throughput_of_static": of_static, "is_good": changes == 0 and of_static >= WITHOUT_LOSS}
-    return found, adapted[0]
 
 
 def conditions_of(scenario: str) -> tuple[Conditions, Conditions]:
@@ -204,49 +227,74 @@ def conditions_of(scenario: str) -> tuple[Conditions, Conditions]:
     return even, Conditions(speeds=even.speeds, rates=(rate / 5, rate, rate))
 
 
-def judge(options: argparse.Namespace, adapted: dict[str, Any], beside: dict[str, Any]) -> dict[str, Any]:
-    """Throughput behind each change beside what it should be."""
-    steps_s, grace = adapted["steps_s"], 2 * WINDOW + 2
-    before_s = statistics.mean(steps_s[BEGINNING : options.change])
-    behind_s = statistics.mean(steps_s[options.change + grace : options.restore])
-    after_s = statistics.mean(steps_s[options.restore + grace :])
-    optimum_s = statistics.mean(beside["steps_s"][2:])
-    speeds = {"changed": optimum_s / behind_s, "given_back": before_s / after_s}
-    moved = [step for step, pair in enumerate(itertools.pairwise(adapted["splits"]), 1) if pair[0] != pair[1]]
-    settled = [(options.change + grace, options.restore), (options.restore + grace, len(steps_s))]
-    late = [step for step in moved if any(first < step < end for first, end in settled)]
+def seconds(rows: list[Row], first: int, end: int) -> tuple[list[float], list[float]]:
+    """Of the steps of these numbers: of the pipeline that adapts, and of the one beside it."""
+    among = sorted((row for row in rows if first <= row.step < end), key=lambda row: row.step)
+    both = [[row.seconds for row in among if (row.name == ADAPTED) is is_adapted] for is_adapted in (True, False)]
+    return both[0], both[1]
+
+
+def compare(rows: list[Row], first: int, end: int) -> dict[str, float]:
+    """Means over steps of these numbers, and throughput beside that of the best partition, with its standard error."""
+    adapted, best = seconds(rows, first, end)
+    ratios = [b / a for a, b in zip(adapted, best, strict=True)]
     return {
-        "is_good": min(speeds.values()) >= ALLOWED and not late,
-        "late_moves": late,
-        "throughput_of_optimum": speeds,
-        "mean_step_s": {
-            "before": before_s,
-            "unmended": statistics.mean(steps_s[options.change + 1 : options.change + 8]),
-            "changed": behind_s,
-            "optimum": optimum_s,
-            "given_back": after_s,
-        },
-        "moves": [[step, adapted["splits"][step - 1], adapted["splits"][step]] for step in moved],
-        "change": options.change,
-        "restore": options.restore,
+        "adapted_s": statistics.mean(adapted),
+        "best_s": statistics.mean(best),
+        "throughput_of_best": sum(best) / sum(adapted),
+        "standard_error": statistics.stdev(ratios) / len(ratios) ** 0.5,
     }
 
 
-def cut(options: argparse.Namespace, place: Lab, step: int, at: int | None = None) -> None:
+def moves(rows: list[Row]) -> list[tuple[int, Any, Any]]:
+    """(step, partition before, partition from it on) of the pipeline that adapts."""
+    own = [row for row in rows if row.name == ADAPTED]
+    return [(b.step, a.splits, b.splits) for a, b in itertools.pairwise(own) if a.splits != b.splits]
+
+
+def judge(options: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
+    """Throughput behind each change beside what it should be."""
+    settled = {
+        "changed": (options.change + 2 * WINDOW + 2, options.restore),
+        "given_back": (options.restore + 2 * WINDOW + 2, options.steps),
+    }
+    found = {name: compare(rows, *span) for name, span in settled.items()}
+    late = [step for step, *_ in moves(rows) if any(first < step < end for first, end in settled.values())]
+    even, changed = conditions_of(options.scenario)
+    return {
+        "is_good": min(each["throughput_of_best"] for each in found.values()) >= ALLOWED and not late,
+        "before": compare(rows, BEGINNING, options.change),
+        "unmended": compare(rows, options.change + 1, options.change + 8),
+        **found,
+        "late_moves": late,
+        "moves": moves(rows),
+        "change": options.change,
+        "restore": options.restore,
+        "best_splits": {EVEN: best_splits(options, even), CHANGED: best_splits(options, changed)},
+    }
+
+
+def judge_noise(options: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
+    """Nothing moves, and being watched costs nothing."""
+    found = compare(rows, BEGINNING, options.steps)
+    is_good = not moves(rows) and found["throughput_of_best"] >= WITHOUT_LOSS
+    return {"is_good": is_good, "moves": moves(rows), **found}
+
+
+def cut(options: argparse.Namespace, place: Lab, numbers: list[int], done: int) -> None:
     """The first device's NIC, in both directions: the link between the first two stages."""
-    if options.scenario != "link":
-        return
     for link in ("d0->core", "core->d0"):
-        if step == (options.change if at is None else at):
+        if done == numbers.index(options.change):
             place.set_rate(link, RATE / 5)
-        elif step == options.restore and at is None:
+        elif done == numbers.index(options.restore):
             place.set_rate(link, RATE)
 
 
 def jump(place: Lab, step: int) -> None:
-    """Every link gets a rate near to its own at each step."""
+    """Every link gets a rate near to its own at each step, the same for either pipeline."""
     for node, link in itertools.product(place.cluster.nodes, ("{}->core", "core->{}")):
-        place.set_rate(link.format(node.name), RATE * random.Random(step).uniform(0.95, 1.05))
+        rate = RATE * random.Random(f"{link} {node.name} {step}").uniform(1 - NOISE, 1 + NOISE)
+        place.set_rate(link.format(node.name), rate)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""How fast a newcomer reads the job's state from a peer: from memory to memory over a limited link, by mutual TLS.
+"""What it takes a newcomer to join: how long its peers wait, and how fast it reads the state from one of them.
 
-    python bench/faults/joining.py --megabytes 25 --rounds 3     # a minute
+    python bench/faults/joining.py --only peers --joins 4        # two minutes
+    python bench/faults/joining.py --only state --rounds 3       # a minute
 
-Two nodes of a lab. One has a model of so many MB with the moments of AdamW, three times as much in all; the other one
-pulls it as `ringweave.prepare` does, checks it and takes it over. The rate counts all of that.
+Peers: in an elastic job one worker after another is killed, and joins again; a stall is the longest step of any peer
+until the newcomer is level, less the usual one. State: two nodes of a lab. One has a model of so many MB with the
+moments of AdamW, three times as much in all; the other one pulls it as `ringweave.prepare` does, giving way to others
+who are not there, checks it and takes it over. The rate counts all of that.
 """
 
 import argparse
@@ -13,19 +16,27 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import lab_jobs
 import torch
 from torch import nn
 
 from ringweave import lab, units, wire
-from ringweave.training.elastic.state import NAME, JobState
+from ringweave.benchmarks.chaos import survivors
+from ringweave.training.elastic.state import JobState
+from ringweave.wire.pacing import GivingWay
 from ringweave.wire.states import Shelf
 
 BAR = 0.8
+BAR_STEPS = 1.0
+"""So many steps peers may stall."""
+_CALM_S, _BETWEEN_S = 12.0, 24.0
 _WIDTH = 1000
+_NAME = "state"
 
 
 def make(num_megabytes: float, num_steps: int) -> tuple[nn.Module, JobState]:
@@ -42,12 +53,12 @@ def make(num_megabytes: float, num_steps: int) -> tuple[nn.Module, JobState]:
 
 def give(address: str, credentials: str, num_megabytes: float) -> None:
     """Offer the state until standard input ends; prints the port."""
-    _, state = make(num_megabytes, 2)
+    _, kept = make(num_megabytes, 2)
     shelf = Shelf()
     with wire.Server(wire.Tls(wire.Credentials.load_from(credentials)), shelf.handlers(), roles=("worker",)).start(
         address
     ) as server:
-        shelf.offer(NAME, state.to_buffers())
+        shelf.offer(_NAME, kept.to_buffers())
         print(server.port, flush=True)
         sys.stdin.read()
 
@@ -57,20 +68,21 @@ def take(address: str, port: int, credentials: str, num_megabytes: float, rounds
     trust = wire.Tls(wire.Credentials.load_from(credentials))
     found = []
     for _ in range(rounds):
-        model, state = make(num_megabytes, 0)
+        model, own = make(num_megabytes, 0)
         started_s = time.perf_counter()
-        num_bytes = state.pull(address, port, trust, timeout_s=300.0)
+        pace = GivingWay(lambda: 0.0, threading.Event())
+        num_bytes = own.pull(address, port, trust, _NAME, timeout_s=300.0, pace=pace)
         found.append({"bytes": num_bytes, "seconds": time.perf_counter() - started_s})
     wanted, _ = make(num_megabytes, 2)
-    same = all((own == its).all() for own, its in zip(model.parameters(), wanted.parameters(), strict=True))
+    same = all((mine == its).all() for mine, its in zip(model.parameters(), wanted.parameters(), strict=True))
     print(json.dumps({"rounds": found, "alike": same}))
 
 
-def measure(options: argparse.Namespace) -> dict[str, object]:
+def state(options: argparse.Namespace) -> dict[str, Any]:
     """Both processes in a lab of two nodes."""
-    options.workers = 2
+    two = argparse.Namespace(**{**vars(options), "workers": 2})
     authority = wire.Authority("joining")
-    place = lab.up(lab_jobs.cluster(options), f"joining-{os.getpid()}")
+    place = lab.up(lab_jobs.cluster(two), f"joining-{os.getpid()}")
     try:
         with tempfile.TemporaryDirectory() as folder:
             paths = [Path(folder) / name for name in ("donor", "newcomer")]
@@ -97,11 +109,37 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
         lab.down(place.name)
 
 
+def peers(options: argparse.Namespace) -> dict[str, Any]:
+    """An elastic job whose workers are killed one after another, and join again."""
+    lines = [
+        f"at {_CALM_S + _BETWEEN_S * number:g}s kill worker {1 + number % (options.workers - 1)}"
+        for number in range(options.joins)
+    ]
+    until_s = _CALM_S + _BETWEEN_S * options.joins
+    ended = lab_jobs.run(
+        options, lab_jobs.parse(lines, options), until_s=until_s, elastic=lab_jobs.bounds(options), name="peers"
+    )
+    return lab_jobs.summary(ended, survivors.tolls(ended.events))
+
+
+def rows_of_peers(said: dict[str, Any]) -> list[tuple[object, ...]]:
+    """A row for each join, the head first."""
+    head = ("joined", "usual step, s", "longest stall of a peer, steps (bar 1)", "level after, s", "behind by, steps")
+    found = [
+        (each["newcomers"], usual_s, each["stall_s"] / usual_s, each["level_s"], each["lost_s"] / usual_s)
+        for each in said["joins"]
+        if (usual_s := each["usual_s"])
+    ]
+    return [head, *(tuple(round(cell, 3) if isinstance(cell, float) else cell for cell in row) for row in found)]
+
+
 def main() -> int:
-    """Measure; 1 if the bar is missed."""
+    """Measure; 1 if a bar is missed."""
     parser = lab_jobs.parser(__doc__)
     parser.add_argument("--megabytes", type=float, default=25.0, help="of parameters")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--joins", type=int, default=4)
+    parser.add_argument("--only", choices=["peers", "state"])
     parser.add_argument("--give", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--take", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -113,7 +151,20 @@ def main() -> int:
         address, port, credentials = options.take
         take(address, int(port), credentials, options.megabytes, options.rounds)
         return 0
-    found = measure(options)
+    missed = False
+    if options.only != "state":
+        said = peers(options)
+        table = rows_of_peers(said)
+        lab_jobs.conclude(options, "joining-peers", said, [*table, *lab_jobs.summary_rows(said, len(table[0]))])
+        stalls = [row[2] for row in table[1:]]
+        missed = len(stalls) < options.joins or max(stalls) > BAR_STEPS or bool(said["steps_lost"])
+    if options.only != "peers":
+        missed = not judge_state(options, state(options)) or missed
+    return int(missed)
+
+
+def judge_state(options: argparse.Namespace, found: dict[str, Any]) -> bool:
+    """Whether the bar is met; prints what was found."""
     link = units.parse_rate(options.rate)
     rates = [each["bytes"] / each["seconds"] for each in found["rounds"]]
     part = statistics.median(rates) / link
@@ -121,7 +172,7 @@ def main() -> int:
     seconds = statistics.median(each["seconds"] for each in found["rounds"])
     rows.append((round(found["rounds"][0]["bytes"] / 1e6, 1), round(seconds, 3), round(part, 3), found["alike"]))
     lab_jobs.conclude(options, "joining", {"fraction_of_link": part, **found}, rows)
-    return 0 if part >= BAR and found["alike"] else 1
+    return part >= BAR and found["alike"]
 
 
 if __name__ == "__main__":

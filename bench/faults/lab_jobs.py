@@ -218,6 +218,10 @@ def summary_rows(said: Mapping[str, Any], width: int) -> list[tuple[object, ...]
     rows: list[tuple[object, ...]] = [(text, said[key]) for key, text in names.items()]
     rows.append((f"stall of peers when workers joined ({len(joins)}), in steps, p50", quantile(joins, 0.5)))
     rows.append(("the same, p95", quantile(joins, 0.95)))
+    level = [each["level_s"] for each in said["joins"] if each["level_s"] is not None]
+    rows.append((f"newcomers level after ({len(level)}), s, p50", quantile(level, 0.5)))
+    lost = [each["lost_s"] / each["usual_s"] for each in said["joins"] if each["usual_s"]]
+    rows.append(("until then peers are behind by, in steps, p50", quantile(lost, 0.5)))
     return [(*row, *[""] * (width - len(row))) for row in rows]
 
 

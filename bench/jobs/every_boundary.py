@@ -1,39 +1,62 @@
-"""A supervisor killed by SIGKILL at every boundary of a longer life: suspended, resumed, stopped, kept, deleted.
+"""A supervisor killed by SIGKILL at every boundary of a life on this machine.
 
-    python bench/jobs/every_boundary.py
+    python bench/jobs/every_boundary.py [--life asked] [--out FILE]        (4 minutes)
 
-The tests do the same with a job that succeeds; this takes 4 minutes. It ends with 1 if any life ended otherwise.
+`ends`: a node is lost, and the job succeeds, as in the tests. `asked`: suspended, resumed, stopped, kept, deleted.
+It ends with 1 if any life ended otherwise than the others.
 """
 
+import argparse
 import json
+import os
+import platform
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from datetime import date
 from pathlib import Path
+from typing import Any
 
-CRASHING = Path(__file__).parents[2] / "tests" / "launch" / "local" / "jobs" / "crashing.py"
+ROOT = Path(__file__).parents[2]
+CRASHING = ROOT / "tests" / "launch" / "local" / "jobs" / "crashing.py"
 
 
 def main() -> int:
     """Live all lives, and say how they ended."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--life", choices=["ends", "asked"], default="asked")
+    parser.add_argument("--out", type=Path, help="where the lives go, as JSON")
+    asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(CRASHING), str(Path(folder) / "lives"), "asked"]
+        command = [sys.executable, str(CRASHING), str(Path(folder) / "lives"), asked.life]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
-    lives = [json.loads(line) for line in done.stdout.splitlines()]
-    ends = Counter((life["processes"], len(life["files"]), life["outcome"], _begun(life["ledger"])) for life in lives)
-    print(f"{sum(life['has_crashed'] for life in lives)} supervisors killed in {len(lives)} lives")
-    for (processes, files, outcome, begun), count in ends.items():
-        print(
-            f"{count} lives ended with {processes} processes, {files} files, outcome {outcome}; attempts begun: {begun}"
-        )
-    return 0 if len(ends) == 1 and next(iter(ends))[:3] == (0, 0, None) else 1
+    lives = [_told(json.loads(line)) for line in done.stdout.splitlines()]
+    ends = Counter(json.dumps({key: life[key] for key in ("left", "outcome", "begun")}) for life in lives)
+    print(f"{sum(life['killed'] for life in lives)} supervisors killed in {len(lives)} lives")
+    for end, count in ends.items():
+        print(f"{count} lives ended so: {end}")
+    if asked.out:
+        _write(asked.out, asked.life, lives)
+    is_clean = all(life["left"] == [] and life["outcome"] is None for life in lives)
+    return 0 if len(ends) == 1 and is_clean else 1
 
 
-def _begun(ledger: list[str]) -> str:
-    """`0.1x1 0.2x1`: each attempt of each node, and how often it began."""
-    begun = Counter(".".join(line.split()[1:3]) for line in ledger if line.startswith("begin"))
-    return " ".join(f"{attempt}x{count}" for attempt, count in sorted(begun.items()))
+def _told(life: dict[str, Any]) -> dict[str, Any]:
+    """One life: where it was killed, what was left, and how often each attempt of each node began."""
+    begun = Counter(".".join(line.split()[1:3]) for line in life["ledger"] if line.startswith("begin"))
+    left = [*life["files"], *(["a process"] * life["processes"])]
+    told = {"boundary": life["crash_at"], "killed": life["has_crashed"], "left": left, "outcome": life["outcome"]}
+    return {**told, "begun": dict(sorted(begun.items()))}
+
+
+def _write(path: Path, life: str, lives: list[dict[str, Any]]) -> None:
+    head = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(head, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    about = {"date": str(date.today()), "commit": commit, "machine": platform.platform(), "life": life}
+    rows = ",\n".join(f"  {json.dumps(each)}" for each in lives)
+    text = json.dumps({**about, "load": round(os.getloadavg()[0], 1)})
+    path.write_text(f'{text[:-1]},\n "lives": [\n{rows}\n ]}}\n')
 
 
 if __name__ == "__main__":

@@ -1,135 +1,133 @@
 """The controller of a job on a real Slurm killed by SIGKILL at every boundary of a life; its batch script restarts it.
 
-    python bench/jobs/slurm_boundaries.py [--first 1] [--step 1] [--most 0] [--out FILE]     (root; about 10 s a life)
+    python bench/jobs/slurm_boundaries.py [--life ends] [--together 3] [--within 800] [--out FILE]     (root)
 
-A life of its own finds the boundaries: every action before and after, and inside of those of several steps. Then one
-life for each of them, in which the real process of the controller kills itself there. Ends with 1 if a life ended
-otherwise: something is left (files, processes, jobs of Slurm), or a worker began twice.
+Lives without a kill find the boundaries: every action before and after, every change of what is saved, and inside of
+actions of several steps. Then one life for each boundary, in which the real process of the controller kills itself
+there; what a life comes to that no other did is a boundary too. With --out it goes on where it was interrupted: each
+life is in the file as soon as it has ended. Ends with 1 if a life ended otherwise (something is left: files, processes,
+jobs of Slurm; a worker began twice or never; another outcome), or if lives are left to be lived.
 """
 
 import argparse
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from datetime import date
 from pathlib import Path
+from typing import Any
 
-from ringweave.jobs.requests.request import NodeRequest, Request
-from ringweave.launch.slurm.asking.commands import Done, Slurm
-from ringweave.launch.slurm.service import SlurmService
+from slurm_lives import KINDS, Life
+
 from ringweave.testing.slurm import SlurmCluster
 
-DEADLINE_S = 900.0
-"""Of a life; on a machine with nothing else to do it takes 10 s."""
 ROOT = Path(__file__).parents[2]
-SCRIPT = """
-import os, pathlib, time
-with open("ledger", "a") as ledger:
-    ledger.write(os.environ["RANK"] + "\\n")
-time.sleep(0.5)
-"""
-DYING = '''
-"""Makes the controller of a job die at a boundary; of every other process nothing changes."""
-import os, signal, sys
-
-if "ringweave.launch.slurm.controller" in sys.orig_argv and os.environ.get("LIFE"):
-    from ringweave.launch.slurm.place import SlurmPlace
-    from ringweave.launch.slurm.registry import Registry
-
-    home, dies_at = os.environ["LIFE"].rsplit(":", 1)
-
-    def reached(name):
-        with open(home + "/boundaries", "a+") as log:
-            log.write(name + "\\n")
-            log.flush()
-            log.seek(0)
-            if len(log.readlines()) == int(dies_at):
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    def bounded(kind, method, name):
-        inner = getattr(kind, method)
-
-        def call(self, *given, **named):
-            reached("before " + name(given))
-            result = inner(self, *given, **named)
-            reached("after " + name(given))
-            return result
-
-        setattr(kind, method, call)
-
-    bounded(SlurmPlace, "do", lambda given: type(given[0]).__name__)
-    bounded(Registry, "save", lambda given: "save")
-    bounded(Registry, "tell", lambda given: "tell")
-    bounded(Registry, "forget", lambda given: "forget")
-    make = SlurmPlace.__init__
-
-    def making(self, *given, **named):
-        make(self, *given, **named)
-        self._reached = reached
-
-    SlurmPlace.__init__ = making
-'''
+TRIES = 12
+"""How often a boundary is tried that not every life comes to: how many looks there are depends on time."""
 
 
-class Life:
-    """One job, in a folder of its own."""
+class Book:
+    """The lives so far, on disk."""
 
-    def __init__(self, cluster: SlurmCluster, home: Path, dies_at: int) -> None:
-        home.mkdir()
-        (home / "site").mkdir()
-        (home / "site" / "sitecustomize.py").write_text(DYING)
-        (home / "s.py").write_text(SCRIPT)
-        self.cluster, self.home = cluster, home
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))}
-        path = os.pathsep.join([str(home / "site"), *sys.path[1:]])
-        environ = kept | {"PYTHONPATH": path, "LIFE": f"{home}:{dies_at}"}
-        self.service = SlurmService(home / "state", Slurm(self.run), requester="bench", environ=environ)
+    def __init__(self, path: Path | None, kind: str) -> None:
+        self._path, self._kind = path, kind
+        whole = json.loads(path.read_text()) if path is not None and path.exists() else {}
+        self._whole: dict[str, Any] = whole
+        told = whole.setdefault("lives", {}).setdefault(kind, {})
+        self.known: list[str] = told.setdefault("boundaries", [])
+        self.lives: list[dict[str, Any]] = told.setdefault("lived", [])
+        self.missed: dict[str, int] = told.setdefault("not_come_to", {})
 
-    def run(self, argv: list[str], stdin: str, environ: dict[str, str] | None) -> Done:
-        """A command of Slurm, where people log in."""
-        command = self.cluster.command(argv)
-        done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, env=environ)
-        return Done(code=done.returncode, out=done.stdout, err=done.stderr)
+    def add(self, life: Life, told: dict[str, Any]) -> None:
+        """A life has ended."""
+        self.known += [name for name in life.reached() if name not in self.known]
+        if life.dies_at and told["killed_at"] is None:
+            self.missed[life.dies_at] = self.missed.get(life.dies_at, 0) + 1
+        else:
+            self.missed.pop(life.dies_at, None)
+        self.lives.append({**told, "commit": commit(), "load": round(os.getloadavg()[0], 1)})
+        self._save()
 
-    def lead(self) -> dict[str, object]:
-        """The life, and what is left after it."""
-        nodes = tuple(NodeRequest(name=name, capacity=3) for name in self.cluster.gpus)
-        request = Request(name="job", num_workers=6, script="s.py", nodes=nodes, device="cpu", ttl_s=0.0)
-        self.service.submit(request, base=self.home)
-        deadline = time.monotonic() + DEADLINE_S
-        while self._left() and time.monotonic() < deadline:
-            time.sleep(0.2)
-        begun = Counter((self.home / "ledger").read_text().split()) if (self.home / "ledger").exists() else Counter()
-        return {"left": self._left(), "begun": dict(sorted(begun.items()))}
+    def todo(self) -> list[str]:
+        """Boundaries at which no life was killed yet; of those that were not come to, those tried least first."""
+        done = {life["killed_at"] for life in self.lives}
+        left = [name for name in self.known if name not in done and self.missed.get(name, 0) < TRIES]
+        return sorted(left, key=lambda name: self.missed.get(name, 0))
 
-    def boundaries(self) -> list[str]:
-        """All that were reached, in order."""
-        path = self.home / "boundaries"
-        return path.read_text().splitlines() if path.exists() else []
+    def summary(self) -> str:
+        """Of all lives of this kind, whenever they were lived."""
+        killed = {life["killed_at"] for life in self.lives if life["killed_at"]}
+        same = sum(life["is_same"] for life in self.lives)
+        never = sum(count >= TRIES for count in self.missed.values())
+        return (
+            f"{self._kind}: {len(killed)} of {len(self.known)} boundaries killed at, {never} not come to again in "
+            f"{TRIES} lives, {len(self.todo())} left; {same} of {len(self.lives)} lives with one and the same end"
+        )
 
-    def _left(self) -> list[str]:
-        files = [path.name for path in (self.home / "state" / "jobs").iterdir()]
-        jobs = self.cluster.call("squeue", "-h", "-o", "%j").split()
-        return files + jobs + self._processes()
+    def _save(self) -> None:
+        if self._path is None:
+            return
+        self._whole.update(date=str(date.today()), commit=commit(), machine=platform.platform())
+        beside = self._path.with_suffix(".new")
+        beside.write_text(json.dumps(self._whole, indent=1) + "\n")
+        beside.replace(self._path)
 
-    def _processes(self) -> list[str]:
-        found = []
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                words = path.read_bytes().decode(errors="replace").split("\0")
-            except OSError:
-                continue
-            if str(self.home) in " ".join(words) and int(path.parent.name) != os.getpid():
-                found.append(" ".join(words))
-        return found
+
+class Bench:
+    """Lives lives, some at a time, in one cluster."""
+
+    def __init__(self, book: Book, kind: str, cluster: SlurmCluster, folder: Path) -> None:
+        self._book, self._kind, self._cluster, self._folder = book, kind, cluster, folder
+        self._under_way: dict[Future[dict[str, Any]], Life] = {}
+        self._count = 0
+
+    def lead(self, together: int, within_s: float) -> None:
+        """All that are left, or as many as begin in time."""
+        deadline = time.monotonic() + within_s
+        with ThreadPoolExecutor(together) as pool:
+            if not self._book.lives:
+                self._begin(pool, "")
+                self._hear()
+            while True:
+                at_work = {life.dies_at for life in self._under_way.values()}
+                todo = [name for name in self._book.todo() if name not in at_work]
+                if todo and time.monotonic() < deadline and len(self._under_way) < together:
+                    self._begin(pool, todo[0])
+                elif self._under_way:
+                    self._hear()
+                else:
+                    return
+
+    def _begin(self, pool: ThreadPoolExecutor, dies_at: str) -> None:
+        self._count += 1
+        life = Life(self._cluster, self._folder / f"{self._kind}-{os.getpid()}-{self._count}", self._kind, dies_at)
+        self._under_way[pool.submit(life.live)] = life
+
+    def _hear(self) -> None:
+        ended, _ = wait(self._under_way, return_when=FIRST_COMPLETED)
+        for future in ended:
+            life, told = self._under_way.pop(future), future.result()
+            self._book.add(life, told)
+            where = f"killed at {told['killed_at']}" if told["killed_at"] else f"not killed {life.dies_at}"
+            print(
+                f"{told['took_s']:6.1f} s  {where}: {'same end' if told['is_same'] else json.dumps(told)}", flush=True
+            )
+            if not told["is_same"]:
+                print(life.story(), flush=True)
+
+
+def _cluster() -> SlurmCluster:
+    """One that does not take a busy machine for a lost one: that would be another life."""
+    return SlurmCluster({"big": 10, "small": 5}, name=f"b-{os.getpid()}", timeout_s=300)
 
 
 def commit() -> str:
-    """Of the sources that were run."""
+    """Of the sources that are run."""
     head = ["git", "rev-parse", "--short", "HEAD"]
     return subprocess.run(head, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
@@ -137,32 +135,19 @@ def commit() -> str:
 def main() -> int:
     """Live all lives, and say how they ended."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--first", type=int, default=1, help="number of the first boundary")
-    parser.add_argument("--step", type=int, default=1, help="every so manieth of them")
-    parser.add_argument("--most", type=int, default=0, help="so many lives; 0 for all")
-    parser.add_argument("--out", type=Path, help="where the lives go, as JSON")
+    parser.add_argument("--life", choices=list(KINDS), default="ends", help="what happens to the job")
+    parser.add_argument("--together", type=int, default=3, help="so many lives at a time; most of each is waiting")
+    parser.add_argument("--within", type=float, default=float("inf"), help="begin no life after so many seconds")
+    parser.add_argument("--again", action="append", default=[], help="a boundary to be killed at once more")
+    parser.add_argument("--out", type=Path, help="where the lives are and go, as JSON")
     asked = parser.parse_args()
-    good = {"left": [], "begun": {str(rank): 1 for rank in range(6)}}
-    ends: list[bool] = []
-    lives: list[dict[str, object]] = []
-    with tempfile.TemporaryDirectory() as folder, SlurmCluster({"big": 10, "small": 5}, name=f"b-{os.getpid()}") as up:
-        whole = Life(up, Path(folder, "whole"), 0)
-        end, names = whole.lead(), whole.boundaries()
-        print(f"without a kill, {len(names)} boundaries: {json.dumps(end)}", flush=True)
-        ends.append(end == good)
-        numbers = range(asked.first, len(names) + 1, asked.step)
-        for number in numbers[: asked.most or None]:
-            life = Life(up, Path(folder, str(number)), number)
-            end = life.lead()
-            was_killed = len(life.boundaries()) >= number
-            print(f"killed {'' if was_killed else 'nowhere, not '}at {number} ({names[number - 1]}): {json.dumps(end)}")
-            ends.append(end == good)
-            lives.append({"killed_at": number if was_killed else None, "boundary": names[number - 1], **end})
-    if asked.out:
-        about = {"date": str(date.today()), "commit": commit(), "boundaries": len(names)}
-        asked.out.write_text(json.dumps({**about, "lives": lives}, indent=1) + "\n")
-    print(f"{len(ends) - 1} kills, {ends.count(True)} of {len(ends)} lives with one and the same end")
-    return 0 if all(ends) else 1
+    book = Book(asked.out, asked.life)
+    for name in asked.again:
+        book.lives[:] = [life for life in book.lives if life["killed_at"] != name]
+    with tempfile.TemporaryDirectory() as folder, _cluster() as up:
+        Bench(book, asked.life, up, Path(folder)).lead(asked.together, asked.within)
+    print(book.summary())
+    return 0 if not book.todo() and all(life["is_same"] for life in book.lives) else 1
 
 
 if __name__ == "__main__":

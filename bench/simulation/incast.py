@@ -116,7 +116,7 @@ def judged(progress: Sequence[tuple[float, list[int]]], size: int) -> dict[str, 
     """The two numbers of a round, from the seconds and what each stream has delivered by then."""
     seconds, count = progress[-1][0], len(progress[-1][1])
     bytes_per_s = count * size / seconds
-    at_first = next(got for _, got in progress if max(got) == size)
+    at_first = next(got for _, got in progress if max(got) >= size)
     ends_s = [now_s + (size - min(got)) * count / bytes_per_s for now_s, got in progress]
     return {
         "seconds": round(seconds, 4),

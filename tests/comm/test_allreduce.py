@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from ringweave import planning, schedules, topology
-from ringweave.comm import choosing
 from ringweave.comm.choosing import MIN_SCHEDULED_BYTES
 from ringweave.testing.ranks import run_ranks
 from tests.comm import counting_functions, rank_functions
@@ -47,7 +46,7 @@ def test_overlapping_groups() -> None:
 def test_a_ring_really_sends_its_messages_peer_to_peer(num_ranks: int) -> None:
     num_elements = 3_000_000
     nodes = ["node0"] * num_ranks
-    plan = planning.plan_group(topology.one_machine([num_ranks]), nodes, assumptions=choosing.assumptions(nodes))
+    plan = planning.plan_group(topology.one_machine([num_ranks]), nodes)
     segments = plan.choose(4 * num_elements, "ring").num_segments
     environ = {"RINGWEAVE_SCHEDULE": "ring"}
     for sent, counters in run_ranks(

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from ringweave import cost, topology
 from ringweave.errors import ClusterError
 from ringweave.topology import Cluster
+from tests import effort
 from tests.cost.trees import flat, node, random_trees
 
 
@@ -61,7 +62,7 @@ def test_the_bound_is_the_largest_over_all_cuts_and_partitions(case) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=15)
+@settings(max_examples=effort.share_of(30))
 @given(random_trees(min_nodes=6, max_nodes=7))
 def test_the_bound_is_the_largest_over_all_partitions_of_more_nodes(case) -> None:
     cluster, nodes, rates = case

@@ -4,13 +4,10 @@ import ast
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.ending import ended
@@ -19,10 +16,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("[0-9]*.py"))
 PREPARED, PIPELINE = "03_unequal.py", "05_pipeline_bert.py"
 ORDINARY = [path for path in SCRIPTS if path.name not in (PREPARED, PIPELINE)]
-STEPS, KILL_AFTER = 120, 50
-TINY = "--layers 1 --width 32 --heads 2 --context 32 --batch 8 --max-bytes 300000 --held-out-windows 16"
-OFTEN = f"--steps {STEPS} --checkpoint-every 20 --evaluate-every 40"
-PNG_SIGNATURE = b"\x89PNG"
 
 
 def start(script: str, num_workers: int, arguments: str) -> subprocess.Popen[str]:
@@ -43,53 +36,10 @@ def run(script: str, num_workers: int, arguments: str) -> str:
     return output
 
 
-def num_lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def kill_one_worker(process: subprocess.Popen[str], *, when_lines: int, in_file: Path) -> None:
-    """Sends SIGKILL to one worker once `in_file` has enough lines."""
-    with ended(process):
-        while num_lines(in_file) < when_lines:
-            assert process.poll() is None, process.communicate()[0]
-            time.sleep(0.005)
-        psutil.Process(process.pid).children()[-1].send_signal(signal.SIGKILL)
-        process.communicate(timeout=300)
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.timeout(1000)
-def test_a_run_that_is_killed_and_resumed_repeats_the_uninterrupted_one(tmp_path):
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    resumed.mkdir()
-    (resumed / "run.json").write_text('{"written_by": "another program"}')
-
-    killed = start("01_train_text.py", 2, f"{TINY} {OFTEN} --out {resumed}")
-    kill_one_worker(killed, when_lines=KILL_AFTER, in_file=resumed / "losses.jsonl")
-    assert killed.returncode != 0
-    assert KILL_AFTER <= num_lines(resumed / "losses.jsonl") < STEPS
-
-    run("01_train_text.py", 2, f"{TINY} {OFTEN} --out {resumed} --resume")
-    output = run("01_train_text.py", 2, f"{TINY} {OFTEN} --out {whole}")
-    for curve in ("losses.jsonl", "held_out.jsonl"):
-        assert (resumed / curve).read_text() == (whole / curve).read_text()
-    assert num_lines(whole / "losses.jsonl") == STEPS
-
-    numbers = json.loads((resumed / "run.json").read_text())
-    assert numbers["written_by"] == "another program"
-    assert numbers["resumed_after_step"] in (40, 60, 80, 100)
-    assert numbers["held_out_nats_per_byte"] == json.loads((whole / "run.json").read_text())["held_out_nats_per_byte"]
-    assert (whole / "loss.png").read_bytes().startswith(PNG_SIGNATURE)
-    assert (whole / "sample.txt").read_bytes().startswith(b"def ")
-    assert re.search(r"loss \d", output)
-    assert "a bigram model: " in output
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_digits_are_learned_by_four_workers(tmp_path):
-    output = run("02_digits.py", 4, f"--out {tmp_path}")
+def test_digits_are_learned_by_two_workers(tmp_path):
+    output = run("02_digits.py", 2, f"--out {tmp_path}")
     accuracy = json.loads((tmp_path / "run.json").read_text())["test_accuracy"]
     assert accuracy > 0.95
     assert f"test accuracy: {accuracy:.1%}" in output
@@ -108,7 +58,7 @@ def test_too_little_training_is_a_failure_and_needs_no_launcher():
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_digits_are_learned_with_three_lines_more(tmp_path):
-    output = run(PREPARED, 3, f"--epochs 8 --out {tmp_path}")
+    output = run(PREPARED, 2, f"--epochs 8 --out {tmp_path}")
     accuracy = json.loads((tmp_path / "run.json").read_text())["test_accuracy"]
     assert accuracy > 0.95
     assert f"test accuracy: {accuracy:.1%}" in output

@@ -5,6 +5,7 @@ from ringweave import topology
 from ringweave.errors import ClusterError
 from ringweave.lab import batches, layout
 from ringweave.testing.clusters import clusters
+from tests import effort
 
 FIFTY = ", ".join(f"{{name: x{index}, rate: 1Gbit/s}}" for index in range(50))
 RACKS = """
@@ -41,7 +42,7 @@ def test_every_link_has_the_ends_that_send_on_it() -> None:
 
 
 @given(clusters())
-@settings(max_examples=30)
+@settings(max_examples=effort.share_of(60))
 def test_ports_send_what_links_carry_and_no_name_is_used_twice(cluster: topology.Cluster) -> None:
     try:
         planned = layout.lay_out(cluster, cluster.name)

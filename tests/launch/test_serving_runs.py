@@ -7,28 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.small_training import SUM, epoch, prepared
+
 TIMEOUT_S = 600.0
 """Five processes import torch: two minutes where the machine has a load of thirty."""
 
-SCRIPT = """
-import torch, ringweave
-from torch.utils.data import DataLoader, TensorDataset
-torch.manual_seed(0)
-x = torch.randn(130, 6)
-model = torch.nn.Linear(6, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-loader = DataLoader(TensorDataset(x, x[:, :2]), batch_size=32, shuffle=True)
-model, optimizer, loader = ringweave.prepare(model, optimizer, loader)
+SCRIPT = f"""{prepared(num_samples=130, batch=32, lr=0.1, shuffles=True)}
 schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
 for _ in range(3):
-    for a, b in loader:
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(a), b).backward()
-        optimizer.step()
+{epoch(indent=4)}
     schedule.step()
-print("sum", sum(p.sum().item() for p in model.parameters()))
-"""
-
+{SUM}"""
 
 KEEPS_SECRETS = """
 import os, pathlib
@@ -84,89 +73,9 @@ def check_no_secrets(run_dir: Path, secrets: Path) -> None:
         assert path.stat().st_mode & 0o022 == 0, path
 
 
-BREAKS_OFF = """
-import os, torch, ringweave
-from torch.utils.data import DataLoader, TensorDataset
-torch.manual_seed(0)
-x = torch.randn(400, 6)
-model = torch.nn.Linear(6, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-loader = DataLoader(TensorDataset(x, x[:, :2]), batch_size=40, shuffle=True)
-model, optimizer, loader = ringweave.prepare(model, optimizer, loader)
-for epoch in range(3):
-    count = 0
-    for a, b in loader:
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(a), b).backward()
-        optimizer.step()
-        count += len(a)
-        if epoch < 2 and os.environ["RANK"] == "0":
-            break
-    torch.distributed.barrier()  # a script that evaluates: nobody may wait for rank 0 elsewhere
-print("sum", sum(p.sum().item() for p in model.parameters()))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(2 * TIMEOUT_S)
-def test_a_ring_that_breaks_off_its_epochs_holds_nobody_up(tmp_path):
-    done = run(tmp_path, BREAKS_OFF, "--workers", "2", "--mode", "ps-hra")
-    assert done.returncode == 0, done.stderr
-    sums = {line.split()[-1] for line in done.stdout.splitlines() if " sum " in line}
-    assert len(sums) == 1
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    accounts = [event for event in events if event["kind"] == "samples_accounted"]
-    assert [(each["epoch"], each["samples"], each["exact"]) for each in accounts] == [(2, 400, True)]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_without_a_server_the_script_says_how_to_get_one(tmp_path):
-    script = SCRIPT.replace("(model, optimizer, loader)\nschedule", '(model, optimizer, loader, mode="ps")\nschedule')
-    done = run(tmp_path, script, "--workers", "1")
+    done = run(tmp_path, prepared(options=', mode="ps"'), "--workers", "1")
     assert done.returncode == 1
     assert "parameter server: 'none in this run', expected one that the launcher has started." in done.stderr
-
-
-DRIFTS = """
-import torch, ringweave
-from ringweave.planning.balancing import Speed
-from ringweave.training import Asynchronous
-from torch.utils.data import DataLoader, TensorDataset
-torch.manual_seed(0)
-x = torch.randn(240, 6)
-model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-loader = DataLoader(TensorDataset(x, x[:, :2]), batch_size=48, shuffle=True)
-settings = Asynchronous(rings=2)
-model, optimizer, loader = ringweave.prepare(model, optimizer, loader, asynchronous=settings)
-shares = loader._parts.shares
-measure, now = shares.meet, []
-def meet():  # what is measured on a busy machine says little: speeds are told, after the ranks have exchanged theirs
-    measure()
-    return [Speed(s_per_sample=each_s) for each_s in now]
-shares.meet = meet
-for now in ((1, 4, 1, 4), (1, 1, 4, 4), (4, 4, 1, 1), (4, 4, 1, 1)):
-    for a, b in loader:
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(a), b).backward()
-        optimizer.step()
-print("sum", sum(p.sum().item() for p in model.parameters()))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(2 * TIMEOUT_S)
-def test_rings_are_formed_anew_when_speeds_drift(tmp_path):
-    done = run(tmp_path, DRIFTS, "--workers", "4", "--mode", "ps-hra")
-    assert done.returncode == 0, done.stderr
-    assert len({line.split()[-1] for line in done.stdout.splitlines() if " sum " in line}) == 1
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    accounts = [event for event in events if event["kind"] == "samples_accounted"]
-    assert [(each["samples"], each["exact"]) for each in accounts] == [(240, True)] * 4
-    formed = [sorted(map(sorted, event["rings"])) for event in events if event["kind"] == "rings_formed"]
-    # The first ones follow a trial; from (1, 1, 4, 4) to (4, 4, 1, 1) ranks stay with those who are as fast.
-    assert formed[-1] == [[0, 1], [2, 3]]
-    assert formed.count([[0, 2], [1, 3]]) == 1
-    [counted] = [event for event in events if event["kind"] == "params_counted" and event["last"]]
-    assert (counted["samples"], counted["most_peers"] <= 4) == (960, True)

@@ -12,30 +12,19 @@ import pytest
 from ringweave.params.standby.claims import Claims
 from tests.ending import ended
 from tests.launch.conftest import wait_until
+from tests.launch.small_training import SUM, epoch, prepared
 
 TIMEOUT_S = 600.0
 """Five processes import torch: minutes where many others do so, too."""
 
-SCRIPT = """
-import os, pathlib, time, torch, ringweave
-from torch.utils.data import DataLoader, TensorDataset
-torch.manual_seed(0)
-x = torch.randn(96, 6)
-model = torch.nn.Linear(6, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-loader = DataLoader(TensorDataset(x, x[:, :2]), batch_size=32, shuffle=True)
-model, optimizer, loader = ringweave.prepare(model, optimizer, loader)
+SCRIPT = f"""{prepared(num_samples=96, batch=32, lr=0.1, shuffles=True)}
 for epoch in range(3):
-    for a, b in loader:
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(a), b).backward()
-        optimizer.step()
+{epoch(indent=4)}
     if epoch == 0:
         pathlib.Path("waits-" + os.environ["RANK"]).touch()
         while not pathlib.Path("killed").exists():
             time.sleep(0.05)
-print("sum", sum(p.sum().item() for p in model.parameters()))
-"""
+{SUM}"""
 
 
 @pytest.mark.slow

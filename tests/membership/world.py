@@ -38,6 +38,7 @@ class Member:
     at: int = 0
     """The coordinator that it asks."""
     unstood: Ballot | None = None
+    accused: Ballot | None = None
     rejoining: Rejoining | None = None
 
     def __post_init__(self) -> None:
@@ -112,6 +113,9 @@ class World:
         if member.unstood is not None and member.is_frozen and member.forming is None:
             ballot, standing = member.unstood, member.standing
             self._send(member, lambda each, now_s: each.stand(ballot, standing, now_s))
+        if member.accused is not None and member.accused == member.follower.epoch:  # said again until there is another
+            name, accused = member.name, member.accused
+            self._send(member, lambda each, now_s: each.accuse(name, accused, [], now_s))
         at = member.at
         if not self.is_down[at] and (member.name, at) not in self.cut:
             order = self.coordinators[at].order_for(member.name)
@@ -132,6 +136,9 @@ class World:
                         member.wants_stop = True
                 case Form():
                     own = next(each for each in action.decree.standings if each.member == member.name)
+                    if own.is_following and not member.standing.is_following:  # it began anew since then
+                        self._accuse(member, action.decree)
+                        continue
                     assert own == member.standing, "it stood still since it said where it stands"
                     member.decree = member.forming = action.decree
                     member.has_ended, member.wants_stop, member.unstood = False, False, None
@@ -145,8 +152,8 @@ class World:
         if resolve(member.standing, decree) == "take":
             giver = next(each for each in (*decree.standings, *decree.finished) if each.committed == decree.committed)
             number = decree.committed
+            self._count(member, number)
             member.history[number] = self.members[giver.member].history[number]
-            member.standing = replace(member.standing, committed=number, at_border=True)
         member.standing = replace(member.standing, is_prepared=False)
         member.has_ended = True
 
@@ -155,10 +162,13 @@ class World:
         others = [self.members[name] for name in decree.members]
         if not all(each.decree == decree and each.has_ended for each in others):
             return
-        if not member.standing.has_state:
+        if not member.standing.has_state and not member.standing.is_following:
             if decree.holders:
                 member.history = dict(self.members[decree.holders[0]].history)
-            member.standing = replace(member.standing, has_state=True, committed=decree.committed)
+            is_following = bool(decree.holders) and decree.committed > 0
+            member.standing = replace(
+                member.standing, has_state=not is_following, is_following=is_following, committed=decree.committed
+            )
         member.forming, member.is_frozen = None, False
 
     def work(self, member: Member) -> None:
@@ -174,16 +184,52 @@ class World:
         standing, ballot = member.standing, member.follower.epoch
         number = standing.committed + 1
         together = self.entered.setdefault((ballot, number), set())
-        if standing.at_border:
+        if standing.is_following:
+            self._follow(member, member.decree, number, together)
+        elif standing.at_border:
             member.standing = replace(standing, at_border=False)
         elif not standing.is_prepared:
             member.standing = replace(standing, is_prepared=True)
             together.add(member.name)
         elif together == set(member.decree.members):
-            member.history[number] = ballot
-            member.standing = replace(standing, committed=number, is_prepared=False, at_border=True)
+            self._count(member, number)
             if member.wants_stop and self._all_want(member.decree, number):
                 member.is_frozen = True
+
+    def start_over(self, member: Member) -> None:
+        """Who follows could not read the state: it is a newcomer again, and lets the coordinator know."""
+        if not (member.can_act and member.standing.is_following and member.decree is not None):
+            return
+        member.standing = Standing(member=member.name, is_leaving=member.standing.is_leaving)
+        member.history, member.is_frozen, member.forming = {}, True, None
+        self._accuse(member, self.decrees[member.follower.epoch])
+
+    def _accuse(self, member: Member, decree: Decree) -> None:
+        name, ballot = member.name, decree.ballot
+        member.accused = ballot
+        self._send(member, lambda each, now_s: each.accuse(name, ballot, [], now_s))
+
+    def _follow(self, member: Member, decree: Decree, number: int, together: set[str]) -> None:
+        """It takes part with nothing, wherever its script is; every third reduction finds it level."""
+        if not member.standing.is_prepared:
+            member.standing = replace(member.standing, is_prepared=True)
+            together.add(member.name)
+        elif together == set(decree.members):
+            self._count(member, number)
+            if member.wants_stop and self._all_want(decree, number):
+                member.is_frozen = True
+
+    def _count(self, member: Member, number: int) -> None:
+        is_level = member.standing.is_following and number % 3 == 0
+        member.history[number] = member.follower.epoch
+        member.standing = replace(
+            member.standing,
+            committed=number,
+            is_prepared=False,
+            at_border=True,
+            has_state=member.standing.has_state or is_level,
+            is_following=member.standing.is_following and not is_level,
+        )
 
     def _all_want(self, decree: Decree, number: int) -> bool:
         """What the rows said: fixed by the first who takes the reduction over."""

@@ -15,6 +15,7 @@ from ringweave.planning import Plan, groups
 from ringweave.planning.sharing import program
 from ringweave.schedules import HOST
 from ringweave.topology import Cluster
+from tests import effort
 from tests.cost.trees import flat, random_trees
 
 MB = 10**6
@@ -31,7 +32,7 @@ def example(name: str) -> Cluster:
 
 
 @pytest.mark.slow
-@settings(max_examples=25)
+@settings(max_examples=effort.share_of(50))
 @given(random_trees(max_nodes=4), st.integers(1, 3), st.randoms(use_true_random=False))
 def test_every_plan_is_text_and_back_and_all_its_schedules_compute_the_sum(case, most: int, random: Random) -> None:
     cluster, taking_part, rates = case
@@ -73,7 +74,7 @@ def test_equal_nodes_on_one_switch_take_a_ring() -> None:
 
 
 def test_ranks_of_one_node_exchange_directly() -> None:
-    choice = whole(topology.one_machine([4])).choose(24 * MB)
+    choice = whole(topology.one_machine([4])).choose(192 * MB)
     assert (choice.schedule, choice.num_segments, choice.lag) == ("direct", 6, 1)
 
 

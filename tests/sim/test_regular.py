@@ -18,6 +18,7 @@ from ringweave.sim import Death, Delay, Machine, RateChange, Slowdown
 from ringweave.sim.regular import IrregularError, follow
 from ringweave.sim.routes import Routes
 from ringweave.topology import Cluster
+from tests import effort
 from tests.cost.trees import flat, node, random_trees
 
 PLAIN = st.builds(Machine, message_s=st.sampled_from([0.0, 1.0, 30.0]), combine_s_per_byte=st.sampled_from([0.0, 0.01]))
@@ -28,7 +29,7 @@ def routes_of(cluster: Cluster, nodes: list[str], rates: dict[str, float] | None
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=effort.share_of(120))
 @given(random_trees(min_nodes=2, max_nodes=8), PLAIN, st.sampled_from([0.0, 0.5]), st.data())
 def test_rings_on_any_tree(case, machine: Machine, latency_s: float, data) -> None:
     cluster, nodes, rates = case

@@ -10,7 +10,8 @@ from ringweave import cost, schedules, sim, topology
 from ringweave.errors import PlacementError, UsageError
 from ringweave.schedules.programs import Pipelining
 from ringweave.sim import Machine, simulation
-from ringweave.topology import Cluster
+from ringweave.topology import Cluster, Device, Nic, Node
+from tests import effort
 from tests.cost.trees import flat, random_trees
 from tests.sim.cases import MACHINES, PIPELININGS, any_allreduce, message_bytes
 
@@ -31,6 +32,15 @@ def test_a_ring_takes_what_the_formula_says(count: int, message_s: float) -> Non
     expected = 2 * rounds * (0.5 + 400 / 100 + 2 * message_s) + rounds * 400 * 0.01
     assert found.seconds == pytest.approx(expected, rel=1e-12)
     assert found.finish_s == pytest.approx([expected] * count)
+
+
+def test_messages_inside_a_node_have_a_cost_of_their_own() -> None:
+    """One message each way and, of four in a row, one after the other."""
+    nodes = (Node(name="a", nics=(Nic(name="eth0", rate_bytes_per_s=100.0),), devices=(Device(),) * 2),)
+    cluster = Cluster(name="one", nodes=nodes, latency_s=0.0)
+    found = sim.simulate(schedules.ring(2), cluster, names(cluster), 800, machine=Machine(inside_message_s=0.5))
+    assert found.seconds == pytest.approx(4 * 0.5), "a send and a receive in each of two rounds"
+    assert sim.simulate(schedules.ring(2), cluster, names(cluster), 800, machine=Machine(message_s=0.5)).seconds == 0
 
 
 @pytest.mark.parametrize("burst", [float("inf"), 100.0])
@@ -71,7 +81,7 @@ def test_who_waits_for_the_slowest_of_uneven_streams(name: str, least: float, mo
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=effort.share_of(120))
 @given(random_trees(min_nodes=2), SEEDS, PIPELININGS, MACHINES)
 def test_nothing_beats_the_bound_and_links_carry_what_the_theory_says(case, seed, pipelining, machine) -> None:
     cluster, nodes, rates = case
@@ -86,7 +96,7 @@ def test_nothing_beats_the_bound_and_links_carry_what_the_theory_says(case, seed
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=effort.share_of(60))
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=3), SEEDS, PIPELININGS, MACHINES)
 def test_ranks_of_a_node_come_to_an_end_together(counts, seed, pipelining, machine) -> None:
     cluster = dataclasses.replace(flat([50.0] * len(counts)), latency_s=0.1)

@@ -177,7 +177,7 @@ def test_of_64_processes_one_wins_and_63_are_refused(jobs):
     assert Counter(each["code"] for each in told) == {0: 1, 2: 63}, told
     refusal = re.compile(
         r"ringweave: error: job name text: 'taken by \w+ \d+ s ago \(\w+\)', expected a free name\. "
-        r"Take another name, or remove that job first with ringweave delete text\."
+        r"Take another name, or remove that job first with ringweave delete text --on slurm\."
     )
     assert all(refusal.fullmatch(each["err"].splitlines()[-1]) for each in told if each["code"] == 2), told
     (batch,) = (jobs.folder / "home").rglob("job.json")

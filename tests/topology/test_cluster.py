@@ -10,6 +10,7 @@ from ringweave import topology
 from ringweave.errors import ClusterError
 from ringweave.testing.clusters import clusters
 from ringweave.topology import Cluster, Device, Link, Nic, Node, Switch
+from tests import effort
 
 NIC = Nic(name="eth0", rate_bytes_per_s=50e6)
 
@@ -58,7 +59,7 @@ def test_links_are_full_duplex_and_a_node_has_one_for_all_its_nics():
     assert links["spine->core"] == Link(src="spine", dst="core", latency_s=0.0, bandwidth_bytes_per_s=1e9)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=effort.share_of(100))
 @given(clusters(), st.randoms(use_true_random=False))
 def test_any_route_is_connected_and_its_latencies_add_up_to_alpha(any_cluster, choose):
     links = {link.name: link for link in any_cluster.links()}

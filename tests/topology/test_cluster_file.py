@@ -9,6 +9,7 @@ from ringweave import topology
 from ringweave.errors import ClusterError
 from ringweave.testing.clusters import clusters
 from ringweave.topology import Cluster, Device, Nic, Node, Switch
+from tests import effort
 
 CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
 
@@ -58,7 +59,7 @@ def test_a_list_of_switches_may_be_empty():
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=effort.share_of(160))
 @given(clusters())
 def test_a_written_cluster_reads_back_equal(cluster):
     assert topology.loads(topology.dumps(cluster)) == cluster
@@ -162,13 +163,13 @@ def refusal_of(path_or_text):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=effort.share_of(600))
 @given(st.text(max_size=200) | st.lists(fragments, max_size=40).map("".join) | damaged())
 def test_any_text_is_a_cluster_or_a_cluster_error(text):
     assert len(refusal_of(text)) < 2000
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=effort.share_of(200))
 @given(content=st.binary(max_size=200))
 def test_any_bytes_are_a_cluster_error_that_names_the_file(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "fuzz.yaml"

@@ -19,6 +19,7 @@ from ruamel.yaml import YAML
 
 from ringweave import topology
 from ringweave.errors import ClusterError
+from tests import effort
 
 GOOD = {
     "name": "lab",
@@ -321,7 +322,7 @@ def test_there_are_many_more_than_200_ways():
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=effort.share_of(200))
 @given(path=st.sampled_from(list(KEYS)), choose=st.randoms(use_true_random=False), typed=st.characters(codec="ascii"))
 def test_any_slip_in_a_key_is_an_unknown_key(tmp_path_factory, path, choose, typed):
     key = choose.choice(sorted(at(GOOD, path)))

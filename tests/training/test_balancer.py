@@ -21,19 +21,20 @@ def test_shares_follow_what_is_heard() -> None:
     balancer, changes = make(control)
     balancer.border(0)
     balancer.border(1)
-    assert changes == [], "nobody has measured enough"
     control.speeds = [FAST, SLOW]
     balancer.border(2)
-    assert balancer.latest == (10, 10), "on their way"
+    assert changes == [], "nobody had measured enough"
     balancer.border(3)
+    assert balancer.latest == (10, 10), "on their way"
+    balancer.border(4)
     assert balancer.latest == (16, 4)
-    assert changes == [(3, Change(shares=(16, 4), before_s=40.0, after_s=16.0))]
-    assert [balancer.shares_of(number) for number in (2, 3, 99)] == [(10, 10), (16, 4), (16, 4)]
-    assert control.num_exchanges == 2
-    for number in range(4, 12):
+    assert changes == [(4, Change(shares=(16, 4), before_s=40.0, after_s=16.0))]
+    assert [balancer.shares_of(number) for number in (3, 4, 99)] == [(10, 10), (16, 4), (16, 4)]
+    assert control.num_exchanges == 3
+    for number in range(5, 12):
         balancer.border(number)
     assert len(changes) == 1, "what is heard again changes nothing"
-    assert control.num_exchanges == 2 + 8 // EXCHANGE_EVERY
+    assert control.num_exchanges == 12 // EXCHANGE_EVERY
 
 
 def test_what_is_loaded_ahead_keeps_its_shares() -> None:
@@ -42,20 +43,20 @@ def test_what_is_loaded_ahead_keeps_its_shares() -> None:
     balancer, changes = make(control, num_prefetched=5)
     for number in range(4):
         balancer.border(number)
-    assert changes[0][0] == 6
-    assert [balancer.shares_of(number) for number in (1, 5, 6)] == [(10, 10), (10, 10), (16, 4)]
+    assert changes[0][0] == 7
+    assert [balancer.shares_of(number) for number in (1, 6, 7)] == [(10, 10), (10, 10), (16, 4)]
     control.speeds = [SLOW, FAST]
-    for number in range(4, 6):
+    for number in range(4, 7):
         balancer.border(number)
-    assert [balancer.shares_of(number) for number in (5, 6, 9, 10)] == [(10, 10), (16, 4), (16, 4), (4, 16)]
+    assert [balancer.shares_of(number) for number in (6, 7, 10, 11)] == [(10, 10), (16, 4), (16, 4), (4, 16)]
 
 
 def test_memory_limits_shares() -> None:
     control = FakeControl(0, 2)
     control.speeds = [FAST, SLOW]
     balancer, _ = make(control, caps=[12, 20])
-    balancer.border(0)
-    balancer.border(1)
+    for number in range(3):
+        balancer.border(number)
     assert balancer.latest == (12, 8)
 
 
@@ -64,3 +65,17 @@ def test_in_mode_sync_nothing_is_exchanged() -> None:
     for number in range(6):
         balancer.border(number)
     assert (balancer.latest, changes) == ((10, 10), [])
+
+
+def test_ranks_that_come_from_other_rings_change_shares_at_the_same_step() -> None:
+    """They have counted different numbers of batches; else one would compute samples that another one has."""
+    found = []
+    for num_batches in (6, 7):
+        control = FakeControl(0, 2)
+        control.speeds = [FAST, SLOW]
+        balancer, changes = make(None)
+        balancer.renew(num_batches, (10, 10), control)
+        for number in range(num_batches, num_batches + 6):
+            balancer.border(number)
+        found.append(changes[0][0] - num_batches)
+    assert found[0] == found[1]

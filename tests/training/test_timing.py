@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ringweave.training.timing import HostTimeline, StepTimer, Timeline
+from ringweave.training.timing import HostTimeline, Measured, StepTimer, Timeline
 
 
 class Clock:
@@ -42,6 +42,29 @@ def test_waits_for_others_are_left_out(clock: Clock, timer: StepTimer) -> None:
     timer.end()
     assert timer.take() == [(8, 7.0)]
     assert timer.take() == []
+
+
+@pytest.mark.parametrize(("waited_s", "outside"), [(30.0, 0.5), (0.0, 0.0)])
+def test_who_is_throttled_is_slow_at_communicating_too(clock: Clock, waited_s: float, outside: float) -> None:
+    """Four seconds of work take it four and `waited_s`; in the allreduce it works for two, and waits for a hundred."""
+    processor = Clock()
+    timer = StepTimer(HostTimeline(clock, processor))
+
+    def work(seconds: float) -> None:
+        clock.now, processor.now = clock.now + seconds, processor.now + seconds
+
+    timer.begin()
+    timer.give(8)
+    work(3)
+    clock.now += waited_s
+    timer.gradients_ready()
+    work(2)
+    clock.now += 100
+    timer.open()
+    work(1)
+    timer.close_update()
+    timer.end()
+    assert timer.measured() == [Measured(num_samples=8, seconds=4.0 + waited_s, outside=outside)]
 
 
 def test_a_step_without_communication_is_computing_all_the_time(clock: Clock, timer: StepTimer) -> None:

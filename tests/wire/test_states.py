@@ -155,3 +155,49 @@ def test_a_lost_peer_ends_the_transfer(authority: wire.Authority) -> None:
 
         with pytest.raises(WireError, match="connection"):
             states.pull(client, "model", place, timeout_s=60)
+
+
+def test_a_state_that_is_not_offered_yet_is_waited_for(authority: wire.Authority) -> None:
+    shelf, source = states.Shelf(), model()
+    room = like(source)
+    asked = threading.Event()
+
+    def place(_: states.Description) -> dict[str, np.ndarray]:
+        asked.set()
+        return room
+
+    with serving_states(authority, shelf) as server, connected(authority, server) as client:
+        with pytest.raises(RemoteError, match="state: 'model', expected one of none"):
+            states.pull(client, "model", place, timeout_s=60)
+        assert not asked.is_set()
+        later = threading.Timer(0.05, shelf.offer, ("model", source))
+        later.start()
+        states.pull(client, "model", place, timeout_s=120, wait_s=60)
+        later.join()
+    assert np.array_equal(room["weight"], source["weight"])
+
+
+def test_a_state_is_read_whole_at_any_pace(authority: wire.Authority) -> None:
+    shelf, source = states.Shelf(), model()
+    room, told = like(source), []
+
+    class Steps:
+        """Chunks that grow."""
+
+        window = 2
+
+        @property
+        def chunk_bytes(self) -> int:
+            return 100_000 * (1 + len(told))
+
+        def wait(self, num_bytes: int, seconds: float) -> None:
+            assert seconds >= 0
+            told.append(num_bytes)
+
+    shelf.offer("model", source)
+    with serving_states(authority, shelf) as server, connected(authority, server) as client:
+        states.pull(client, "model", lambda _: room, timeout_s=60, pace=Steps())
+    assert sum(told) == sum(array.nbytes for array in source.values())
+    assert len(set(told)) > 3
+    for name, array in source.items():
+        assert np.array_equal(room[name], array), name

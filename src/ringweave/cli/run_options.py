@@ -57,7 +57,7 @@ class RunOptions:
             order=self.order,
             site=site,
             tells_cluster=tells_cluster,
-            elastic=_bounds(self.elastic, self.mode, cluster),
+            elastic=_bounds(self.elastic, cluster, has_standby=self.has_standby),
             has_standby=_checked_standby(self.has_standby, self.mode),
         )
         return runs.run(request, environ=os.environ, stdout=sys.stdout, stderr=sys.stderr).exit_code
@@ -147,19 +147,17 @@ def _check_mode(name: str | None) -> None:
         modes.check_name(name, where="--mode")
 
 
-def _bounds(text: str | None, mode: str | None, cluster: Cluster) -> Bounds | None:
+def _bounds(text: str | None, cluster: Cluster, *, has_standby: bool) -> Bounds | None:
     if text is None:
         return None
-    from ringweave.planning import modes
-
     bounds = settings.parse(text)
     num_workers = sum(node.num_devices for node in cluster.nodes)
     if not bounds.least <= num_workers <= bounds.most:
         do = "Give bounds with the number of workers in them"
         raise UsageError(explain("--elastic", got=text, expected=f"MIN <= {num_workers} workers <= MAX", do=do))
-    if mode in modes.SERVED:
-        do = "Leave one of the two out"
-        raise UsageError(explain("--elastic with --mode", got=mode, expected="auto, sync or balanced", do=do))
+    if has_standby:
+        do = "Leave one of the two out: a standby does not know yet which rings have lost members"
+        raise UsageError(explain("--standby with --elastic", got="both", expected="one of them", do=do))
     return bounds
 
 

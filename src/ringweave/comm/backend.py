@@ -66,11 +66,12 @@ class RingweaveProcessGroup(HostedProcessGroup):
         where = choosing.situation(own, environment, found)
         director = make_director(store, own, environment, where, timeout, Scribe(log, own.own.global_rank, group))
         nodes = [member.place.node for member in own.ranks]
-        look_s = LOOK_S if own.num_nodes == 1 and not choosing.is_crowded(nodes) else 0.0
+        is_alone = own.num_nodes == 1
+        look_s = LOOK_S if is_alone and not choosing.is_crowded(nodes) else 0.0
         self._engine = Engine(
             own,
             director,
-            connect=lambda lane: SocketTransport(doors[lane], lane, own, timeout, look_s=look_s),
+            connect=lambda lane: SocketTransport(doors[lane], lane, own, timeout, look_s=look_s, lends=is_alone),
             hosts=hosts,
             board=FaultBoard(store, own),
             counters=Counters(log, own.own.global_rank, group),

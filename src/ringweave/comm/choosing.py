@@ -15,7 +15,6 @@ from torch.distributed import Store
 from ringweave import schedules, topology
 from ringweave.comm.members import Members
 from ringweave.comm.probing.findings import Findings
-from ringweave.cost import Assumptions
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import DisagreementError, PeerError, ScheduleError, explain
 from ringweave.planning import Choice, Plan
@@ -26,9 +25,6 @@ MIN_SCHEDULED_BYTES = 64 * 2**10
 
 MIN_SHARED_BYTES = 3 * 10**6
 """The same for a group on one node that does not adapt: the host library is faster up to here, see docs/log.md."""
-
-_CROWDED_PIECE_BYTES = 4e6
-"""Pieces inside a node with more ranks than processors, where waking a rank costs a change of context."""
 
 _MAX_CHOICES = 4096
 
@@ -159,7 +155,6 @@ def situation(members: Members, environment: WorkerEnvironment, found: Findings 
         ClusterError: The cluster file is wrong.
     """
     nodes, rates = [member.place.node for member in members.ranks], {}
-    assumed = assumptions(nodes)
     if environment.cluster_path is not None:
         cluster = topology.load(environment.cluster_path)
     elif found is not None:
@@ -172,7 +167,6 @@ def situation(members: Members, environment: WorkerEnvironment, found: Findings 
         cluster=cluster,
         nodes=tuple(nodes),
         rates=rates,
-        assumptions=assumed,
         leader_per_nic=environment.leader_per_nic,
     )
 
@@ -191,11 +185,6 @@ def may_adapt(members: Members, environment: WorkerEnvironment) -> bool:
     wanted = members.num_nodes > 1 if environment.tuning is None else environment.tuning
     is_fixed = environment.schedule is not None or torch.are_deterministic_algorithms_enabled()
     return wanted and not is_fixed and members.group_size > 1
-
-
-def assumptions(nodes: Sequence[str]) -> Assumptions:
-    """What is assumed of ranks on these nodes, whose machines are taken to have as many processors as this one."""
-    return Assumptions(local_piece_bytes=_CROWDED_PIECE_BYTES) if is_crowded(nodes) else Assumptions()
 
 
 def is_crowded(nodes: Sequence[str]) -> bool:

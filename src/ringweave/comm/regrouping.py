@@ -10,7 +10,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -41,6 +41,7 @@ class EpochGroups:
         self._ready = self._open()
         self._held: TCPStore | None = None
         self._group: dist.ProcessGroup | None = None
+        self._apart: dist.ProcessGroup | None = None
         self._num_aborts = 0
         self._first_limit_s = self._limit_s = form_s
 
@@ -54,7 +55,14 @@ class EpochGroups:
         """How often `abort` was called: what `form` is told of the moment when its epoch was ordered."""
         return self._num_aborts
 
-    def form(self, store_place: str, name: str, rank: int, world_size: int, num_aborts: int) -> None:
+    @property
+    def reducing(self) -> dist.ProcessGroup | None:
+        """The group that gradients are summed in; None is the default one."""
+        return self._apart
+
+    def form(
+        self, store_place: str, name: str, rank: int, world_size: int, num_aborts: int, *, is_apart: bool = False
+    ) -> None:
         """Make the default group, in the place of the one before.
 
         The script may ask for its rank at any moment, so there is a default group at any moment: the one before, which
@@ -66,6 +74,8 @@ class EpochGroups:
             rank: Of this member.
             world_size: Number of members.
             num_aborts: As it was when the epoch was ordered.
+            is_apart: Gradients are summed in a group of their own, since not all members' scripts are at the same
+                step: what they do in the default group would come in another order on each.
 
         Raises:
             PeerError: The members did not meet, or `abort` was called since the epoch was ordered.
@@ -81,6 +91,9 @@ class EpochGroups:
         try:
             store = self._reach(host, int(port), name, num_aborts)
             _make_default(PrefixStore(f"epoch/{name}/", store), name, rank, world_size, limit)
+            apart = None
+            if is_apart:
+                apart = _make(PrefixStore(f"apart/{name}/", store), f"apart {name}", "sums", rank, world_size, limit)
         except (RuntimeError, OSError) as cause:
             if self._clock() - began_s > _CALL_PART * self._limit_s and num_aborts == self._num_aborts:
                 self._limit_s = min(2 * self._limit_s, _MOST_FORM_S)
@@ -91,12 +104,14 @@ class EpochGroups:
         self._limit_s = self._first_limit_s
         group = dist.group.WORLD
         assert group is not None
-        distributed_c10d._set_pg_timeout(WAIT, group)
+        for each in (group, apart):
+            if each is not None:
+                distributed_c10d._set_pg_timeout(WAIT, each)
         with self._lock:
-            self._group = group
+            self._group, self._apart = group, apart
             is_late = self._num_aborts != num_aborts
         if is_late:
-            group.abort()
+            self._cut()
             raise _aborted(name)
 
     def _reach(self, host: str, port: int, name: str, num_aborts: int) -> TCPStore:
@@ -131,9 +146,8 @@ class EpochGroups:
         """End every wait in the group at once, or in its being formed; from any thread."""
         with self._lock:
             self._num_aborts += 1
-            group, self._held = self._group, None
-        if group is not None:
-            group.abort()
+            groups, self._held = (self._apart, self._group), None
+        _abort(groups)
 
     def leave(self) -> None:
         """Let go of the group that there is."""
@@ -144,9 +158,8 @@ class EpochGroups:
 
     def _cut(self) -> None:
         with self._lock:
-            group, self._group = self._group, None
-        if group is not None:
-            group.abort()
+            groups, self._group, self._apart = (self._apart, self._group), None, None
+        _abort(groups)
 
     def _open(self) -> TCPStore:
         return TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
@@ -158,17 +171,35 @@ def _make_default(store: Store, name: str, rank: int, world_size: int, limit: ti
     torch has no call for it: `init_process_group` wants that there is none, and between its end and the next begin
     every `get_rank` of the script would raise. So this does what that function does, with the group at hand.
     """
-    world, group_name = distributed_c10d._world, distributed_c10d.GroupName(f"{_PREFIX}{name}")
-    before = list(world.pg_map)
-    group, _ = distributed_c10d._new_process_group_helper(
-        world_size, rank, [], dist.Backend("ringweave"), store, group_name, timeout=limit, group_desc="default_pg"
-    )
-    assert isinstance(group, dist.ProcessGroup), "this process is a member"
-    world.pg_group_ranks[group] = {each: each for each in range(world_size)}
+    before = list(distributed_c10d._world.pg_map)
+    group = _make(store, f"{_PREFIX}{name}", "default_pg", rank, world_size, limit)
     distributed_c10d._update_default_pg(group)
     for other in before:
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group(other)
+
+
+def _make(store: Store, name: str, what: str, rank: int, world_size: int, limit: timedelta) -> dist.ProcessGroup:
+    """A group of all members, of which torch knows."""
+    group, _ = distributed_c10d._new_process_group_helper(
+        world_size,
+        rank,
+        [],
+        dist.Backend("ringweave"),
+        store,
+        distributed_c10d.GroupName(name),
+        timeout=limit,
+        group_desc=what,
+    )
+    assert isinstance(group, dist.ProcessGroup), "this process is a member"
+    distributed_c10d._world.pg_group_ranks[group] = {each: each for each in range(world_size)}
+    return group
+
+
+def _abort(groups: Iterable[dist.ProcessGroup | None]) -> None:
+    for group in groups:
+        if group is not None:
+            group.abort()
 
 
 def is_of_an_epoch() -> bool:

@@ -20,8 +20,8 @@ class Assumptions:
     """What one rank copies or adds from a rank of its own node; two or three passes over ordinary memory."""
     message_s: float = 30e-6
     """Time of a rank's processor for each message that it sends or receives, in Python."""
-    local_piece_bytes: float = 1e6
-    """Best size of a piece inside a node: small ones stay in the caches, large ones wake fewer ranks up."""
+    local_piece_bytes: float = 8e6
+    """Best size of a piece in a group on one node: large ones wake few ranks up, small ones need less shared memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,13 +5,14 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from ringweave import environment, telemetry
 from ringweave.environment import WorkerEnvironment
+from ringweave.jobs.requests.request import MODES
 from ringweave.launch import causes, orders, records, reports, run_dirs, supervision
 from ringweave.launch.books import Books
 from ringweave.launch.causes import Death
@@ -29,6 +30,7 @@ from ringweave.launch.workers import Program, WorkerGroup, lay_out
 from ringweave.membership.rules.settings import Bounds
 from ringweave.topology import Cluster
 
+_AUTO = MODES[0]
 _MOST_OWN_FAILURES = 3
 """Attempts that ended with an exception of the script's own: the next one would too."""
 
@@ -104,29 +106,27 @@ def _attempt(
 ) -> reports.Ending:
     """All workers once, from the start to the end of the last one."""
     attempt = run_dirs.begin_attempt(request.run_dir, request.cluster_text)
-    server = JobServer.of(request.mode, request.cluster, request.site, request.run_dir, has_standby=request.has_standby)
-    crew = (
-        JobCoordinators.of(request.elastic, request.cluster, request.site, request.run_dir) if request.elastic else None
-    )
-    helper = server or crew
+    server = _server(request)
+    crew = _coordinators(request, server)
+    helpers = [each for each in (server, crew) if each is not None]
     group = _lay_out(request, server, crew)
     _announce(request, group, attempt, stderr)
     place = {"server": {"node": server.node, "address": server.address} if server else None}
     books = Books(request.run_dir, group, _first_record(request, group, attempt) | place)
     try:
         with (
-            helper.running(environ) if helper else nullcontext(),
+            _running(helpers, environ),
             LocalLauncher(
                 request.run_dir.log,
                 console,
                 environ,
                 enter=request.site.enter,
-                secret=helper.secret if helper else lambda worker: None,
+                secret=helpers[-1].secret if helpers else lambda worker: None,
             ) as launcher,
         ):
             launcher.start(group)
             books.workers_started(launcher.pid)
-            states = _supervise(request, launcher, group, server or crew, books, interrupts)
+            states = _supervise(request, launcher, group, helpers, books, interrupts)
     except BaseException as error:
         books.close(outcome="failed", exit_code=1, cause=str(error) or type(error).__name__)
         raise
@@ -142,11 +142,14 @@ def _supervise(
     request: Request,
     launcher: LocalLauncher,
     group: WorkerGroup,
-    helper: JobServer | JobCoordinators | None,
+    helpers: Sequence[JobServer | JobCoordinators],
     books: Books,
     interrupts: Sequence[signal.Signals],
 ) -> Sequence[WorkerState]:
-    look = helper.look if helper else lambda: None
+    def look() -> None:
+        for each in helpers:
+            each.look()
+
     if request.elastic is None:
         return supervision.supervise(launcher, interrupts, on_exit=books.worker_exited, look=look)
     supervisor = ElasticSupervisor(
@@ -162,6 +165,30 @@ def _supervise(
         on_start=lambda worker: books.worker_started(worker, launcher.pid(worker.global_rank)),
         look=look,
     )
+
+
+def _server(request: Request) -> JobServer | None:
+    """The parameter server that the mode needs, or may come to need: an elastic run chooses none that does."""
+    is_balanced = request.elastic is not None and request.mode == _AUTO
+    mode = None if is_balanced else request.mode
+    return JobServer.of(mode, request.cluster, request.site, request.run_dir, has_standby=request.has_standby)
+
+
+def _coordinators(request: Request, server: JobServer | None) -> JobCoordinators | None:
+    """Those of an elastic run; its workers show the same credentials to them and to the parameter server."""
+    if request.elastic is None:
+        return None
+    authority = server.authority if server else None
+    return JobCoordinators.of(request.elastic, request.cluster, request.site, request.run_dir, authority)
+
+
+@contextmanager
+def _running(helpers: Sequence[JobServer | JobCoordinators], environ: Mapping[str, str]) -> Iterator[None]:
+    """Run all of them for the length of a block."""
+    with ExitStack() as stack:
+        for each in helpers:
+            stack.enter_context(each.running(environ))
+        yield
 
 
 def _has_begun(run_dir: RunDir) -> bool:

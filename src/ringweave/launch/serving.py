@@ -33,7 +33,7 @@ class JobServer:
     def __init__(self, posts: Sequence[Post], site: Site, run_dir: RunDir, authority: Authority) -> None:
         """`posts` are where it is, and then where its standby is, if it has one."""
         self._posts, self._site, self._run_dir = tuple(posts), site, run_dir
-        self._authority = authority
+        self.authority = authority
         self._log = telemetry.EventLog(run_dir.events)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._environ: Mapping[str, str] = {}
@@ -84,7 +84,7 @@ class JobServer:
 
     def secret(self, worker: WorkerSpec) -> int:
         """A descriptor of the worker's credentials, for it to inherit."""
-        return self._authority.issue("worker", str(worker.global_rank)).to_descriptor()
+        return self.authority.issue("worker", str(worker.global_rank)).to_descriptor()
 
     @contextmanager
     def running(self, environ: Mapping[str, str]) -> Iterator[None]:
@@ -135,7 +135,7 @@ class JobServer:
 
     def _start(self, index: int) -> "subprocess.Popen[bytes]":
         post = self._posts[index]
-        secret = self._authority.issue(ROLE, str(index)).to_descriptor()
+        secret = self.authority.issue(ROLE, str(index)).to_descriptor()
         serve = [sys.executable, "-m", "ringweave", "server", "--host", post.meeting.host]
         serve += ["--port", str(post.meeting.port), "--credentials", f"fd:{secret}"]
         serve += ["--node", post.node, "--run-dir", str(self._run_dir.root)]

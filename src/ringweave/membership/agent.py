@@ -56,10 +56,15 @@ class Agent:
         participant: Participant,
         beat: Callable[[], Beat],
         *,
+        enter: Enter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`addresses` are where coordinators are, the one that decides first before the others; `beat` is sent."""
+        """`addresses` are where coordinators are, the one that decides first before the others; `beat` is sent.
+
+        `enter` says whose membership is meant; None is the job's.
+        """
         self._addresses, self._trust = list(addresses), trust
+        self._enter_as = enter or Enter()
         self._participant, self._beat, self._clock = participant, beat, clock
         self._follower = Follower(member)
         self._decree: Decree | None = None
@@ -104,13 +109,16 @@ class Agent:
         while not self._say(leave) and is_finished and self._clock() < deadline_s and not self._stop.is_set():
             self._stop.wait(_BREATH_S)
 
-    def close(self, timeout_s: float = _END_S) -> None:
-        """End the threads, and the connection as the process's end would; each within so many seconds."""
+    def close(self, timeout_s: float = _END_S, *, says_goodbye: bool = False) -> None:
+        """End the threads, and the connection as the process's end would, or with a goodbye: this process goes on.
+
+        Each of them within so many seconds.
+        """
         self._stop.set()
         with self._lock:
             client, self._client = self._client, None
         if client is not None:
-            client.hang_up()
+            client.close() if says_goodbye else client.hang_up()
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(timeout_s)
@@ -215,7 +223,7 @@ class Agent:
         limits = wire.Limits(handshake_s=CALL_S)
         client = wire.Client.connect(host, port, self._trust, role="coordinator", limits=limits, timeout_s=CALL_S)
         try:
-            client.call(Enter(rejoining=self._rejoining()), timeout_s=CALL_S)
+            client.call(self._enter_as.model_copy(update={"rejoining": self._rejoining()}), timeout_s=CALL_S)
             self._client = client
             deadline_s = self._clock() + _TAKE_OVER_S
             while self._clock() < deadline_s:

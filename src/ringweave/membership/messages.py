@@ -13,6 +13,13 @@ MAX_NOTE = 64 * 1024
 """Characters of a note; each of the members gets those of all."""
 
 
+MAX_MEMBERS = 65536
+"""Of one part of a job."""
+JOB = ""
+"""The part that is the whole job."""
+LOBBY = "lobby"
+"""Where members meet before they are told which part they belong to."""
+
 MAX_TESTAMENT = 512 * 1024
 """Characters of what a member leaves to those who are behind."""
 
@@ -27,12 +34,21 @@ def _bounded(standing: Standing) -> Standing:
 BoundedStanding = Annotated[Standing, pydantic.AfterValidator(_bounded)]
 
 
+def ring_part(ring: int) -> str:
+    """The part of a job that a ring is."""
+    return f"ring {ring}"
+
+
 class Enter(Message):
     """A process wants to become a member, or, with `rejoining`, has lost its coordinator and asks another one."""
 
     kind: ClassVar[str] = "membership.enter"
 
     rejoining: Rejoining | None = None
+    part: str = pydantic.Field(default=JOB, pattern=r"^[a-z0-9 ]{0,40}$")
+    """Whose membership is meant, where parts of a job have one each; `JOB` is that of the whole job."""
+    expected: int = pydantic.Field(default=1, ge=1, le=MAX_MEMBERS)
+    """Of a part: members that it has when all are there, which its first epoch waits for; and the most it takes."""
 
 
 class Told(Message):
@@ -103,6 +119,8 @@ class Count(Message):
     committed: int
     present: list[str]
     ended: str
+    parts: dict[str, int] = pydantic.Field(default_factory=dict)
+    """Part of the job -> the term in which this coordinator decides for it, where parts have memberships each."""
 
 
 class Ask(Message):

@@ -54,6 +54,8 @@ class Setup(pydantic.BaseModel):
     """Global ranks of each ring; the first is its representative at the start."""
     overlaps: bool
     compensation: float
+    shares: list[list[Count]] = pydantic.Field(default_factory=list)
+    """Samples of each of those ranks in a whole batch at the start, for workers that come later; empty if none do."""
 
 
 class Start(wire.Message):
@@ -95,6 +97,8 @@ class Push(wire.Message):
     """Places of parameters that have no gradient."""
     options: list[dict[str, Option]] = pydantic.Field(default_factory=list)
     """Of each group, as they are now: schedulers change them. Empty with a change."""
+    testament: str = pydantic.Field(default="", max_length=4096)
+    """What the others shall hear where all rings meet, if nobody of this one is left by then."""
 
 
 class Pulled(wire.Message):
@@ -160,6 +164,74 @@ class Regroup(wire.Message):
     """Of the caller, as the rings still are."""
     rings: list[list[Count]]
     """Of all ranks that there are; the first of each is its representative."""
+
+
+class Pause(wire.Message):
+    """The ring has lost a member and forms anew: until it pushes or pulls again, nobody waits for it."""
+
+    kind: ClassVar[str] = "params.pause"
+
+    term: Count
+    ring: Count
+
+
+class Met(wire.Message):
+    """All rings that there are have come to the meeting of that number: what each said, by ring.
+
+    For rings of which nobody came their testaments are in it.
+    """
+
+    kind: ClassVar[str] = "params.met"
+
+    said: dict[str, str]
+
+
+class Meet(wire.Message):
+    """The ring is through with its pass, and waits until all others are; those that are gone are not waited for."""
+
+    kind: ClassVar[str] = "params.meet"
+    reply: ClassVar[type[wire.Message]] = Met
+
+    term: Count
+    ring: Count
+    number: pydantic.PositiveInt
+    """Of the meeting, counted from 1. Two follow each pass: at its end, and when all have the same parameters."""
+    epoch: Count = 0
+    """That the pass was."""
+    said: str = pydantic.Field(max_length=4096)
+    """What the others shall know."""
+
+
+class Seated(wire.Message):
+    """The rings, and where one of them stands: what a worker has to know that takes the place of another one."""
+
+    kind: ClassVar[str] = "params.seated"
+
+    rings: list[list[Count]]
+    """Empty before the job has begun."""
+    shares: list[list[Count]] = pydantic.Field(default_factory=list)
+    """As the setup has them."""
+    num_pushed: Count = 0
+    num_tickets: Count = 0
+    num_meetings: Count = 0
+    """Of passes that the ring has completed."""
+    epoch: Count = 0
+    """That the ring is in."""
+    testament: str = ""
+    """That came with the ring's last push."""
+
+
+class Seek(wire.Message):
+    """A worker asks for its ring."""
+
+    kind: ClassVar[str] = "params.seek"
+    reply: ClassVar[type[wire.Message]] = Seated
+
+    term: Count
+    slot: Count
+    """Rank of the worker at the start."""
+    begins: bool = False
+    """The ring begins, or begins again: nobody of it has anything under way."""
 
 
 class Status(wire.Message):

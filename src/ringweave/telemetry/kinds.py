@@ -5,7 +5,7 @@
 
 from collections.abc import Mapping
 
-from ringweave.telemetry import pipeline_kinds
+from ringweave.telemetry import pipeline_kinds, ring_kinds
 from ringweave.telemetry.kind import RANK, Kind
 from ringweave.telemetry.lasting_kinds import LASTING_KINDS
 
@@ -65,6 +65,17 @@ KINDS: Mapping[str, Kind] = {
             "members": "names of the members by rank, `SLOT.INCARNATION`",
             "newcomers": "those of them that have to read the state of a peer first",
             "committed": "number of the last reduction of gradients that is committed",
+            "part": "`ring N` where rings have memberships of their own; else empty",
+        },
+    ),
+    "members_level": Kind(
+        meaning="Workers that joined while the others went on have done every step that the others have.",
+        written_by="worker",
+        fields={
+            "rank": "0: the first member says so for all",
+            "reduction": "number of the first that they waited for as the others did",
+            "members": "their names",
+            "batch": "number of the first batch, counted through all epochs of the data, that they get samples of",
         },
     ),
     "samples_lost": Kind(
@@ -229,15 +240,7 @@ KINDS: Mapping[str, Kind] = {
             "exact": "true if every sample was given exactly once",
         },
     ),
-    "rings_formed": Kind(
-        meaning="Training goes on in rings with a parameter server between them; rank 0 says so for all.",
-        written_by="worker",
-        fields={
-            "rank": RANK,
-            "rings": "ranks of each ring, the fastest ring first; the first rank of each talks to the server",
-            "most_staleness_versions": "no push is applied that is older, in versions",
-        },
-    ),
+    **ring_kinds.KINDS,
     "server_started": Kind(
         meaning="The process of the job's parameter server was started.",
         written_by="launcher",

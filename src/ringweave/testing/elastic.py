@@ -1,7 +1,6 @@
 """An elastic job of real processes without a launcher: a coordinator in this process, workers to be killed."""
 
 import atexit
-import multiprocessing
 import os
 import signal
 import sys
@@ -10,7 +9,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -18,14 +17,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from ringweave import wire
-from ringweave.membership.rules.coordinator import Coordinator
+from ringweave.membership.messages import JOB
 from ringweave.membership.rules.records import Decree
 from ringweave.membership.rules.rhythm import Tolerance
 from ringweave.membership.rules.settings import Bounds, Settings
-from ringweave.membership.serving.service import CoordinatorService
+from ringweave.membership.serving import parts
+from ringweave.testing import forking
 from ringweave.testing.ranks import Outcome
 
-_PRELOADED = ["torch", "torch.distributed", "ringweave.comm.backend", "ringweave.training.elastic.preparing"]
 _TICK_S = 0.05
 
 
@@ -38,11 +37,16 @@ class Headquarters:
     """One coordinator, in this process, over real connections."""
 
     def __init__(self, authority: wire.Authority, settings: Settings, *, is_standby: bool = False) -> None:
-        coordinator = Coordinator(settings, now_s=time.monotonic(), index=int(is_standby), is_standby=is_standby)
         self.decrees: list[Decree] = []
+        """Of the job."""
+        self.by_part: dict[str, list[Decree]] = {JOB: self.decrees}
         self.lost: list[tuple[str, str]] = []
-        self.service = CoordinatorService(
-            coordinator, note_epoch=self.decrees.append, note_lost=lambda member, why: self.lost.append((member, why))
+        self.service = parts.coordinators(
+            settings,
+            index=int(is_standby),
+            is_standby=is_standby,
+            note=lambda part, decree: self.by_part.setdefault(part, []).append(decree),
+            note_lost=lambda _part, member, why: self.lost.append((member, why)),
         )
         trust = wire.Tls(authority.issue("coordinator", "1" if is_standby else "0"))
         roles = ("worker", "coordinator")
@@ -68,6 +72,28 @@ class Headquarters:
             self.service.tick(self.connected)
 
 
+class ParameterDesk:
+    """A parameter server in this process, for the workers of an elastic job."""
+
+    def __init__(self, authority: wire.Authority) -> None:
+        from ringweave.params.serving.service import ParameterService  # brings torch, which coordinators do without
+
+        self.service = ParameterService()
+        trust = wire.Tls(authority.issue("server", "0"))
+        hung_up = self.service.attendance.hung_up
+        self._server = wire.Server(trust, self.service.handlers(), roles=("worker",), hung_up=hung_up)
+        self._server.start("127.0.0.1")
+
+    @property
+    def address(self) -> str:
+        """`host:port`."""
+        return f"127.0.0.1:{self._server.port}"
+
+    def close(self) -> None:
+        """As if it was killed."""
+        self._server.close(timeout_s=0.1)
+
+
 class ElasticJob:
     """Workers 0 .. n-1, each running `function(*args)` as a member of one job."""
 
@@ -78,11 +104,11 @@ class ElasticJob:
         *args: Any,
         least: int = 1,
         environ: Mapping[str, str] | None = None,
-        with_standby: bool = False,
+        attended_by: Collection[str] = (),
         patience_s: float = 600.0,
         silence_s: float = 60.0,
     ) -> None:
-        """`environ` goes into the environment of every worker.
+        """`environ` goes into the environment of every worker; `attended_by` may name `standby` and `server`.
 
         On a machine where everything takes long nobody is given up for it: only who is silent for `silence_s`.
         """
@@ -96,16 +122,19 @@ class ElasticJob:
             silence=patient(silence_s),
         )
         self.headquarters = [Headquarters(self._authority, wanted)]
-        if with_standby:
+        if "standby" in attended_by:
             self.headquarters.append(Headquarters(self._authority, wanted, is_standby=True))
+        self.desk = ParameterDesk(self._authority) if "server" in attended_by else None
+        self._environ["WORLD_SIZE"] = str(num_workers)
+        if self.desk is not None:
+            self._environ["RINGWEAVE_SERVER"] = self.desk.address
         self._folder = tempfile.TemporaryDirectory()
         self._processes: dict[str, BaseProcess] = {}
         self._connections: dict[str, Connection] = {}
         self._unread: dict[str, deque[Any]] = {}
         self._outcomes: dict[str, Outcome] = {}
         self._said: dict[str, list[tuple[Any, float]]] = {}
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOADED)
+        self._context = forking.context()
         for slot in range(num_workers):
             self.start(slot, 0)
 
@@ -117,7 +146,7 @@ class ElasticJob:
             if process.is_alive():
                 process.kill()
             process.join()
-        for each in self.headquarters:
+        for each in (*self.headquarters, *([self.desk] if self.desk else ())):
             each.close()
         self._folder.cleanup()
 
@@ -156,8 +185,9 @@ class ElasticJob:
             for said, at_s in self._said.get(member, []):
                 if is_it(said):
                     return at_s
-            if isinstance(self._receive(member, deadline_s), Outcome):
-                raise AssertionError(f"{member} ended without saying it")  # noqa: TRY004 - not a matter of types
+            outcome = self._receive(member, deadline_s)
+            if outcome is not None:
+                raise AssertionError(f"{member} ended without saying it: {outcome.exit_code} {outcome.error}")
 
     def outcome(self, member: str, timeout_s: float = 250.0) -> Outcome:
         """How a worker ended."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import faulthandler
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -16,10 +15,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self
 
+from ringweave.testing import forking
+
 _PORT = "RINGWEAVE_TESTING_STORE_PORT"
 _STACKS_S = 20.0
 """How long a rank that is late has to write down what its threads do."""
-_PRELOADED = ["torch", "torch.distributed", "ringweave.comm.backend", "ringweave.pipeline", "ringweave.testing.ranks"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +60,7 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory()
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context = forking.context()
         for rank in range(num_ranks):
             ours, theirs = context.Pipe()
             variables = {**(environ or {}), "RANK": str(rank), "WORLD_SIZE": str(num_ranks)}

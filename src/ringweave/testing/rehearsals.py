@@ -87,7 +87,7 @@ class _Rings:
         self._optimizer = task.make_optimizer(self.found.model)
         specs = flat.specs_of([(str(place), each) for place, each in enumerate(self._parameters)])
         self._copies = [Flat(specs) for _ in speeds]
-        self._tickets, self._numbers = TicketOffice(len(speeds)), [0] * len(speeds)
+        self._tickets, self._numbers = TicketOffice(len(speeds), clock=lambda: self._now_s), [0] * len(speeds)
         self._shares = balancing.apportion(task.batch_samples, [Speed(s_per_sample=1 / speed) for speed in speeds])
         policy = StalenessPolicy(num_rings=len(speeds))
         self._ledger, self._leads = Ledger(policy), Leads()
@@ -126,6 +126,7 @@ class _Rings:
         if not ticket.num_samples:
             self._ledger.leave(ring)
             self._leads.rest(ring)
+            self._tickets.rested(ring)
             return
         samples = order[ticket.first : ticket.first + ticket.num_samples]
         stalled = 4.0 if self._random.random() < self._stall else 1.0
@@ -145,6 +146,7 @@ class _Rings:
         sequence = self._ledger.pushed[ring].sequence + 1 if ring in self._ledger.pushed else 1
         receipt = self._ledger.push(ring, sequence, base)
         self._leads.push(ring, self._server.progress.total)
+        self._tickets.pushed(ring, len(samples))
         self.found.staleness.append(receipt.staleness_versions)
         share = len(samples) / self._task.batch_samples
         self._server.apply_gradient(gradient, share, options, damping=receipt.damping)

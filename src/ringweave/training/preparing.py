@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,16 +23,22 @@ from ringweave.training.choosing import forecasting
 from ringweave.training.control import Control
 from ringweave.training.elastic import preparing as elastic_preparing
 from ringweave.training.elastic.loader import ElasticLoader
-from ringweave.training.elastic.preparing import ElasticAsked
+from ringweave.training.elastic.preparing import Wanted
 from ringweave.training.loading import orders
 from ringweave.training.loading.loader import Parts, SharedLoader
 from ringweave.training.recording import Recorder
 from ringweave.training.reducing import GradientReducer, SampleWeights
 from ringweave.training.rings import preparing as ring_preparing
+from ringweave.training.rings.elastic import preparing as kept_preparing
+from ringweave.training.rings.elastic.loader import KeptRingLoader
+from ringweave.training.rings.elastic.preparing import KeptAsked
 from ringweave.training.rings.loader import RingLoader
 from ringweave.training.rings.preparing import Asked
 from ringweave.training.rings.settings import Asynchronous
-from ringweave.training.timing import CudaTimeline, HostTimeline, StepTimer
+from ringweave.training.timing import CudaTimeline, HostTimeline, StepTimer, Timeline
+
+Triple = tuple[nn.Module, Optimizer, DataLoader]
+"""What `prepare` is given."""
 
 REDUCTIONS = ("mean", "sum")
 _ALIKE = ("mode", "reduction", "order", "batch_samples", "num_samples", "drop_last")
@@ -48,7 +55,7 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
     ddp: Mapping[str, Any] | None = None,
     asynchronous: Asynchronous | None = None,
     carried: Mapping[str, Any] | None = None,
-) -> tuple[DistributedDataParallel, Optimizer, SharedLoader | RingLoader | ElasticLoader]:
+) -> tuple[DistributedDataParallel, Optimizer, SharedLoader | RingLoader | ElasticLoader | KeptRingLoader]:
     """Returns what takes the place of the three: the loop stays as it is, and every step is that of one process.
 
     The batch of a train step is the loader's, whatever the number of workers. Each worker computes its share of it, and
@@ -81,23 +88,41 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
     """
     _check_reduction(reduction)
     modes.check_name(mode)
-    environment = WorkerEnvironment.from_environ(os.environ)
-    if environment.coordinators:
-        wanted = ElasticAsked(
-            mode=mode, reduction=reduction, max_samples=max_samples, ddp=dict(ddp or {}), carried=dict(carried or {})
-        )
-        timer = StepTimer(CudaTimeline() if _is_on_cuda(model) else HostTimeline())
-        return elastic_preparing.prepare((model, optimizer, loader), wanted, environment, timer)
+    settings, environment = asynchronous or Asynchronous(), WorkerEnvironment.from_environ(os.environ)
+    asked = Wanted(
+        mode=mode, reduction=reduction, max_samples=max_samples, ddp=dict(ddp or {}), carried=dict(carried or {})
+    )
+    way = _prepare_elastic if environment.coordinators else _prepare_lasting
+    return way((model, optimizer, loader), asked, settings, environment)
+
+
+def _prepare_elastic(
+    triple: Triple, asked: Wanted, settings: Asynchronous, environment: WorkerEnvironment
+) -> tuple[DistributedDataParallel, Optimizer, ElasticLoader | KeptRingLoader]:
+    """For workers that may come and go."""
+    timer = StepTimer(_timeline(triple[0]))
+    chosen, reason = modes.decide(asked.mode, environment.mode, 2)
+    if chosen in modes.SERVED:
+        kept = KeptAsked(elastic=asked, mode=chosen, reason=reason, settings=settings)
+        return kept_preparing.prepare(triple, kept, environment, timer)
+    return elastic_preparing.prepare(triple, asked, environment, timer)
+
+
+def _prepare_lasting(
+    triple: Triple, asked: Wanted, settings: Asynchronous, environment: WorkerEnvironment
+) -> tuple[DistributedDataParallel, Optimizer, SharedLoader | RingLoader]:
+    """For the workers that are there, to the end; nothing is carried to others."""
+    model, optimizer, loader = triple
     reading = orders.read(loader)
     joining.join(os.environ)
     messages = Control()
-    decided = modes.decide(mode, environment.mode, messages.world_size)
-    is_open = modes.is_open(mode, environment.mode, messages.world_size)
+    decided = modes.decide(asked.mode, environment.mode, messages.world_size)
+    is_open = modes.is_open(asked.mode, environment.mode, messages.world_size)
     own = {
         "mode": decided[0],
-        "reduction": reduction,
+        "reduction": asked.reduction,
         "seed": orders.seed_of(loader),
-        "cap": max_samples,
+        "cap": asked.max_samples,
         "optimizer": type(optimizer).__name__,
         **forecasting.own_prospects(
             model, loader, reading, environment, is_needed=is_open or decided[0] == modes.PS_HRA
@@ -106,27 +131,25 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
     said = messages.gather_json({**dataclasses.asdict(reading), **own})
     control.check_alike(said, _ALIKE)
     recorder = Recorder(environment, messages.rank)
-    settings = asynchronous or Asynchronous()
     chosen, reason, rings = forecasting.decide(
         decided, said, settings.rings, is_open=is_open, local_steps=settings.local_steps
     )
+    is_mean = asked.reduction == "mean"
     if chosen in modes.SERVED:
-        recorder.prepared(mode=chosen, asked=mode, reason=reason, shares=())
-        asked = Asked(mode=chosen, is_mean=reduction == "mean", settings=settings, ddp=dict(ddp or {}), rings=rings)
-        return ring_preparing.prepare(
-            (model, optimizer, loader), reading, said, asked, (environment, messages, recorder)
-        )
-    timer = StepTimer(CudaTimeline() if _is_on_cuda(model) else HostTimeline())
+        recorder.prepared(mode=chosen, asked=asked.mode, reason=reason, shares=())
+        in_rings = Asked(mode=chosen, is_mean=is_mean, settings=settings, ddp=asked.ddp, rings=rings, is_open=is_open)
+        return ring_preparing.prepare(triple, reading, said, in_rings, (environment, messages, recorder))
+    timer = StepTimer(_timeline(model))
     parts = Parts(
         control=messages,
         balancer=_balancer(said, chosen, timer, messages, recorder),
-        weights=SampleWeights(num_ranks=messages.world_size, is_mean=reduction == "mean"),
+        weights=SampleWeights(num_ranks=messages.world_size, is_mean=is_mean),
         timer=timer,
         note=recorder.accounted,
     )
-    recorder.prepared(mode=chosen, asked=mode, reason=reason, shares=parts.balancer.latest)
+    recorder.prepared(mode=chosen, asked=asked.mode, reason=reason, shares=parts.balancer.latest)
     reducer = GradientReducer(process_group=None, timer=timer)
-    parallel = reducing.attach(model, parts.weights, reducer, dict(ddp or {}))
+    parallel = reducing.attach(model, parts.weights, reducer, asked.ddp)
     timing.watch(timer, parallel, optimizer)
     return parallel, optimizer, SharedLoader(loader, reading, said[0]["seed"], parts)
 
@@ -147,6 +170,10 @@ def _balancer(
         num_prefetched=max(each["num_prefetched"] for each in said),
         on_change=recorder.shares_changed,
     )
+
+
+def _timeline(model: nn.Module) -> Timeline:
+    return CudaTimeline() if _is_on_cuda(model) else HostTimeline(processor=time.process_time)
 
 
 def _is_on_cuda(model: nn.Module) -> bool:

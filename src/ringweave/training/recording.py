@@ -43,6 +43,12 @@ class Recorder:
                 "rings_formed", rank=0, rings=[list(ring) for ring in rings], most_staleness_versions=most_versions
             )
 
+    def reconsidered(self, rings: Sequence[Sequence[int]], reason: str) -> None:
+        """`auto` has other rings formed next."""
+        self._say("other rings %s, because %s", [list(ring) for ring in rings], reason)
+        if self._log:
+            self._log.write("mode_reconsidered", rank=0, rings=[list(ring) for ring in rings], reason=reason)
+
     def shares_changed(self, batch_number: int, change: Change) -> None:
         """Other shares from a batch on."""
         text = "shares %s from batch %d on; computing predicted to take %.3g s instead of %.3g s"

@@ -6,12 +6,14 @@ is taken off. What the script itself waits for between two of these points (an a
 is counted, so scripts should do that after the update.
 
 Time is the clock's on the wall and not the processor's: a rank that is throttled or shares its processor is slow.
+Such a rank is slow at communicating as well, and that is work of its own beside all waiting. It is told by the
+processor time that a step takes outside of computing.
 """
 
 import abc
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +22,27 @@ from torch.nn.parallel import DistributedDataParallel
 
 Span = tuple[Any, Any]
 """Two marks of one timeline."""
+_THROTTLED = 1.25
+"""A rank whose computing takes so many times its processor time is throttled, or shares its processor. Elsewhere
+communicating is a small part, the same on all ranks, and threads that spin while they wait would be taken for it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """A train step of this rank."""
+
+    num_samples: int
+    seconds: float
+    """Computing, on the wall."""
+    outside: float = 0.0
+    """What it worked in the step beside computing, in multiples of that; where it is throttled."""
 
 
 class Timeline(abc.ABC):
     """Where marks are set, and how far they are apart."""
+
+    counts_work = False
+    """Whether it tells processor time."""
 
     @abc.abstractmethod
     def mark(self) -> Any:
@@ -37,24 +56,37 @@ class Timeline(abc.ABC):
     def seconds(self, span: Span) -> float:
         """From the first mark to the second, which have both passed."""
 
+    def processor_s(self, span: Span) -> float:
+        """Processor time of this process between them; 0 where that is not known."""
+        return 0.0
+
 
 class HostTimeline(Timeline):
     """The clock: work is done when the call that does it returns."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    counts_work = True
 
-    def mark(self) -> float:
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, processor: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        """`processor` gives processor time, such as `time.process_time`; without it that is not known."""
+        self._clock, self._processor = clock, processor
+
+    def mark(self) -> tuple[float, float]:
         """Now."""
-        return self._clock()
+        return self._clock(), self._processor()
 
-    def has_passed(self, mark: float) -> bool:
+    def has_passed(self, mark: tuple[float, float]) -> bool:
         """Always."""
         return True
 
     def seconds(self, span: Span) -> float:
         """The difference."""
-        return span[1] - span[0]
+        return span[1][0] - span[0][0]
+
+    def processor_s(self, span: Span) -> float:
+        """Likewise."""
+        return span[1][1] - span[0][1]
 
 
 class CudaTimeline(Timeline):
@@ -82,6 +114,7 @@ class _Step:
     begin: Any
     num_samples: int = 0
     ready: Any = None
+    end: Any = None
     waits: list[Span] = field(default_factory=list)
     updates: list[Span] = field(default_factory=list)
 
@@ -133,17 +166,31 @@ class StepTimer:
             return
         if step.ready is None:
             step.ready = self._timeline.mark()
+        if self._timeline.counts_work:
+            step.end = self._timeline.mark()
         self._ended.append(step)
 
     def take(self) -> list[tuple[int, float]]:
         """(samples, seconds) of each step that has been measured since the last call."""
-        taken: list[tuple[int, float]] = []
+        return [(step.num_samples, step.seconds) for step in self.measured()]
+
+    def measured(self) -> list[Measured]:
+        """The same steps, with what they worked beside computing."""
+        taken: list[Measured] = []
         while self._ended and self._has_passed(self._ended[0]):
             step = self._ended.popleft()
-            seconds = self._timeline.seconds
-            computing = seconds((step.begin, step.ready)) + sum(map(seconds, step.updates))
-            taken.append((step.num_samples, computing - sum(map(seconds, step.waits))))
+            spans = ((step.begin, step.ready), *step.updates)
+            computing_s = sum(map(self._timeline.seconds, spans)) - sum(map(self._timeline.seconds, step.waits))
+            outside = self._outside(step, spans, computing_s)
+            taken.append(Measured(num_samples=step.num_samples, seconds=computing_s, outside=outside))
         return taken
+
+    def _outside(self, step: _Step, spans: Sequence[Span], computing_s: float) -> float:
+        processor_s = self._timeline.processor_s
+        worked_s = sum(map(processor_s, spans))
+        if step.end is None or worked_s <= 0 or computing_s < _THROTTLED * worked_s:
+            return 0.0
+        return max(0.0, processor_s((step.begin, step.end)) / worked_s - 1)
 
     def _has_passed(self, step: _Step) -> bool:
         return all(map(self._timeline.has_passed, (step.ready, *(end for _, end in step.updates))))

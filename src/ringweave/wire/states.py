@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import pydantic
 from typing_extensions import Buffer
 
 from ringweave.errors import DeadlineError, MessageError, WireError, explain
@@ -20,12 +21,11 @@ from ringweave.wire.calls import Call, Handler
 from ringweave.wire.client import Client
 from ringweave.wire.framing import frames
 from ringweave.wire.framing.messages import Answer, Message
+from ringweave.wire.pacing import FullSpeed, Pace
 from ringweave.wire.pending import Pending
 
-CHUNK_BYTES = 4 << 20
-"""Large enough that asking costs nothing, small enough that a lost connection loses little."""
-WINDOW = 3
-"""Chunks under way at once: one arrives, one leaves, one is asked for."""
+MOST_WAIT_S = 60.0
+"""A peer may ask to wait that long for a state to be offered; it holds a thread of the server's."""
 
 
 class Piece(Message):
@@ -56,6 +56,8 @@ class Describe(Message):
     reply: ClassVar[type[Message]] = Description
 
     name: str
+    wait_s: float = pydantic.Field(default=0.0, ge=0.0, le=MOST_WAIT_S)
+    """How long to wait for a state that is not offered yet."""
 
 
 class Chunk(Message):
@@ -87,7 +89,7 @@ class Shelf:
     """The server's side: states that peers may read, where they lie in memory."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._offers: dict[str, _Offer] = {}
         self._number = 0
 
@@ -105,17 +107,18 @@ class Shelf:
             Piece(name=each, num_bytes=view.nbytes, check=frames.check(view))
             for each, view in zip(buffers, views, strict=True)
         ]
-        with self._lock:
+        with self._changed:
             self._number += 1
             self._offers[name] = _Offer(Description(offer=self._number, pieces=pieces), views)
+            self._changed.notify_all()
 
     def withdraw(self, name: str) -> None:
         """Stop offering it; what is being sent of it is still sent."""
-        with self._lock:
+        with self._changed:
             self._offers.pop(name, None)
 
     def _describe(self, call: Call) -> Description:
-        return self._find(call.message.name).description
+        return self._find(call.message.name, call.message.wait_s).description
 
     def _read(self, call: Call) -> Answer:
         wanted: Read = call.message
@@ -141,8 +144,9 @@ class Shelf:
             )
         return Answer(Chunk(), [view[wanted.first_byte :][: wanted.num_bytes]])
 
-    def _find(self, name: str) -> _Offer:
-        with self._lock:
+    def _find(self, name: str, wait_s: float = 0.0) -> _Offer:
+        with self._changed:
+            self._changed.wait_for(lambda: name in self._offers, wait_s)
             offer, there = self._offers.get(name), sorted(self._offers)
         if offer is None:
             raise WireError(
@@ -157,6 +161,8 @@ def pull(
     place: Callable[[Description], Mapping[str, Buffer]],
     *,
     timeout_s: float,
+    wait_s: float = 0.0,
+    pace: Pace | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Read a state of a peer into memory of ours.
@@ -167,35 +173,48 @@ def pull(
         place: Gives the memory for each piece of the description, by name and of exactly its size; it may refuse by
             an error of its own, before anything is sent.
         timeout_s: Seconds for all of it.
+        wait_s: How long the peer may take to offer it.
+        pace: How fast; None means as fast as the link lets it.
         clock: Where the time comes from.
 
     Raises:
         WireError: It could not be read whole; what is in the memory is worth nothing.
     """
-    deadline_s = clock() + timeout_s
-    description = client.call(Describe(name=name), timeout_s=timeout_s).message
+    deadline_s, pace = clock() + timeout_s, pace or FullSpeed()
+    description = client.call(Describe(name=name, wait_s=wait_s), timeout_s=timeout_s).message
     assert isinstance(description, Description), "the class of the reply"
     views = _checked_place(description, place(description))
-    under_way: deque[Pending] = deque()
+    under_way: deque[tuple[Pending, int, float]] = deque()
+
+    def wait_oldest() -> None:
+        pending, num_bytes, started_s = under_way.popleft()
+        pending.wait()
+        pace.wait(num_bytes, clock() - started_s)
+
     try:
-        for read, room in _reads(name, description, views):
-            if len(under_way) >= WINDOW:
-                under_way.popleft().wait()
-            under_way.append(client.start(read, timeout_s=_left_s(name, deadline_s, clock), into=[room]))
+        for read, room in _reads(name, description, views, pace):
+            while len(under_way) >= pace.window:
+                wait_oldest()
+            pending = client.start(read, timeout_s=_left_s(name, deadline_s, clock), into=[room])
+            under_way.append((pending, room.nbytes, clock()))
         while under_way:
-            under_way.popleft().wait()
+            wait_oldest()
     finally:
-        for pending in under_way:  # nothing writes to the caller's memory after this returns
+        for pending, _, _ in under_way:  # nothing writes to the caller's memory after this returns
             pending.cancel()
     _check(name, description, views)
 
 
-def _reads(name: str, description: Description, views: list[memoryview]) -> Iterator[tuple[Read, memoryview]]:
+def _reads(
+    name: str, description: Description, views: list[memoryview], pace: Pace
+) -> Iterator[tuple[Read, memoryview]]:
     for index, view in enumerate(views):
-        for first in range(0, view.nbytes, CHUNK_BYTES):
-            room = view[first : first + CHUNK_BYTES]
+        first = 0
+        while first < view.nbytes:
+            room = view[first : first + pace.chunk_bytes]
             read = Read(name=name, offer=description.offer, piece=index, first_byte=first, num_bytes=room.nbytes)
             yield read, room
+            first += room.nbytes
 
 
 def _left_s(name: str, deadline_s: float, clock: Callable[[], float]) -> float:

@@ -134,5 +134,5 @@ def test_the_coordinator_that_decides_is_the_one_whose_term_the_last_epoch_is_of
     log.write("run_started", attempt=1, command=[], cluster="c", world_size=2)
     assert crew.service_pid(faults.COORDINATOR) is None, "nobody decides before the first epoch"
     for term, deciding, other in ((1, 7, 10), (2, 10, 7)):
-        log.write("epoch_begun", term=term, number=1, members=["0.0"], newcomers=[], committed=0)
+        log.write("epoch_begun", term=term, number=1, part="", members=["0.0"], newcomers=[], committed=0)
         assert (crew.service_pid(faults.COORDINATOR), crew.service_pid(faults.STANDBY)) == (deciding, other)

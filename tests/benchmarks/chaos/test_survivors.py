@@ -56,6 +56,19 @@ def test_peers_of_a_newcomer_wait_from_the_border_to_their_second_step_with_it()
     assert (joining.newcomers, joining.peers) == (1, 2)
     assert joining.usual_s == pytest.approx(1.0)
     assert joining.stall_s == pytest.approx(0.6)
+    assert joining.lost_s == pytest.approx(0.6)
+    assert joining.level_s is None
+
+
+def test_peers_are_watched_until_the_newcomer_is_level() -> None:
+    level = {"time": 16.0, "kind": "members_level", "rank": 0, "reduction": 14, "members": ["1.1"], "batch": 16}
+    later = [*steps(0, 15.3, 16.5, 99.0), *steps(2, 14.6, 15.7, 99.0)]
+    (joining,) = survivors.joinings(sorted([*killed(), level, *later], key=_time))
+    assert joining.level_s == pytest.approx(4.9)
+    assert joining.stall_s == pytest.approx(82.3), "the step after it is still looked at"
+    (joining,) = survivors.joinings(sorted([*killed(), level, *later[:2]], key=_time))
+    assert joining.stall_s == pytest.approx(0.7)
+    assert joining.lost_s == pytest.approx(1.5), "0.6, 0, 0.7 and 0.2"
 
 
 def test_a_survivor_that_makes_no_step_any_more_is_told() -> None:

@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from ringweave import topology
 from ringweave.benchmarks.places.saturating import Stream, plan_trials, routes
 from ringweave.testing import clusters
+from tests import effort
 
 ALIKE = topology.loads("name: c\nnodes: [{name: a, nic: 100Mbit/s, devices: 1, count: 4}]")
 RACKS = topology.loads("""
@@ -45,7 +46,7 @@ nodes:
     assert trials["b->core"].streams == (Stream("b", "a-0"), Stream("b", "a-1"))
 
 
-@settings(max_examples=40)
+@settings(max_examples=effort.share_of(80))
 @given(clusters.clusters())
 def test_every_link_is_filled_once_or_named_as_out_of_reach(cluster: topology.Cluster) -> None:
     found = plan_trials(cluster)

@@ -36,7 +36,7 @@ class Told:
 
 def follow(*states: JobState) -> int:
     told = Told(*states)
-    return following.follow("job", lambda: told, sleep=lambda _: None)  # type: ignore[arg-type, return-value]
+    return following.follow("job", "local", lambda: told, sleep=lambda _: None)  # type: ignore[arg-type, return-value]
 
 
 def test_the_exit_code_is_the_jobs() -> None:

@@ -110,6 +110,18 @@ def test_flags_go_over_the_file_and_make_a_job_alone(ask) -> None:
     assert [node["workers"] for node in document["job"]["nodes"]] == [4, 3]
 
 
+def test_flags_say_all_that_a_file_can(ask, here: Path) -> None:
+    (here / "job.yaml").write_text(f"{JOB}environment: {{A: one, B: two}}\n")
+    of_nodes = ("--capacity", "2,2", "--min-per-node", "2", "--max-retries", "0", "--deletion", "keep")
+    of_workers = ("--cpu-workers", "4", "--env", "B=2", "--env", "C=x=y", "--arguments", "--name 'a b'", "--data", "/d")
+    out = ask("submit", "job.yaml", *of_nodes, *of_workers, "--image", "i:1", "--dry-run=full", "--json")[1]
+    document = json.loads(out)
+    assert [(node["workers"], node["max_retries"]) for node in document["job"]["nodes"]] == [(2, 0), (2, 0)]
+    config = json.loads(document["objects"]["config.json"])
+    assert config["environment"] == {"A": "one", "B": "2", "C": "x=y"}
+    assert (config["arguments"], config["data"]) == (["--name", "a b"], "/d")
+
+
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
@@ -120,7 +132,22 @@ def test_flags_go_over_the_file_and_make_a_job_alone(ask) -> None:
             "--capacity: 'a', expected whole numbers with commas between, one a",
         ),
         (["submit", "job.yaml", "--ttl", "3", "--dry-run"], "[--ttl]"),
-        (["status", "nosuch"], "job: 'nosuch', expected the name of a job that is here. See ringweave jobs. [local]"),
+        (
+            ["submit", "job.yaml", "--max-retries", "1", "--deletion", "keep"],
+            "flags: '--max-retries, --deletion', expected --capacity, whose nodes they are about. Write them into",
+        ),
+        (
+            ["submit", "job.yaml", "--capacity", "10,5", "--deletion", "never", "--dry-run"],
+            "deletion policy: 'never', expected one of delete, keep, keep-on-failure. Leave it out for delete. "
+            "[--capacity, --max-retries, --deletion]",
+        ),
+        (["submit", "job.yaml", "--env", "SEED"], "--env: 'SEED', expected NAME=VALUE. Write it like SEED=1."),
+        (["submit", "job.yaml", "--arguments", "'a"], '--arguments: "\'a", expected words as a shell reads them.'),
+        (
+            ["status", "nosuch"],
+            "job: 'nosuch', expected the name of a job that is here. See ringweave jobs, or say with --on where else "
+            "it is. [local]",
+        ),
         (["jobs", "--on", "nosuch"], "service: 'nosuch', expected one of"),
         (["logs", "-f", "--json", "x"], "-o: 'json', expected table with --follow, which never ends. Leave out one"),
     ],

@@ -49,6 +49,16 @@ def test_segments_and_processors(capsys: pytest.CaptureFixture[str]) -> None:
     assert with_costs["simulated_s"] > alone["simulated_s"]
 
 
+def test_measured_costs_of_processors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text('{"costs": {"message_s": 0.01}}')
+    dear = document(capsys, "--schedule", "ring", "--processors", str(path))
+    assert dear["processors"] == str(path)
+    assert dear["simulated_s"] > 14 * 0.02, "fourteen rounds, a send and a receive in each"
+    assert main.call(["simulate", RACKS, "--processors", "asumed"]) == 2
+    assert "costs of processors: 'asumed', expected a file." in capsys.readouterr().err
+
+
 def test_a_failure_in_the_document(capsys: pytest.CaptureFixture[str]) -> None:
     found = document(capsys, "--schedule", "ring", "--fail", "rank:3@20ms", "--straggle", "rank:0=1ms")
     assert (found["simulated_s"], found["died"]) == (None, [3])

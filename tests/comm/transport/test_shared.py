@@ -37,13 +37,19 @@ def layout(*num_readers: int, size: int, same_place: bool = False) -> Layout:
 class Node:
     """Transports of a group whose members are on nodes of these names."""
 
-    def __init__(self, *nodes: str, entrance: Callable[[Entrance], Entrance] = lambda entrance: entrance) -> None:
+    def __init__(
+        self,
+        *nodes: str,
+        entrance: Callable[[Entrance], Entrance] = lambda entrance: entrance,
+        lends: bool = False,
+    ) -> None:
         self.doors = open_doors(["127.0.0.1"], len(nodes))
         entrances = [entrance(door.entrance) for door in self.doors]
         ranks = tuple(Member(r, Place(node, "127.0.0.1"), (entrances[r],)) for r, node in enumerate(nodes))
         limit = timedelta(seconds=WAIT_S)
         self.ends = [
-            SocketTransport(door, 0, Members(ranks, r, b"0123456789abcdef"), limit) for r, door in enumerate(self.doors)
+            SocketTransport(door, 0, Members(ranks, r, b"0123456789abcdef"), limit, lends=lends)
+            for r, door in enumerate(self.doors)
         ]
         others = [in_thread(lambda r=r: self.ends[r].connect(set(range(len(nodes))) - {r})) for r in range(len(nodes))]
         for other in others:
@@ -70,7 +76,8 @@ def take(end: SocketTransport, peer: int, size: int = 1000, tag: int = TAG) -> t
     handle = end.receive(SocketTransport.expose(torch.empty(size)), peer, tag)
     content = end.wait(handle, WAIT_S)
     assert content is not None
-    copy = content.view(torch.float32).clone()
+    copy = torch.empty(size)
+    content.copy_to(copy)
     end.release(handle)
     return copy
 

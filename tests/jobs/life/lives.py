@@ -7,6 +7,7 @@ from ringweave.jobs.life import actions, records, verbs
 from ringweave.jobs.life.observing import Cause, Phase
 from ringweave.jobs.life.reconciling import reconcile
 from ringweave.jobs.life.records import Job
+from ringweave.jobs.life.states import JobState
 from ringweave.jobs.requests.request import DeletionPolicy, NodeRequest, Request
 from ringweave.testing.places import FakePlace
 
@@ -63,6 +64,23 @@ def settle(place: FakePlace, *, crash_after: int | None = None) -> int:
             place.do(action)
             done += 1
     raise AssertionError(f"never settles: {asked}")
+
+
+def running(*policies: DeletionPolicy, **options) -> FakePlace:
+    """A place in which all groups of a job run."""
+    place = FakePlace(job=a_job(policies or (DELETE, DELETE), **options))
+    for _ in range(4):
+        settle(place)
+        place.pass_time()
+    settle(place)
+    assert place.job is not None
+    assert place.job.record.state is JobState.RUNNING
+    return place
+
+
+def record_of(place: FakePlace) -> records.Record:
+    assert place.job is not None
+    return place.job.record
 
 
 def ask(place: FakePlace, verb: str) -> None:

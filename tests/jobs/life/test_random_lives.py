@@ -15,6 +15,7 @@ from ringweave.jobs.life.observing import Cause, Phase
 from ringweave.jobs.life.states import REASONS, TRANSITIONS, JobState, NodeState
 from ringweave.jobs.requests.request import DeletionPolicy
 from ringweave.testing.places import FakePlace
+from tests import effort
 from tests.jobs.life import lives
 
 CAUSES = [Cause.PLACE, Cause.PROGRAM, Cause.PEER]
@@ -101,7 +102,7 @@ class Lives(RuleBasedStateMachine):
 
 
 class TestLives(Lives.TestCase):
-    settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=effort.share_of(500), stateful_step_count=40)
 
 
 TestLives = pytest.mark.slow(TestLives)

@@ -99,3 +99,9 @@ def test_a_service_that_is_not_there() -> None:
 def test_a_service_that_cannot_be_loaded(name: str) -> None:
     with pytest.raises(LaunchError, match=rf"service {name}: .*, expected a module that can be loaded\. Install"):
         finding.open_service(name, {})
+
+
+def test_ours_that_needs_an_extra_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(finding.OURS, "kubernetes", "nosuch.module:f")
+    with pytest.raises(LaunchError, match=r"Install it with pip install 'ringweave\[kubernetes\]', or choose"):
+        finding.open_service("kubernetes", {})

@@ -93,8 +93,10 @@ def test_of_a_former_allocation_it_is_gone_when_its_lease_surely_is(world, grant
     assert only(world.place(grant)).phase is Phase.FAILED, "also for somebody who has only begun to look"
 
 
-def test_one_whose_step_was_never_started_is_made_again(world):
+@pytest.mark.parametrize("state", ["idle", "down*"])
+def test_one_whose_step_was_never_started_is_made_again(world, state):
     folder = world.group(None)
+    world.fake.hosts = f"big|20|gpu:10|idle|main*\nsmall|10|gpu:5|{state}|main*\n"
     assert world.place(a_grant()).observe().groups == ()
     assert not folder.root.exists()
 
@@ -161,6 +163,17 @@ def test_a_group_that_lives_is_never_gone(world):
     assert only(place).leaving
     os.close(held)
     assert place.observe().groups == ()
+
+
+def test_who_was_called_back_is_seen_to_be_before_it_hears_of_it(world):
+    folder = world.group(Phase.RUNNING)
+    held = locks.try_lock(folder.alive)
+    assert held is not None
+    place = world.place(a_grant())
+    assert (only(place).round, only(place).called) == (1, 1)
+    place.do(actions.Regather(node=1, attempt=1, round=2))
+    assert (only(place).round, only(place).called, only(place).phase) == (1, 2, Phase.RUNNING)
+    os.close(held)
 
 
 def test_slurm_kills_a_step_that_does_not_leave(world):

@@ -16,9 +16,21 @@ class Table:
     """A coordinator and members that answer at once."""
 
     def __init__(
-        self, num_members: int, *, least: int = 1, most: int = 16, index: int = 0, is_standby: bool = False
+        self,
+        num_members: int,
+        *,
+        least: int = 1,
+        most: int = 16,
+        index: int = 0,
+        is_standby: bool = False,
+        is_kept_elsewhere: bool = False,
     ) -> None:
-        wanted = Settings(bounds=Bounds(least=least, most=most), expected=num_members, patience_s=20.0)
+        wanted = Settings(
+            bounds=Bounds(least=least, most=most),
+            expected=num_members,
+            patience_s=20.0,
+            is_kept_elsewhere=is_kept_elsewhere,
+        )
         self.now_s = 0.0
         self.coordinator = Coordinator(wanted, now_s=0.0, index=index, is_standby=is_standby)
 

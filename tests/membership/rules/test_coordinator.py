@@ -156,51 +156,6 @@ def test_who_is_missed_after_its_slot_was_given_to_another_is_not_silent() -> No
     assert presence.is_gone("1.1")
 
 
-def test_too_few_wait_for_others_and_then_end() -> None:
-    table = Table(3, least=2)
-    table.begin("0.0", "1.0", "2.0")
-    table.coordinator.lose("1.0", 0.0)
-    table.coordinator.lose("2.0", 0.0)
-    table.stand(holder("0.0"))
-    table.pass_time(21.0, "0.0")
-    assert table.coordinator.ended == "1 workers are left, expected at least 2, and no other came within 20 s"
-    assert table.coordinator.order_for("0.0").heir == "0.0"
-    assert Follower("0.0").take(table.coordinator.order_for("0.0")) == [
-        Out(reason=table.coordinator.ended, is_end=True, heir="0.0")
-    ]
-
-
-def test_of_those_who_are_too_few_the_one_that_is_furthest_saves_the_state() -> None:
-    table = Table(4, least=3)
-    table.begin("0.0", "1.0", "2.0", "3.0")
-    table.coordinator.lose("2.0", 0.0)
-    table.coordinator.lose("3.0", 0.0)
-    table.stand(holder("0.0", is_prepared=True, at_border=False), holder("1.0", committed=6))
-    assert table.coordinator.order_for("0.0").heir == "", "as long as others may come"
-    table.pass_time(21.0, "0.0", "1.0")
-    assert [table.coordinator.order_for(member).heir for member in ("0.0", "1.0", "2.1")] == ["1.0"] * 3
-
-
-def test_the_last_that_leaves_saves_the_state() -> None:
-    table = Table(2)
-    table.begin("0.0", "1.0")
-    for member in ("0.0", "1.0"):
-        table.coordinator.leave(holder(member, is_leaving=True), 0.0, is_finished=False)
-    table.stand(holder("0.0", is_leaving=True), holder("1.0", is_leaving=True))
-    assert (table.coordinator.ended, table.coordinator.order_for("1.0").heir) == ("all workers have left", "0.0")
-
-
-def test_without_the_state_there_is_nothing_to_go_on_with() -> None:
-    table = Table(2)
-    table.begin("0.0", "1.0")
-    table.coordinator.lose("0.0", 1.0)
-    table.stand(holder("1.0"))
-    table.coordinator.lose("1.0", 2.0)
-    table.coordinator.join("0.1", 2.0)
-    table.stand(Standing(member="0.1"))
-    assert table.coordinator.ended == "no worker is left that has the parameters: go on from the last checkpoint"
-
-
 def test_whoever_cannot_be_reached_again_and_again_has_to_go() -> None:
     table = Table(3)
     decree = table.begin("0.0", "1.0", "2.0")
@@ -211,40 +166,6 @@ def test_whoever_cannot_be_reached_again_and_again_has_to_go() -> None:
         decree = table.coordinator.decree
     assert decree.members == ("0.0", "1.0")
     assert table.coordinator.order_for("2.0").reason == "the others cannot reach it"
-
-
-def test_when_all_of_the_first_epoch_die_nobody_begins_anew_unasked() -> None:
-    table = Table(2)
-    table.begin("0.0", "1.0")
-    for member in ("0.0", "1.0"):
-        table.coordinator.lose(member, 1.0)
-    for member in ("0.1", "1.1"):
-        table.coordinator.join(member, 2.0)
-    table.stand(Standing(member="0.1"), Standing(member="1.1"))
-    assert table.coordinator.ended == "no worker is left that has the parameters: go on from the last checkpoint"
-
-
-def test_who_is_left_of_an_epoch_that_never_stood_begins_anew() -> None:
-    """Without all members no step was done."""
-    table = Table(2)
-    table.begin("0.0", "1.0")
-    table.coordinator.lose("0.0", 1.0)
-    table.stand(Standing(member="1.0"))
-    assert table.coordinator.decree is not None
-    assert (table.coordinator.ended, table.coordinator.decree.members) == ("", ("1.0",))
-
-
-def test_the_last_one_that_has_the_state_is_waited_for_longer_than_others() -> None:
-    table = Table(2)
-    table.begin("0.0", "1.0")
-    table.pass_time(3.0, "0.0", "1.0")
-    table.coordinator.lose("1.0", table.now_s)
-    table.stand(holder("0.0"))
-    table.coordinator.join("1.1", table.now_s)
-    table.pass_time(15.0, "1.1")
-    assert table.coordinator.present == ("0.0", "1.1")
-    table.pass_time(10.0, "1.1")
-    assert table.coordinator.present == ("1.1",), "but not for ever"
 
 
 def test_nobody_is_impatient_before_the_first_worker_has_come() -> None:

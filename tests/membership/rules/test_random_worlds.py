@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from ringweave.membership.rules.records import slot_of
+from tests import effort
 from tests.membership.world import Member, World
 
 pytestmark = pytest.mark.timeout(600)
@@ -84,6 +85,10 @@ class RandomWorld(RuleBasedStateMachine):
             member.standing = replace(member.standing, is_leaving=True) if not member.is_frozen else member.standing
 
     @rule(data=st.data())
+    def start_over(self, data: st.DataObject) -> None:
+        self.world.start_over(self._member(data))
+
+    @rule(data=st.data())
     def rejoin(self, data: st.DataObject) -> None:
         member = self._member(data)
         if member.can_act:
@@ -136,10 +141,9 @@ class RandomWorld(RuleBasedStateMachine):
 
 TestRandomWorld = RandomWorld.TestCase
 TestRandomWorld.settings = settings(
-    max_examples=60,
+    max_examples=effort.share_of(300),
     derandomize=True,
     stateful_step_count=40,
-    deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )

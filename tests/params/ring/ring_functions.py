@@ -46,57 +46,20 @@ def alone(name: str, options: dict[str, Any], steps: int) -> list[torch.Tensor]:
     return [each.detach() for each in net.parameters()]
 
 
-# One function, though long: it is a user's script from its first line to its last, in the order of a script.
 def train(
     port: int, folder: str, rings: list[list[int]], name: str, options: dict[str, Any], steps: int, local_steps: int = 0
 ) -> dict[str, Any]:
     """Every ring takes `steps` steps, each on its members' equal parts of a batch."""
-    rank = dist.get_rank()
-    groups = [dist.new_group(ring, backend="ringweave") for ring in rings]
-    index = next(index for index, ring in enumerate(rings) if rank in ring)
-    ring = rings[index]
     net = model()
     optimizer = optimizer_of(net, name, options)
-    is_representative = rank == ring[0]
-    client = None
-    if is_representative:
-        trust = wire.Tls(wire.Credentials.load(Path(folder) / str(rank)))
-        client = RingClient([lambda: wire.Client.connect("127.0.0.1", port, trust, role="server")], index)
-    named = list(net.named_parameters())
-    if rank == 0:
-        assert client is not None
-        setup = Setup(
-            tensors=flat.specs_of(named),
-            optimizer=name,
-            groups=[
-                Group(parameters=list(range(len(named))), options=optimizers.options_of(group))
-                for group in optimizer.param_groups
-            ],
-            rings=rings,
-            overlaps=local_steps > 0,
-            compensation=0.0 if local_steps else 0.04,
-        )
-        first = flat.Flat(setup.tensors)
-        for view, (_, parameter) in zip(first.views, named, strict=True):
-            view.copy_(parameter.detach())
-        client.start(setup, first.buffers())
-    dist.barrier()
-    member = Member(
-        Place(process_group=groups[index], representative=ring[0], client=client),
-        [parameter for _, parameter in named],
-        overlaps=local_steps > 0,
-    )
-    member.refresh()
+    member, process_group, part = sit_down(net, optimizer, rings, (port, folder), overlaps=local_steps > 0)
     samples = Samples()
     pushed = PushedOptimizer(optimizer, member, samples, local_steps)
-    part = slice(ring.index(rank) * BATCH // len(ring), (ring.index(rank) + 1) * BATCH // len(ring))
     staleness = []
     for number in range(steps):
         pushed.zero_grad()
         loss(net, batch(number)[part]).backward()
-        for _, parameter in named:
-            dist.all_reduce(parameter.grad, group=groups[index])
-            parameter.grad /= len(ring)
+        average_gradients(net, process_group)
         samples.add(BATCH, 1 / len(rings))
         pushed.step()
         if member.last:
@@ -111,3 +74,67 @@ def train(
         "staleness": staleness,
         "loss": sum(loss(net, batch(number)).item() for number in range(20)) / 20,
     }
+
+
+def sit_down(
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rings: list[list[int]],
+    server: tuple[int, str],
+    *,
+    overlaps: bool,
+) -> tuple[Member, dist.ProcessGroup, slice]:
+    """This rank in its ring, with the first parameters; the ring's group; which samples of a batch are the rank's.
+
+    `server` is its port on this machine, and the folder of all ranks' credentials.
+    """
+    rank = dist.get_rank()
+    groups = [dist.new_group(ring, backend="ringweave") for ring in rings]
+    index = next(index for index, ring in enumerate(rings) if rank in ring)
+    ring = rings[index]
+    client = connect(server, rank, index) if rank == ring[0] else None
+    if rank == 0:
+        assert client is not None
+        start(client, setup_of(net, optimizer, rings, overlaps=overlaps), net)
+    dist.barrier()
+    place = Place(process_group=groups[index], representative=ring[0], client=client)
+    member = Member(place, list(net.parameters()), overlaps=overlaps)
+    member.refresh()
+    at = ring.index(rank)
+    return member, groups[index], slice(at * BATCH // len(ring), (at + 1) * BATCH // len(ring))
+
+
+def connect(server: tuple[int, str], rank: int, index: int) -> RingClient:
+    """The connection of the representative of a ring."""
+    port, folder = server
+    trust = wire.Tls(wire.Credentials.load(Path(folder) / str(rank)))
+    return RingClient([lambda: wire.Client.connect("127.0.0.1", port, trust, role="server")], index)
+
+
+def setup_of(net: nn.Module, optimizer: torch.optim.Optimizer, rings: list[list[int]], *, overlaps: bool) -> Setup:
+    """What the server has to know."""
+    places = list(range(len(list(net.parameters()))))
+    return Setup(
+        tensors=flat.specs_of(list(net.named_parameters())),
+        optimizer=type(optimizer).__name__,
+        groups=[Group(parameters=places, options=optimizers.options_of(group)) for group in optimizer.param_groups],
+        rings=rings,
+        overlaps=overlaps,
+        compensation=0.0 if overlaps else 0.04,
+    )
+
+
+def start(client: RingClient, setup: Setup, net: nn.Module) -> None:
+    """Give the server the first parameters."""
+    first = flat.Flat(setup.tensors)
+    for view, parameter in zip(first.views, net.parameters(), strict=True):
+        view.copy_(parameter.detach())
+    client.start(setup, first.buffers())
+
+
+def average_gradients(net: nn.Module, process_group: dist.ProcessGroup) -> None:
+    """Over the ranks of a ring, as DDP does."""
+    for parameter in net.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad, group=process_group)
+        parameter.grad /= dist.get_world_size(process_group)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from ringweave.errors import TrainingError
 from ringweave.params.rules import Ledger, StalenessPolicy
+from tests import effort
 
 
 class Play:
@@ -70,7 +71,7 @@ class Play:
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @given(data=st.data(), num_rings=st.integers(1, 7), rounds=st.integers(1, 25))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=effort.share_of(300))
 def test_no_push_is_older_than_the_bound_and_every_ring_ends(data, num_rings, rounds, overlaps):
     policy = StalenessPolicy(num_rings=num_rings, overlaps=overlaps)
     speeds = data.draw(st.lists(st.sampled_from([1.0, 1.1, 4.0, 50.0]), min_size=num_rings, max_size=num_rings))

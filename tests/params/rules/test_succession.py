@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringweave.params.rules.succession import Claim, Succession
+from tests import effort
 
 LEASE_S = 2.0
 
@@ -129,7 +130,7 @@ MOVES = st.tuples(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=effort.share_of(800))
 @given(st.lists(MOVES, max_size=60))
 def test_whoever_may_go_on_has_all_that_was_acknowledged(moves):
     world = World()

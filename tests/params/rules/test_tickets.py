@@ -19,6 +19,32 @@ def test_every_sample_is_on_exactly_one_ticket(calls, epoch_samples):
     assert office.taken(0) == epoch_samples
 
 
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(0, 3), st.floats(0.001, 5.0), st.booleans()), max_size=80),
+    st.integers(1, 500),
+)
+def test_rings_at_any_pace_take_all_and_never_more_than_they_want(wanted, turns, epoch_samples):
+    """A ring computes what it has asked for, and has no room for more."""
+    now_s, rings = 0.0, len(wanted)
+    office, numbers, given_out, going = TicketOffice(rings, clock=lambda: now_s), [0] * rings, [], set(range(rings))
+    rest = [(ring, 0.5, True) for ring in range(rings)] * epoch_samples
+    for ring, seconds, pushes in [*turns, *rest]:
+        now_s += seconds
+        if ring not in going:
+            continue
+        numbers[ring] += 1
+        ticket = office.take(ring, numbers[ring], 0, wanted[ring], epoch_samples)
+        given_out += range(ticket.first, ticket.first + ticket.num_samples)
+        assert ticket.num_samples <= wanted[ring]
+        if ticket.num_samples == 0:
+            going.remove(ring)
+            office.rested(ring)
+        elif pushes:
+            office.pushed(ring, ticket.num_samples)
+    assert given_out == list(range(epoch_samples))
+
+
 def test_rings_may_be_in_different_epochs():
     office = TicketOffice(2)
     assert office.take(0, 1, 0, 10, 10).num_samples == 10
@@ -35,6 +61,13 @@ def test_tickets_out_of_order_are_refused():
 def test_one_ring_has_whole_tickets_and_a_last_one():
     office = TicketOffice(1)
     assert [office.take(0, number, 0, 8, 20).num_samples for number in (1, 2, 3, 4)] == [8, 8, 4, 0]
+
+
+def test_a_rest_that_is_too_small_for_a_ticket_is_made_larger_where_it_does_not_fit_into_the_last():
+    """Two rings that want 22 and 2 of 26: the second has no room for the four that the first leaves."""
+    office = TicketOffice(2)
+    tickets = [office.take(0, 1, 0, 22, 26), office.take(1, 1, 0, 2, 26), office.take(1, 2, 0, 2, 26)]
+    assert [ticket.num_samples for ticket in tickets] == [20, 2, 2]
 
 
 def test_the_last_tickets_are_parts_of_what_is_left():

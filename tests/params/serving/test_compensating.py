@@ -1,23 +1,17 @@
 """A standby compensates pushes as its leader does: it has the same parameters after them."""
 
 import random
-import time
 from collections.abc import Sequence
 
 import pytest
 import torch
 
-from ringweave import wire
-from ringweave.params.flat import Flat
-from ringweave.params.messages import Group, Leave, Pull, Push, Setup, Start, TensorSpec
+from ringweave.params.messages import Leave, Push
 from ringweave.params.rules import Ticket
 from ringweave.params.serving import snapshots
-from ringweave.params.serving.optimizers import options_of
 from ringweave.params.serving.service import ParameterService
-from ringweave.wire import Answer, Call, Incoming
+from tests.params.serving.callers import Callers
 
-SPECS = [TensorSpec(name="weight", shape=[50], dtype="float64")]
-OPTIONS = options_of(torch.optim.SGD([torch.zeros(1)], lr=0.5, momentum=0.9).param_groups[0])
 NUM_RINGS = 3
 
 
@@ -51,53 +45,15 @@ class Mirror:
         raise AssertionError("nobody leaves")
 
 
-class Leader:
-    """A service whose rings push in turns that are drawn at random."""
+def push_and_pull(rings: Callers, ring: int) -> None:
+    """The ring's push of numbers drawn at random, and the parameters that follow."""
 
-    def __init__(self) -> None:
-        self.mirror = Mirror()
-        self.service = ParameterService(replica=self.mirror)
-        self._handlers = {each.message: each for each in self.service.handlers()}
-        self._sequence, self._base = [0] * NUM_RINGS, [0] * NUM_RINGS
-        groups = [Group(parameters=[0], options=OPTIONS)]
-        rings = [[ring] for ring in range(NUM_RINGS)]
-        setup = Setup(tensors=SPECS, optimizer="SGD", groups=groups, rings=rings, overlaps=False, compensation=0.04)
-        first = Flat(SPECS, [torch.zeros(50, dtype=torch.float64)])
-        self._handle(0, Start(term=0, setup=setup), first.buffers())
-        for ring in range(NUM_RINGS):
-            self._pull(ring)
+    def gradient(sequence: int) -> bytes:
+        draw = torch.Generator().manual_seed(100 * ring + sequence)
+        return torch.randn(50, dtype=torch.float64, generator=draw).numpy().tobytes()
 
-    def round(self, ring: int) -> None:
-        """The ring's push, and the parameters that follow."""
-        self._sequence[ring] += 1
-        push = Push(
-            term=0,
-            ring=ring,
-            sequence=self._sequence[ring],
-            base_version=self._base[ring],
-            content="gradient",
-            num_samples=1,
-            batch_share=0.3,
-            options=[OPTIONS],
-        )
-        room = self._handlers[Push].allocate(Incoming(_peer(ring), push, (400,)))
-        draw = torch.Generator().manual_seed(100 * ring + self._sequence[ring])
-        room[0][:] = torch.randn(50, dtype=torch.float64, generator=draw).numpy().tobytes()
-        self._handle(ring, push, room)
-        self._pull(ring)
-
-    def _pull(self, ring: int) -> None:
-        answer = self._handle(ring, Pull(term=0, ring=ring, after_sequence=self._sequence[ring]))
-        assert isinstance(answer, Answer)
-        self._base[ring] = answer.message.version
-
-    def _handle(self, ring: int, message: wire.Message, buffers: Sequence[memoryview] = ()) -> object:
-        call = Call(peer=_peer(ring), message=message, buffers=buffers, deadline_s=time.monotonic() + 60.0)
-        return self._handlers[type(message)].handle(call)
-
-
-def _peer(ring: int) -> wire.Identity:
-    return wire.Identity(job="job", role="worker", name=str(ring))
+    rings.push(ring, gradient=gradient)
+    rings.pull(ring)
 
 
 def parameters(service: ParameterService) -> torch.Tensor:
@@ -107,14 +63,18 @@ def parameters(service: ParameterService) -> torch.Tensor:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_standby_compensates_by_the_same_parameters(seed):
-    leader, follower, draw = Leader(), ParameterService(), random.Random(seed)
-    with leader.service.standing_still() as state:  # rings compute by now: what they do is copied, too
+    mirror, follower, draw = Mirror(), ParameterService(), random.Random(seed)
+    leader = ParameterService(replica=mirror)
+    rings = Callers(leader, NUM_RINGS, compensation=0.04, dtype=torch.float64, lr=0.5, momentum=0.9)
+    for ring in range(NUM_RINGS):
+        rings.pull(ring)
+    with leader.standing_still() as state:  # rings compute by now: what they do is copied, too
         follower.resume(snapshots.from_bytes(bytes(state)))
-    leader.mirror.service = follower
+    mirror.service = follower
     for _ in range(15):  # in cycles, so that nobody has to wait for the slowest
         for ring in draw.sample((0, 0, 1, 2), 4):
-            leader.round(ring)
-    assert max(leader.mirror.leads) > 0.1, "parameters were given ahead of time"
-    assert follower.version == leader.service.version == 60
-    assert parameters(leader.service).abs().max() > 0.1
-    assert torch.equal(parameters(follower), parameters(leader.service))
+            push_and_pull(rings, ring)
+    assert max(mirror.leads) > 0.1, "parameters were given ahead of time"
+    assert follower.version == leader.version == 60
+    assert parameters(leader).abs().max() > 0.1
+    assert torch.equal(parameters(follower), parameters(leader))

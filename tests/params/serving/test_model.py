@@ -7,7 +7,7 @@ from ringweave.errors import TrainingError
 from ringweave.params.flat import Flat, sizes_of
 from ringweave.params.messages import Group, Setup, TensorSpec
 from ringweave.params.serving import model as serving_model
-from ringweave.params.serving.model import GatheredModel, compensate
+from ringweave.params.serving.model import GatheredModel, Scratch, compensate
 
 SPECS = [
     TensorSpec(name="weight", shape=[3, 4], dtype="float64"),
@@ -179,6 +179,22 @@ def test_options_of_other_groups_are_refused():
         model.apply_gradient(filled(1), 1.0, [SGD, SGD], absent=[9])
 
 
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"momentum": "much"}, r"option momentum: 'much', expected one like 0\.9\. Run the same script on all ranks"),
+        ({"nesterov": 1.0}, r"option nesterov: 1\.0, expected one like False"),
+        ({"params": [0.5]}, r"option params: \[0\.5\], expected nothing, it is the server's own"),
+    ],
+)
+def test_options_that_a_step_would_fail_at_are_refused_before_anything_counts(option, text):
+    model = GatheredModel(setup_of(options=SGD), filled(0))
+    with pytest.raises(TrainingError, match=text):
+        model.apply_gradient(filled(1), 0.5, [SGD | option, SGD])
+    assert model.progress.length == 0.0
+    torch.testing.assert_close(newest(model)[0], filled(0).views[0])
+
+
 def test_optimizers_that_the_server_cannot_run_are_refused():
     with pytest.raises(TrainingError, match=r"optimizer: 'AdamV', expected one of SGD, .*AdamW"):
         GatheredModel(setup_of("AdamV"), filled(0))
@@ -214,3 +230,15 @@ def test_nothing_is_ahead_before_the_first_push():
     model, ahead = GatheredModel(setup_of(), filled(0)), Flat(SPECS)
     model.read(ahead, 0.5)
     torch.testing.assert_close(ahead.views, filled(0).views, rtol=0, atol=0)
+
+
+def test_scratch_is_used_again():
+    scratch = Scratch()
+    first = scratch.like(torch.zeros(2, 3))
+    second = scratch.copy(torch.ones(4))
+    assert (first.shape, second.tolist()) == ((2, 3), [1.0] * 4)
+    assert scratch.copy("text") == "text"
+    scratch.clear()
+    assert scratch.like(torch.zeros(6)).data_ptr() == first.data_ptr()
+    assert scratch.like(torch.zeros(())).data_ptr() == second.data_ptr()
+    assert scratch.like(torch.zeros(2, dtype=torch.float64)).dtype == torch.float64

@@ -13,7 +13,7 @@ from tests.pipeline.adapting import adapting_functions as functions
 @pytest.mark.distributed
 def test_blocks_leave_a_device_that_became_slow(tmp_path: Path) -> None:
     """In real processes, by a clock that computing alone moves on: rank 0's device becomes four times slower."""
-    found = run_ranks(functions.slow_down, 2, str(tmp_path), 26, 7, 4.0, backend="gloo")
+    found = run_ranks(functions.slow_down, 2, str(tmp_path), 60, 28, 4.0, backend="gloo")
     assert found[0].splits == found[1].splits
     assert found[0].splits[0] < 6
     assert found[0].outcomes == found[1].outcomes
@@ -46,7 +46,7 @@ def test_computing_is_measured_apart_from_waiting(accumulated: int) -> None:
 def test_all_links_are_timed() -> None:
     found = run_ranks(functions.probe, 4, backend="gloo")
     assert all(each == found[0] for each in found)
-    assert found[0][0] == [128 * 1024, 500_000, 128 * 1024]
+    assert found[0][0] == [128 * 1024, 128 * 1024 + 300_000, 128 * 1024]
     for first, second, unknown in found[0][1]:
         assert first[0] > 0
         assert second[0] > 0

@@ -1,5 +1,7 @@
 """Rank 0's part, without other ranks: two stages, two replicas."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,17 +17,28 @@ USUAL = (0.12, 0.12, 0.11, 0.10)
 """Of ranks 0 to 3; stages 0 and 1 are those of ranks 0 and 2, 1 and 3."""
 
 
+WORK = Workload(
+    forward_s=((0.01,) * 4,),
+    backward_s=((0.02,) * 4,),
+    num_devices=2,
+    num_microbatches=2,
+    forward_bytes=(1e7,) * 4,
+    backward_bytes=(1e7,) * 4,
+)
+
+
 def overseer() -> Overseer:
-    work = Workload(forward_s=((0.01,) * 4,), backward_s=((0.02,) * 4,), num_devices=2, num_microbatches=2)
     layout = Layout(num_blocks=4, splits=(2,), num_replicas=2)
-    return Overseer(Controller(work, (2,), EVEN, POLICY), layout, POLICY, None)
+    return Overseer(Controller(WORK, (2,), EVEN, POLICY), layout, POLICY, None)
 
 
-def train(boss: Overseer, first: int, count: int, compute_s: tuple[float, ...] = USUAL) -> list[Ask]:
-    """Train steps, and what was asked at the end of the one behind each."""
+def train(
+    boss: Overseer, first: int, count: int, compute_s: tuple[float, ...] = USUAL, speed: float = 1.0
+) -> list[Ask]:
+    """Train steps, and what was asked at the end of the one behind each; the second stage's device has that speed."""
     asked = []
     for step in range(first, first + count):
-        boss.begin(step, 0.15)
+        boss.begin(step, WORK.step_s((2,), replace(EVEN, speeds=(1.0, speed))))
         asked.append(boss.end(compute_s))
     return asked
 
@@ -47,7 +60,7 @@ def test_all_are_told_to_listen_when_blocks_move() -> None:
     train(boss, 0, 3)
     boss.probed([(1e9,)], took_s=100.0)
     slow = (0.12, 0.48, 0.11, 0.10)
-    assert train(boss, 3, 3, slow) == [Ask.NOTHING, Ask.NOTHING, Ask.LISTEN], "the slower replica counts"
+    assert train(boss, 3, 3, slow, speed=0.25) == [Ask.NOTHING, Ask.NOTHING, Ask.LISTEN], "the slower replica counts"
     ruling = Ruling.parse(boss.ruling)
     assert ruling.is_move
     assert ruling.splits == (3,)

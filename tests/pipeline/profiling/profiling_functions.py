@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ringweave.pipeline import Pipeline, Settings, profiling
+from ringweave.pipeline.profiling import Link
 from ringweave.pipeline.virtual import TimedBlock, VirtualDevice
 from tests.pipeline.adapting.adapting_functions import Ticks
 from tests.pipeline.pipeline_functions import make_optimizer
@@ -51,7 +52,9 @@ def rehearse(schedule: str) -> dict[str, Any]:
     before, drawn = str(list(pipeline.blocks[pipeline.blocks.held[0]].state_dict().items())), torch.get_rng_state()
     ideal = profiling.rehearse(pipeline, links, rounds=1, clock=ticks, sleep=ticks.sleep)
     real = profiling.rehearse(pipeline, links, target=y, rounds=2)
+    slow, slept = (Link(latency_s=0.01, s_per_byte=0.0),), []
+    profiling.rehearse(pipeline, (slow, slow), rounds=1, clock=ticks, sleep=slept.append)
     after = str(list(pipeline.blocks[pipeline.blocks.held[0]].state_dict().items()))
     is_untouched = before == after and torch.equal(drawn, torch.get_rng_state())
     pipeline.train_step(x, target=y)
-    return {"ideal": ideal, "real": real, "is_untouched": is_untouched}
+    return {"ideal": ideal, "real": real, "slept_s": set(slept), "is_untouched": is_untouched}

@@ -46,6 +46,7 @@ def test_a_rehearsal_finds_what_actions_take_beside_their_blocks(schedule: str) 
     assert found[0] == found[1]
     assert found[0]["is_untouched"]
     assert found[0]["ideal"] == Overheads(action_s=(0.0, 0.0)), "by a clock on which nothing but waits takes time"
+    assert found[0]["slept_s"] == {0.015}, "stages wait longer than a slow link takes"
     real = found[0]["real"]
     assert min(real.action_s) > 0
     assert real.step_s > 0

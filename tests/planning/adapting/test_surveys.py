@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from ringweave import cost, topology
 from ringweave.planning.adapting.surveys import Survey
 from ringweave.testing.clusters import clusters
+from tests import effort
 
 RACKS = """
 name: racks
@@ -75,7 +76,7 @@ def test_a_link_that_has_become_faster_is_found() -> None:
     assert found["r0->a-1"] == pytest.approx(50e6, rel=0.1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=effort.share_of(120))
 @given(clusters())
 def test_streams_are_bounded_and_between_different_nodes(cluster: topology.Cluster) -> None:
     names = tuple(node.name for node in cluster.nodes)

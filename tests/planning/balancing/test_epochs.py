@@ -1,10 +1,13 @@
 """Orders of epochs, and accounts: whatever the shares do, every sample is in one place."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringweave.planning import balancing
 from ringweave.planning.balancing import Account, EpochOrder, cut, fingerprint, scale, shuffled
 
 
@@ -64,3 +67,17 @@ def test_an_epoch_goes_on_from_a_position() -> None:
     assert [order.batch(index).tolist() for index in range(order.num_batches)] == [[3, 4, 5, 6], [7, 8, 9]]
     assert order.passed(1).tolist() == [3, 4, 5, 6]
     assert order.passed(9).tolist() == [3, 4, 5, 6, 7, 8, 9]
+
+
+def test_an_account_without_some_of_its_samples_is_that_of_the_others() -> None:
+    assert Account.of(range(10)) - Account.of(range(4, 10)) == Account.of(range(4))
+
+
+@given(st.integers(1, 40), st.integers(1, 300), st.data())
+def test_parts_of_an_epoch_add_up_to_its_train_steps(batch: int, num_samples: int, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(0, num_samples), max_size=8)) | {0, num_samples})
+    parts = [
+        balancing.batch_part(first, end - first, batch_samples=batch, num_samples=num_samples)
+        for first, end in itertools.pairwise(cuts)
+    ]
+    assert sum(parts) == pytest.approx(-(-num_samples // batch))

@@ -61,6 +61,20 @@ def test_overhead_is_read_off_two_shares() -> None:
     assert estimator.speed.s_per_sample == pytest.approx(0.5, rel=0.05)
 
 
+def test_work_beside_computing_is_fixed_work() -> None:
+    """It is no part of the time of a sample, however many there are; shares follow it from the first look on."""
+    estimator = SpeedEstimator()
+    for _ in range(WARM_UP_STEPS + WINDOW):
+        estimator.observe(10, 20.0, outside=0.3)
+    assert estimator.speed is not None
+    assert estimator.speed.s_per_sample == 2.0
+    assert estimator.speed.overhead_samples == pytest.approx(3.0)
+    for _ in range(WINDOW):
+        estimator.observe(4, 8.0, outside=0.75)
+    assert estimator.speed.s_per_sample == 2.0
+    assert estimator.speed.overhead_samples == pytest.approx(3.0)
+
+
 def test_steps_shorter_than_a_period_of_the_kernel_are_put_together() -> None:
     """A step of 10 ms at half the processor takes 0 or 20 ms more: the mean is its speed, each step alone is not."""
     estimator = SpeedEstimator()

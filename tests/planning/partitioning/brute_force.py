@@ -1,9 +1,12 @@
-"""Every partition of a problem tried, in Python's own arithmetic: what the solvers are held against."""
+"""Every partition of a problem tried, all of them at once: what the solvers are held against."""
 
+import functools
 import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Sequence
+
+import numpy as np
 
 from ringweave.planning.partitioning import Memory, Problem
 
@@ -38,49 +41,81 @@ def _memory(rng: random.Random, num_blocks: int, num_devices: int) -> Memory:
     return Memory(limit=tuple(limit), state=tuple(state), stash=tuple(stash), in_flight=tuple(in_flight))
 
 
-def partitions(problem: Problem) -> Iterator[tuple[int, ...]]:
+def partitions(problem: Problem) -> list[tuple[int, ...]]:
     """Splits of all partitions that fit into memory."""
-    n, m = problem.num_blocks, problem.num_devices
-    if problem.allow_empty:
-        every = itertools.combinations_with_replacement(range(n + 1), m - 1)
+    fitting = _Table(problem)
+    return list(map(tuple, fitting.edges[fitting.fits][:, 1:-1].tolist()))
+
+
+Found = tuple[float, tuple[int, ...]] | None
+"""The least time and, by the rule for ties, its splits; None where nothing fits."""
+
+
+def least(problem: Problem, num_microbatches: int) -> tuple[Found, Found]:
+    """Of the bottleneck, and of the step."""
+    table = _Table(problem)
+    if not table.fits.any():
+        return None, None
+    edges, computes = table.edges[table.fits], table.computes[table.fits]
+    bottleneck_s = np.maximum(computes.max(axis=1), table.transfers[table.fits].max(axis=1))
+    step_s = (num_microbatches - 1) * bottleneck_s + computes.sum(axis=1)
+    # `argmin` and the stable `lexsort` both give the first of equals, and rows are in the order of the rule for ties.
+    first, shortest = int(bottleneck_s.argmin()), int(np.lexsort((bottleneck_s, step_s))[0])
+    return _found(bottleneck_s, edges, first), _found(step_s, edges, shortest)
+
+
+def _found(seconds: np.ndarray, edges: np.ndarray, row: int) -> Found:
+    return float(seconds[row]), tuple(edges[row, 1:-1].tolist())
+
+
+@functools.cache
+def _edges(num_blocks: int, num_devices: int, allow_empty: bool) -> np.ndarray:
+    """Of all partitions, [partitions, devices + 1]: 0, splits, n. Smallest first, compared from the last split back."""
+    if allow_empty:
+        every = itertools.combinations_with_replacement(range(num_blocks + 1), num_devices - 1)
     else:
-        every = itertools.combinations(range(1, n), m - 1)
-    return (splits for splits in every if _fits(problem, splits))
+        every = itertools.combinations(range(1, num_blocks), num_devices - 1)
+    ordered = sorted(every, key=lambda splits: splits[::-1])
+    return np.array([(0, *splits, num_blocks) for splits in ordered])
 
 
-def least(problem: Problem, num_microbatches: int | None = None) -> tuple[float, tuple[int, ...]] | None:
-    """The least bottleneck (or step) and, by the rule for ties, its splits; None where nothing fits."""
-    found = min((_key(problem, splits, num_microbatches) for splits in partitions(problem)), default=None)
-    return None if found is None else (found[0], found[-1][::-1])
+class _Table:
+    """All partitions of a problem at once. Every sum of blocks is taken anew, none from prefixes as solvers do."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.edges = _edges(problem.num_blocks, problem.num_devices, problem.allow_empty)
+        kinds = problem.kinds or (0,) * problem.num_devices
+        sums = [_sums(row) for row in problem.work]
+        columns = [self._of_stages(sums[kind], device) for device, kind in enumerate(kinds)]
+        self.computes = np.stack(columns, axis=1) / np.array(problem.capability)
+        """[partitions, devices]."""
+        self.transfers = self._transfers(problem)
+        """[partitions, devices]: into each of them."""
+        self.fits = self._fits(problem)
+        """[partitions]."""
+
+    def _of_stages(self, sums: np.ndarray, device: int) -> np.ndarray:
+        """What the blocks of a device's stage come to, in each partition."""
+        return sums[self.edges[:, device], self.edges[:, device + 1]]
+
+    def _transfers(self, problem: Problem) -> np.ndarray:
+        found = np.zeros((len(self.edges), problem.num_devices))
+        if problem.activation and problem.bandwidth:
+            crossing = np.array([0.0, *problem.activation[:-1], 0.0])
+            found[:, 1:] = crossing[self.edges[:, 1:-1]] / np.array(problem.bandwidth)
+        return found
+
+    def _fits(self, problem: Problem) -> np.ndarray:
+        memory = problem.memory
+        found = np.ones(len(self.edges), dtype=bool)
+        if memory is not None:
+            state, stash = _sums(memory.state), _sums(memory.stash)
+            for device, (limit, depth) in enumerate(zip(memory.limit, memory.in_flight, strict=True)):
+                found &= self._of_stages(state, device) + depth * self._of_stages(stash, device) <= limit
+        return found
 
 
-def _key(problem: Problem, splits: tuple[int, ...], num_microbatches: int | None) -> tuple:
-    computes, transfers = _times(problem, splits)
-    bottleneck_s = max(computes + transfers)
-    if num_microbatches is None:
-        return bottleneck_s, splits[::-1]
-    return (num_microbatches - 1) * bottleneck_s + sum(computes), bottleneck_s, splits[::-1]
-
-
-def _times(problem: Problem, splits: tuple[int, ...]) -> tuple[list[float], list[float]]:
-    edges = [0, *splits, problem.num_blocks]
-    computes = []
-    for device, (s, j) in enumerate(itertools.pairwise(edges)):
-        row = problem.work[problem.kinds[device] if problem.kinds else 0]
-        computes.append(math.fsum(row[s:j]) / problem.capability[device])
-    transfers = [0.0]
-    if problem.activation and problem.bandwidth:
-        for device, s in enumerate(splits):
-            crossing = problem.activation[s - 1] if 0 < s < problem.num_blocks else 0.0
-            transfers.append(crossing / problem.bandwidth[device])
-    return computes, transfers
-
-
-def _fits(problem: Problem, splits: tuple[int, ...]) -> bool:
-    memory = problem.memory
-    if memory is None:
-        return True
-    return all(
-        sum(memory.state[s:j]) + memory.in_flight[device] * sum(memory.stash[s:j]) <= memory.limit[device]
-        for device, (s, j) in enumerate(itertools.pairwise([0, *splits, problem.num_blocks]))
-    )
+def _sums(row: Sequence[float]) -> np.ndarray:
+    """[n + 1, n + 1]: of the blocks s+1..j."""
+    cuts = range(len(row) + 1)
+    return np.array([[math.fsum(row[s:j]) for j in cuts] for s in cuts])

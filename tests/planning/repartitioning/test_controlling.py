@@ -71,6 +71,19 @@ def test_a_small_gain_comes_with_the_period() -> None:
     assert train.steps[-1][1] < 0.97 * before_s
 
 
+def test_a_move_is_corrected_behind_its_trial() -> None:
+    """A device slows by half, and in the trial by another eighth, which is no drift: nobody waits for the period."""
+    work = workload(40)
+    start = search(work, EVEN, (10, 20, 30)).splits
+    truth = changing({0: EVEN, 20: slowed(0, 1.5), 33: slowed(0, 1.7)})
+    train = world(work, truth, splits=start)
+    train.run(120)
+    first, second = train.moves()
+    assert (first, second) == (30, 43)
+    best_s = search(work, slowed(0, 1.7), train.splits).step_s
+    assert train.steps[-1][1] <= best_s / 0.97
+
+
 def test_a_move_that_does_not_help_is_taken_back() -> None:
     """The new partition takes what no model knows of; the old one comes back and the new one is not tried again."""
     work = workload()

@@ -71,7 +71,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.splits = self.controller.splits
-        self._lookout = Lookout(self.policy)
+        self._lookout = Lookout(self.work, self.policy)
 
     def run(self, num_steps: int) -> None:
         """Train; windows begin anew behind a move."""
@@ -122,9 +122,9 @@ class World:
             compute_s=tuple(zip(*compute, strict=True)),
             step_s=steps,
         )
-        if self._lookout.is_due(told, self.splits):
+        if self._lookout.is_due(told, self.splits, self.controller.conditions):
             told = replace(told, rates=tuple((rate,) for rate in rates[-1]))
-            self._lookout.looked(told, self.splits, PROBE_S)
+            self._lookout.looked(told, self.splits, self.controller.conditions, PROBE_S)
             self.num_looks += 1
         assert Window.parse(str(told)) == told
         ruling = self.controller.observe(told)

@@ -10,6 +10,7 @@ from ringweave.planning import sharing
 from ringweave.planning.sharing import Hierarchy
 from ringweave.planning.sharing.levelling import stripe_of
 from ringweave.topology import Cluster
+from tests import effort
 from tests.cost.trees import flat, random_trees
 from tests.planning.sharing.test_fractions import tree_of
 
@@ -25,7 +26,7 @@ def planned(cluster: Cluster, nodes: list[str], rates: dict[str, float]):
 
 
 @pytest.mark.slow
-@settings(max_examples=50)
+@settings(max_examples=effort.share_of(100))
 @given(random_trees(min_nodes=2, max_nodes=6), st.integers(1, 3), st.randoms(use_true_random=False))
 def test_the_schedule_computes_the_sum_and_loads_the_links_as_the_program_says(case, most: int, random: Random) -> None:
     cluster, taking_part, rates = case

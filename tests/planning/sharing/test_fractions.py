@@ -12,6 +12,7 @@ from ringweave.planning.sharing.fractions import fill
 from ringweave.planning.sharing.loading import Part, busiest
 from ringweave.planning.sharing.orbits import orbits
 from ringweave.topology import Cluster
+from tests import effort
 from tests.cost.trees import flat, node, random_trees
 
 MEMORY = 1e12
@@ -41,7 +42,7 @@ def test_on_one_switch_the_bound_is_reached(rates: list[float]) -> None:
     assert min(led[0] for led in part.led[1:]) >= 0
 
 
-@settings(max_examples=25)
+@settings(max_examples=effort.share_of(50))
 @given(st.lists(RATES, min_size=3, max_size=7))
 def test_filling_up_is_what_the_linear_program_finds(rates: list[float]) -> None:
     assert math.isclose(program.least([orbits(star(rates))])[0], sharing.fractions(star(rates)).busiest_s_per_byte)
@@ -132,7 +133,7 @@ def checked_part(part: Part) -> None:
             assert all(below >= above - 1e-6 for above, below in itertools.pairwise(led))
 
 
-@settings(max_examples=50)
+@settings(max_examples=effort.share_of(100))
 @given(random_trees(min_nodes=2, max_nodes=9), st.booleans())
 def test_choices_nest_and_no_link_beats_the_bound(case, removes: bool) -> None:
     cluster, nodes, rates = case
@@ -179,7 +180,7 @@ def test_a_rack_that_needs_several_partial_sums_of_a_part_of_the_message_reaches
     assert len(found.parts) == 2
 
 
-@settings(max_examples=40)
+@settings(max_examples=effort.share_of(80))
 @given(st.randoms(use_true_random=False))
 def test_the_bound_is_reached_on_any_racks_of_unequal_nodes(random) -> None:
     rates = [[random.choice([1.0, 2.0, 4.0, 10.0])] * random.randint(2, 6) for _ in range(random.randint(2, 4))]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ringweave import schedules
 from ringweave.errors import ScheduleError
 from ringweave.schedules import Domain, How, Schedule
+from tests import effort
 from tests.schedules import generated, mutants
 from tests.schedules.oracle import Listing
 
@@ -20,14 +21,14 @@ NAME = st.sampled_from(sorted(generated.ALL))
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
+@settings(max_examples=effort.share_of(800))
 @given(NAME, st.integers(1, 64), generated.RANDOM)
 def test_all_are_proved_on_exact_sets_up_to_64_ranks(name: str, num_ranks: int, random: Random) -> None:
     schedules.verify(generated.ALL[name](num_ranks, random), exact=True)
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=effort.share_of(80))
 @given(NAME, st.integers(65, 150), generated.RANDOM)
 def test_larger_ones_are_proved_by_chance_in_one_block_or_in_several(name: str, num_ranks: int, random: Random) -> None:
     schedule = generated.ALL[name](num_ranks, random)

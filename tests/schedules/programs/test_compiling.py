@@ -15,6 +15,7 @@ from ringweave.schedules import Schedule
 from ringweave.schedules.generators.direct import direct
 from ringweave.schedules.generators.ring import ring
 from ringweave.schedules.programs import Do, Instruction, Pipelining, Program, compile_program
+from tests import effort
 from tests.schedules import samples
 from tests.schedules.programs.worlds import ViolationError, World, check_exposure
 
@@ -51,7 +52,7 @@ def check_sums(memories: Sequence[list[Any]]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
+@settings(max_examples=effort.share_of(800))
 @given(GENERATOR, st.integers(1, 5), st.integers(0, 20), PIPELINING, PACE, st.booleans(), RANDOM)
 def test_every_rank_ends_with_the_same_sum(
     name: str, num_ranks: int, num_elements: int, pipelining: Pipelining, pace: str, eager: bool, random: Random
@@ -68,17 +69,17 @@ def test_every_rank_ends_with_the_same_sum(
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
-@given(GENERATOR, st.integers(2, 6), st.integers(0, 30), PIPELINING, PACE, RANDOM)
+@settings(max_examples=effort.share_of(800))
+@given(GENERATOR, st.integers(2, 6), st.integers(0, 30), PIPELINING, PACE, st.sampled_from([0.0, 0.5, 1.0]), RANDOM)
 def test_ranks_that_share_memory_end_with_the_same_sum(
-    name: str, num_ranks: int, num_elements: int, pipelining: Pipelining, pace: str, random: Random
+    name: str, num_ranks: int, num_elements: int, pipelining: Pipelining, pace: str, lent: float, random: Random
 ) -> None:
     schedule = samples.ALL[name](num_ranks, random)
     nodes = [random.randrange(3) if random.random() < 0.5 else 0 for _ in range(num_ranks)]
     programs = compile_all(schedule, num_elements, pipelining, nodes)
     for program in programs:
         check_exposure(program, pipelining.window)
-    memories = World(programs, num_elements, random, eager=True, pace=pace).run()
+    memories = World(programs, num_elements, random, eager=True, pace=pace, lent=lent).run()
     check_sums(memories)
     apart = compile_all(schedule, num_elements, pipelining)
     assert World(apart, num_elements, Random(0), eager=True, pace="even").run() == memories

@@ -4,7 +4,7 @@ Elements are expressions, so that what was combined with what, and in which orde
 is copied when a send starts: an element is read when it leaves, which may be any time later, one by one. Under
 rendezvous it leaves when the receive is posted as well; with buffers in between it leaves when it likes. Between ranks
 of one node it is shown in the sender's arena once its place there is free, and read from there by the instruction that
-waits for it.
+waits for it; or it is lent: read in the sender's memory by that instruction, and only then it has left.
 """
 
 from collections import deque
@@ -32,6 +32,7 @@ class Send:
     stop: int
     next: int
     stage: int = NO_STAGE
+    is_lent: bool = False
 
 
 @dataclass
@@ -86,7 +87,17 @@ class Rank:
 class World:
     """All ranks of one collective, and the wires between them."""
 
-    def __init__(self, programs: Sequence[Program], num_elements: int, random: Random, *, eager: bool, pace: str):
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        num_elements: int,
+        random: Random,
+        *,
+        eager: bool,
+        pace: str,
+        lent: float = 0.0,
+    ) -> None:
+        """`lent` is the fraction of the pieces for ranks of the same node that are lent."""
         self.ranks = [
             Rank(r, program, [r] * num_elements, [[None] * program.buffer_elements for _ in range(program.num_buffers)])
             for r, program in enumerate(programs)
@@ -94,6 +105,7 @@ class World:
         self._channels: dict[tuple[int, int], Channel] = {}
         self._random = random
         self._eager = eager
+        self._lent = lent
         self._pace = pace
         self._slow = random.randrange(len(programs))
 
@@ -139,7 +151,11 @@ class World:
         rank.at += 1
         size = step.stop - step.start
         if step.do == Do.SEND:
-            rank.sends[step.piece] = Send(rank.memory, step.start, step.stop, step.start, step.buffer)
+            send = Send(rank.memory, step.start, step.stop, step.start, step.buffer)
+            if step.buffer != NO_STAGE and self._random.random() < self._lent:
+                send.is_lent = True
+                rank.unread[step.buffer] -= 1
+            rank.sends[step.piece] = send
             channel = self._channel(rank.number, step.peer)
             channel.sends.append(rank.sends[step.piece])
             channel.sizes.append(size)
@@ -169,15 +185,21 @@ class World:
             raise ViolationError(f"rank {reader.number} reads another piece than is shown")
         offset = owner.program.layout.stages[send.stage].offset
         for place, at in enumerate(range(step.start, step.stop), start=offset):
-            shown_at, value = owner.arena[place]
+            shown_at, value = (at, send.memory[at]) if send.is_lent else owner.arena[place]
             if shown_at != at:
                 raise ViolationError(f"rank {reader.number} finds element {shown_at} where {at} was shown")
             self._write(reader, at, value if step.buffer == IN_PLACE else (reader.memory[at], value))
-        owner.unread[send.stage] -= 1
+        if send.is_lent:
+            send.next = send.stop
+        else:
+            owner.unread[send.stage] -= 1
 
     def _show(self, channel: Channel) -> None:
         """Copy what is next into the arena, unless another rank's reading has brought it there."""
         send, owner = channel.sends.popleft(), self._rank_of(channel)
+        if send.is_lent:
+            channel.shown.append(send)
+            return
         offset = owner.program.layout.stages[send.stage].offset
         if not owner.is_shown[send.stage]:
             for place, at in enumerate(range(send.start, send.stop), start=offset):
@@ -188,8 +210,11 @@ class World:
 
     def _may_show(self, channel: Channel) -> bool:
         owner, send = self._rank_of(channel), channel.sends[0]
-        after = owner.program.layout.stages[send.stage].after
-        return owner.is_shown[send.stage] or after == NO_STAGE or owner.unread[after] == 0
+        stages = owner.program.layout.stages
+        after = stages[send.stage].after
+        while after != NO_STAGE and not owner.unread[after] and not owner.is_shown[after]:
+            after = stages[after].after
+        return send.is_lent or owner.is_shown[send.stage] or after == NO_STAGE or owner.unread[after] == 0
 
     def _rank_of(self, channel: Channel) -> Rank:
         """Who sends in this channel."""

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ringweave import schedules
 from ringweave.errors import ScheduleError
 from ringweave.schedules.generators.ring import ring
+from tests import effort
 from tests.schedules import generated, mutants, samples
 from tests.schedules.generated import RANDOM
 from tests.schedules.mutants import Mutant, Place
@@ -77,7 +78,7 @@ def test_the_number_of_mutants_is_what_the_sizes_say() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=effort.share_of(400))
 @given(MAKE, st.integers(2, 7), KIND, RANDOM)
 def test_exact_and_random_proofs_agree_with_brute_force(name: str, num_ranks: int, kind: str, random: Random) -> None:
     listing = Listing.of(generated.EVERYTHING[name](num_ranks, random))

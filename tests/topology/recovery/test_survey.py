@@ -1,5 +1,6 @@
 """Clusters recovered from a simulated network: what is there is found, and nothing else."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from ringweave.topology.recovery import Effort, Host, cluster
 from ringweave.topology.recovery.batches import crowd, tournament
 from ringweave.topology.recovery.evidence import other_side
 from ringweave.topology.recovery.through import Sight, room, sight
+from tests import effort
 from tests.topology.recovery.simulated import Network, measure
 
 MBIT = 125e3
@@ -48,6 +50,20 @@ switches:
   - {name: r2, uplink: 200Mbit/s, parent: p1}
   - {name: r3, uplink: 200Mbit/s, parent: p1}
 """
+FOUR_RACKS = """
+name: four
+nodes:
+  - {name: a, switch: r0, nic: 200Mbit/s, devices: 1, count: 4}
+  - {name: b, switch: r1, nic: 200Mbit/s, devices: 1, count: 4}
+  - {name: c, switch: r2, nic: 100Mbit/s, devices: 1, count: 4}
+  - {name: d, switch: r3, nic: 100Mbit/s, devices: 1, count: 4}
+switches:
+  - {name: r0, uplink: 400Mbit/s}
+  - {name: r1, uplink: 300Mbit/s}
+  - {name: r2, uplink: 200Mbit/s}
+  - {name: r3, uplink: 150Mbit/s}
+"""
+"""The nodes of a have to send all they can, to all racks at once, to fill their uplink; no chance traffic does that."""
 
 
 def hosts(truth: Cluster) -> list[Host]:
@@ -189,7 +205,7 @@ def is_forked(visible: Sight, edge: int, count: int) -> bool:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=effort.share_of(120))
 @given(truth=trees(), seed=st.integers(0, 1000))
 def test_any_tree_what_holds_much_back_is_found_and_any_traffic_is_foretold(truth: Cluster, seed: int) -> None:
     count = truth.num_nodes
@@ -216,6 +232,52 @@ def test_more_nodes_than_can_be_tried_in_all_ways(seed: int) -> None:
     )
     _, fit = measure(Network(truth, seed, 0.05), 15, seed=seed)
     assert set(fit.edges[::2]) == sight(truth).edges(15)
+
+
+@pytest.mark.slow
+def test_an_uplink_that_only_all_of_its_nodes_fill_together() -> None:
+    truth = loads(FOUR_RACKS)
+    _, fit = measure(Network(truth, 0, 0.05), 16, seed=1)
+    found, _ = cluster("found", hosts(truth), fit, 1e-5)
+    assert sorted(groups(found).values()) == [[f"{rack}-{number}" for number in range(4)] for rack in "abcd"]
+    uplinks = sorted(switch.uplink_bytes_per_s / MBIT for switch in found.switches)
+    assert uplinks == pytest.approx([150, 200, 300, 400], rel=0.06)
+
+
+def many_nodes(seed: int) -> Cluster:
+    """13 to 20 nodes in two to five racks, NICs alike in each."""
+    draws = random.Random(seed)
+    count, num_racks = draws.randint(13, 20), draws.randint(2, 5)
+    rates = [draws.choice([100, 200, 400]) * MBIT for _ in range(num_racks)]
+    homes = [rack for rack in range(num_racks) for _ in range(2)]
+    homes += [draws.choice(range(num_racks)) for _ in range(count - len(homes))]
+    nodes = tuple(
+        Node(
+            name=f"n{index}",
+            switch=f"r{rack}",
+            devices=(Device(),),
+            nics=(Nic(name="eth0", rate_bytes_per_s=rates[rack]),),
+        )
+        for index, rack in enumerate(homes)
+    )
+    switches = tuple(
+        Switch(
+            name=f"r{rack}",
+            uplink_bytes_per_s=draws.choice([100, 200, 300, 400, 600, 800]) * MBIT,
+            parent=draws.choice([None, None, *(f"r{above}" for above in range(rack))]),
+        )
+        for rack in range(num_racks)
+    )
+    return Cluster(name="many", nodes=nodes, switches=switches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 3])
+def test_many_nodes_whatever_holds_clearly_back_is_found_and_nothing_else(seed: int) -> None:
+    """Racks of both were missed when only unintended traffic filled uplinks."""
+    truth = many_nodes(seed)
+    _, fit = measure(Network(truth, seed, 0.05), truth.num_nodes, seed=1)
+    assert sight(truth).edges(truth.num_nodes, 1.15) <= set(fit.edges[::2]) <= sight(truth).edges(truth.num_nodes)
 
 
 def test_what_can_be_seen_of_a_cluster() -> None:

@@ -72,3 +72,38 @@ def test_why_it_was_not_tried_is_in_the_reason():
     assert forecasting.decide(OPEN, heard, None, is_open=True)[1].endswith(note)
     asked = (modes.PS_HRA, "the script asks for it")
     assert forecasting.decide(asked, heard, None, is_open=False)[1] == asked[1] + note
+
+
+EIGHT = ((0, 1, 2, 3), (4, 5, 6, 7))
+EVERYONE = (tuple(range(8)),)
+STALLING = [[0.01] * 7 + [0.04]] * 8
+
+
+def again(recent_s, rings, **others):
+    return forecasting.reconsider(said([[0.01]] * 8, num_bytes=1000, **others), recent_s, rings)
+
+
+def test_rings_that_no_longer_stall_become_one_and_stalls_part_it_again():
+    outlook = again([[0.01] * 8] * 8, tuple((rank,) for rank in range(8)))
+    assert outlook is None  # 2 % of what samples are worth is no reason to form other rings
+    outlook = again(STALLING, EVERYONE)
+    assert outlook is not None
+    assert len(outlook.chosen.rings) > 1
+    assert "ps-hra" in outlook.reason
+
+
+def test_ranks_that_slowed_down_leave_rings_whose_links_are_crowded():
+    """Each rank alone pushes to a server whose link has become the limit, since computing has become fast."""
+    alone = tuple((rank,) for rank in range(8))
+    heard = said([[0.01]] * 8, num_bytes=50_000_000)
+    outlook = forecasting.reconsider(heard, [[0.001] * 8] * 8, alone)
+    assert outlook is not None
+    assert outlook.chosen.step_s < outlook.forecasts[0].step_s
+    assert outlook.forecasts[0].rings == alone
+
+
+def test_what_fits_is_kept():
+    fitting = ((0, 1, 2, 3), (7, 6, 5, 4))
+    slow = [[0.01] * 8] * 4 + [[0.04] * 8] * 4
+    assert again(slow, fitting) is None
+    assert again(slow, again(STALLING, EVERYONE).chosen.rings) is None

@@ -1,5 +1,6 @@
 """What workers of elastic jobs in tests run."""
 
+import contextlib
 import os
 import signal
 import time
@@ -62,6 +63,43 @@ def train(
             time.sleep(pause_s)
         accounts.append(loader.account)
     return {"parameters": [each.detach().numpy().copy() for each in model.module.parameters()], "accounts": accounts}
+
+
+def train_richly(num_members: int, num_steps: int, pause_s: float = 0.0) -> dict[str, Any]:
+    """With all that a script may make of gradients: accumulation, clipping, a schedule, layers with buffers.
+
+    In every train step it sums over all members, in a collective of its own, what the step is. It ends when so many
+    members have had samples for so many steps.
+    """
+    torch.manual_seed(1)
+    layers = [nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)]
+    model = nn.Sequential(*layers).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
+    data = DataLoader(make_data(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
+    model, optimizer, loader = ringweave.prepare(
+        model, optimizer, data, mode="balanced", carried={"schedule": schedule}, ddp={"bucket_cap_mb": 0.0001}
+    )
+    step, num_together = loader.num_train_steps, 0
+    for _ in loader.epochs(1_000_000):
+        for inputs, targets, _ in loader:
+            with model.no_sync() if loader.state_dict()["position"] // BATCH % 2 else contextlib.nullcontext():
+                nn.functional.mse_loss(model(inputs), targets).backward()
+            if loader.state_dict()["position"] // BATCH % 2:
+                continue
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            step += 1
+            total = torch.tensor(step)
+            dist.all_reduce(total)
+            say(("done", step, total.item()))
+            num_together += sum(share > 0 for share in loader.shares) == num_members
+            if num_together == num_steps:
+                return {"state": {name: each.numpy().copy() for name, each in model.module.state_dict().items()}}
+            time.sleep(pause_s)
+    raise AssertionError("more epochs than steps")
 
 
 def train_from_checkpoints(folder: str, num_steps: int, pause_s: float = 0.0) -> dict[str, Any]:

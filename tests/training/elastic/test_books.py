@@ -52,6 +52,8 @@ def test_members_that_say_something_else_are_found_out() -> None:
     [
         Row(),
         Row(account=Account(num_samples=3, fingerprint=2**64 - 1), num_planned=9, wants_stop=True),
+        Row(is_following=True),
+        Row(is_level=True, is_following=True),
         Row(speed=Speed(s_per_sample=0.001, overhead_samples=2.5, noise=0.1)),
     ],
 )
@@ -65,6 +67,26 @@ def test_rows_survive_the_way(row: Row) -> None:
 
 def test_gradients_of_no_batch_count_the_same_for_all() -> None:
     assert Commit(number=1, members=("0.0", "1.0"), rows=(Row(), Row())).scale == 0.5
+
+
+def test_who_follows_counts_for_nothing() -> None:
+    rows = (Row(), Row(), Row(is_following=True, is_level=True))
+    commit = Commit(number=1, members=("0.0", "1.0", "2.1"), rows=rows)
+    assert (commit.scale, commit.level) == (0.5, ("2.1",))
+
+
+def test_who_follows_has_no_samples_until_it_is_admitted() -> None:
+    rosters, speed = Rosters(12, is_balanced=True), Speed(s_per_sample=0.01)
+    members = ("0.0", "1.0", "2.1", "3.1")
+    rosters.begin(3, members, [None] * 4, [speed, speed, None, None], [1.0] * 4, ["2.1", "3.1"])
+    assert rosters.of(3).shares == (6, 6, 0, 0)
+    assert rosters.following == {"2.1", "3.1"}
+    assert rosters.rebalance(4, [speed] * 4) is None, "not while somebody has none"
+    assert rosters.admit(7, ["3.1"], [speed, speed, None, None]).shares == (4, 4, 0, 4)
+    assert (rosters.of(6).shares, rosters.following) == ((6, 6, 0, 0), {"2.1"})
+    assert rosters.still_following(["2.1", "3.1", "4.0"]) == {"2.1", "4.0"}, "what was heard before is out of date"
+    rosters.begin(9, members[1:], [None] * 3, [speed, None, None], [1.0] * 3, rosters.still_following(["2.1", "3.1"]))
+    assert rosters.of(9).shares == (6, 0, 6)
 
 
 def test_a_batch_keeps_the_roster_that_it_was_drawn_with() -> None:

@@ -16,7 +16,7 @@ from ringweave.training.elastic.session import Session
 class Groups:
     """Of processes that are not there."""
 
-    store_place, num_aborts = "127.0.0.1 9", 0
+    store_place, num_aborts, reducing = "127.0.0.1 9", 0, None
 
     def abort(self) -> None: ...
 
@@ -63,12 +63,12 @@ def test_the_script_hears_why_its_member_cannot_go_on(failure: Exception, text: 
 class SlowGroups:
     """Whose members take their time to meet."""
 
-    store_place, num_aborts = "127.0.0.1 9", 0
+    store_place, num_aborts, reducing = "127.0.0.1 9", 0, None
 
     def __init__(self) -> None:
         self.has_begun, self.may_end = threading.Event(), threading.Event()
 
-    def form(self, *_: Any) -> None:
+    def form(self, *_: Any, **__: Any) -> None:
         self.has_begun.set()
         assert self.may_end.wait(60)
 
@@ -89,7 +89,9 @@ class EasyCrew:
 
     def begin(self, *_: Any, **__: Any) -> None: ...
 
-    def offer(self) -> None: ...
+    def capture(self) -> None: ...
+
+    def offer(self, *_: Any, **__: Any) -> None: ...
 
 
 @pytest.mark.parametrize("is_urgent", [False, True])
@@ -229,3 +231,28 @@ def test_who_waits_for_the_processor_is_at_work(tmp_path: Path) -> None:
     assert seams.at_work_s(none) < 3600
     counted.write_text("0\n")
     assert seams.at_work_s(counted) < 3600
+
+
+def test_who_joins_has_no_part_in_what_is_spread_so_it_waits_until_that_is_over() -> None:
+    groups: Any = SlowGroups()
+    crew: Any = EasyCrew()
+    session = Session("0.0", groups, crew, buffers=list, is_mean=True)
+    heard: list[BaseException] = []
+
+    def spread() -> None:
+        try:
+            session.spread(dict)
+        except MembershipError as error:
+            heard.append(error)
+
+    assert session.standing().at_border
+    thread = threading.Thread(target=spread)
+    thread.start()
+    deadline_s = time.monotonic() + 60
+    while session.standing().at_border and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not session.standing().at_border
+    session.end(Out(reason="enough", is_end=True))
+    thread.join(60)
+    assert "job is over: enough" in str(heard[0])
+    session.close()

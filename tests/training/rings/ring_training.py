@@ -2,15 +2,19 @@
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import ringweave
-from ringweave.environment import CREDENTIALS, SERVER
+from ringweave.environment import CREDENTIALS, MODE, SERVER
+from ringweave.planning.balancing import Speed
 from ringweave.training import Asynchronous
+from ringweave.training.choosing import forecasting
+from ringweave.training.rings.sharing import RingShares
 from tests.training import training_functions
 from tests.training.training_functions import Case, assert_same_everywhere, forever, make, weights_of
 
@@ -92,3 +96,79 @@ def clip_in_two_rings(port: int, keys: str, num_epochs: int, max_norm: float) ->
     moved = (weights_of(model) - before).norm().item()
     shared._parts.places.leave()
     return moved, len(shared), all(accounts)
+
+
+def make_regression(
+    num_samples: int, batch: int, *layers: nn.Module
+) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader]:
+    """A model that learns to repeat two numbers of six, the same everywhere."""
+    torch.manual_seed(0)
+    x = torch.randn(num_samples, 6)
+    model = nn.Sequential(*(layers or [nn.Linear(6, 2)]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    return model, optimizer, DataLoader(TensorDataset(x, x[:, :2]), batch_size=batch, shuffle=True)
+
+
+def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+
+
+def break_off(port: int, keys: str) -> list[float]:
+    """Rank 0 breaks two of three epochs off at their first batch; after each, all ranks meet as if they evaluated.
+
+    Returns the weights.
+    """
+    meet_server(port, keys)
+    model, optimizer, loader = ringweave.prepare(*make_regression(400, 40), mode="ps-hra")
+    for epoch in range(3):
+        for x, y in loader:
+            take_step(model, optimizer, x, y)
+            if epoch < 2 and dist.get_rank() == 0:
+                break
+        dist.barrier()
+    loader._parts.places.leave()
+    return weights_of(model).tolist()
+
+
+def drift(port: int, keys: str, epochs: Sequence[Sequence[float]]) -> list[float]:
+    """Two rings, and how many seconds each rank takes for a sample in each epoch.
+
+    What is measured on a busy machine says little: speeds are told, after the ranks have exchanged theirs.
+    Returns the weights.
+    """
+    meet_server(port, keys)
+    triple = make_regression(480, 96, nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    model, optimizer, loader = ringweave.prepare(*triple, mode="ps-hra", asynchronous=Asynchronous(rings=2))
+    shares = loader._parts.shares
+    measure = shares.meet
+    for seconds in epochs:
+        told = [Speed(s_per_sample=each_s) for each_s in seconds]
+        shares.meet = lambda told=told: (measure(), told)[1]
+        for x, y in loader:
+            take_step(model, optimizer, x, y)
+    loader._parts.places.leave()
+    return weights_of(model).tolist()
+
+
+def stall_in_one_ring(port: int, keys: str, num_epochs: int) -> tuple[list, bool]:
+    """(rings of each epoch and after the last one, every account is exact), where `auto` begins with one ring."""
+    meet_server(port, keys)
+    os.environ[MODE] = "auto"
+    everyone = (tuple(range(dist.get_world_size())),)
+    forecasting.decide = lambda *_, **__: ("ps-hra", "a trial without stalls", everyone)  # pyrefly: ignore
+    RingShares.recent_s = property(lambda _: (0.01,) * 7 + (0.04,))  # pyrefly: ignore - noise of this machine is none
+    model, optimizer, loader = make(Case(num_samples=480, batch=24))
+    model, optimizer, shared = ringweave.prepare(model, optimizer, loader)
+    seen, are_exact = [], True
+    for _ in range(num_epochs):
+        seen.append(shared._parts.places.seat.rings)
+        for x, y in shared:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        are_exact &= shared.account is not None and shared.account.is_exact
+        assert_same_everywhere(weights_of(model))
+    shared._parts.places.leave()
+    return [*seen, shared._parts.places.seat.rings], are_exact

@@ -42,3 +42,10 @@ def test_a_ring_clips_what_it_pushes(tmp_path):
     for moved, num_steps, is_exact in run(tmp_path, ring_training.clip_in_two_rings, 3, num_epochs, max_norm):
         assert is_exact
         assert 0.1 * max_norm < moved <= num_epochs * num_steps * max_norm * (1 + 1e-6)
+
+
+def test_auto_parts_its_one_ring_when_ranks_begin_to_stall(tmp_path):
+    for rings, are_exact in run(tmp_path, ring_training.stall_in_one_ring, 2, 2):
+        assert are_exact
+        assert rings[0] == ((0, 1),)
+        assert sorted(rings[1]) == sorted(rings[2]) == [(0,), (1,)]

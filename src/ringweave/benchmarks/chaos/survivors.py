@@ -65,9 +65,13 @@ class Joining:
     newcomers: int
     peers: int
     stall_s: float
-    """Of the peer that it was longest for."""
+    """Of the peer that it was longest for, until the newcomers are level, and its second step at least."""
     usual_s: float
     """Seconds of a step before."""
+    lost_s: float
+    """What all of its steps until then took longer than usual, of the peer that it was most for."""
+    level_s: float | None
+    """From the epoch until all newcomers had done what the others had; None if one never had."""
 
 
 def workers(events: Sequence[Event]) -> list[Worker]:
@@ -118,19 +122,40 @@ def joinings(events: Sequence[Event]) -> list[Joining]:
     for epoch in epochs(events):
         staying = set(epoch.ranks) - set(epoch.newcomers)
         peers = [each for each in _alive(everybody, epoch.time_s) if each.rank in staying]
-        stalls = [_longest_s(each, epoch.time_s, epoch.time_s, num_after=2) for each in peers]
-        lasting = [each for each in stalls if each < float("inf")]
+        level_s = _level_s(events, epoch)
+        gaps = [_gaps_s(each, epoch.time_s, level_s) for each in peers]
+        lasting = [each for each in gaps if each]
         if epoch.newcomers and lasting:
             usual_s = max(_usual_s(each, epoch.time_s) for each in peers)
             found.append(
                 Joining(
                     newcomers=len(epoch.newcomers),
                     peers=len(lasting),
-                    stall_s=round(max(lasting) - usual_s, 3),
+                    stall_s=round(max(map(max, lasting)) - usual_s, 3),
                     usual_s=round(usual_s, 3),
+                    lost_s=round(max(sum(each) - len(each) * usual_s for each in lasting), 3),
+                    level_s=None if level_s is None else round(level_s - epoch.time_s, 3),
                 )
             )
     return found
+
+
+def _level_s(events: Sequence[Event], epoch: Epoch) -> float | None:
+    """When the last of an epoch's newcomers was level."""
+    wanted = {f"{rank}.{epoch.ranks[rank]}" for rank in epoch.newcomers}
+    for event in events:
+        if event["kind"] == "members_level" and event["time"] >= epoch.time_s:
+            wanted -= set(event["members"])
+            if not wanted:
+                return event["time"]
+    return None
+
+
+def _gaps_s(worker: Worker, time_s: float, level_s: float | None) -> list[float]:
+    """Between its steps, from the one under way at a moment to the first after another, and two of them at least."""
+    found = [(after, after - before) for before, after in itertools.pairwise(worker.steps_s) if after > time_s]
+    until = sum(after <= (level_s or 0.0) for after, _ in found) + 1
+    return [gap for _, gap in found[: max(2, until)]]
 
 
 def _toll(
@@ -191,12 +216,11 @@ def _usual_s(worker: Worker, time_s: float) -> float:
     return statistics.median(gaps[-_USUAL_STEPS:]) if gaps else 0.0
 
 
-def _longest_s(worker: Worker, time_s: float, settled_s: float, num_after: int = 1) -> float:
-    """Of the times between two steps that end after a moment, up to the first ones that end after another."""
-    ends = [after for after in worker.steps_s if after > settled_s]
-    if not ends:
+def _longest_s(worker: Worker, time_s: float, settled_s: float) -> float:
+    """Of the times between two steps that end after a moment, up to the first that ends after another."""
+    last_s = next((after for after in worker.steps_s if after > settled_s), None)
+    if last_s is None:
         return float("inf")
-    last_s = ends[min(num_after, len(ends)) - 1]
     return max(after - before for before, after in itertools.pairwise(worker.steps_s) if time_s < after <= last_s)
 
 

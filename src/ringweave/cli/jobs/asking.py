@@ -12,9 +12,8 @@ from click.shell_completion import CompletionItem
 from ringweave.errors import RingweaveError
 from ringweave.files import yaml_text
 from ringweave.launch.services import finding
+from ringweave.launch.services.placing import HERE, PlacedService
 from ringweave.launch.services.service import Service
-
-DEFAULT_PLACE = "local"
 
 
 def answering(*, wide: bool = False) -> Callable[[Callable[..., int]], Callable[..., int]]:
@@ -47,21 +46,22 @@ ON = click.option(
     "--on",
     "place",
     metavar="PLACE",
-    default=DEFAULT_PLACE,
+    default=HERE,
     show_default=True,
-    help="Where jobs run: local, slurm, kubernetes, or an installed service's name.",
+    help="Where jobs run: local, slurm, kubernetes, an installed service's name, or the address of one elsewhere.",
 )
 
 
 def service(place: str) -> Service:
-    """The service of a place, for whoever runs this process."""
-    return finding.open_service(place, os.environ)
+    """The service of a place, for whoever runs this process; the commands that it names can be typed as they stand."""
+    found = finding.open_service(place, os.environ)
+    return found if place == HERE else PlacedService(found, place)
 
 
 def _names(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Names of jobs that are there, for the shell; none where the place cannot be asked."""
     try:
-        found = service(ctx.params.get("place") or DEFAULT_PLACE).jobs()
+        found = service(ctx.params.get("place") or HERE).jobs()
     except RingweaveError:
         return []
     return [CompletionItem(job.name, help=str(job.state)) for job in found if job.name.startswith(incomplete)]

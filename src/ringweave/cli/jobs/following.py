@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import click
 
 from ringweave.errors import JobError
+from ringweave.launch.services.placing import placed
 from ringweave.launch.services.service import LogLine, LogQuery, Service
 from ringweave.launch.services.views import JobView
 
@@ -43,10 +44,18 @@ def wait_gone(service: Service, job: JobView, sleep: Callable[[float], None] = t
         sleep(LOOK_S)
 
 
-def follow(name: str, open_service: Callable[[], Service], sleep: Callable[[float], None] = time.sleep) -> int:
+def follow(
+    name: str, place: str, open_service: Callable[[], Service], sleep: Callable[[float], None] = time.sleep
+) -> int:
     """Show states and what workers print until the job has ended; the exit code that says how.
 
     Ctrl-C ends the showing, not the job.
+
+    Args:
+        name: Of the job.
+        place: Where it is, as `--on` says it.
+        open_service: Makes a service of that place; states and logs are asked for by one each.
+        sleep: Between two looks.
     """
     printing = threading.Thread(target=_print_logs, args=(open_service(), name), daemon=True)
     state = None
@@ -59,7 +68,8 @@ def follow(name: str, open_service: Callable[[], Service], sleep: Callable[[floa
                 click.echo(f"ringweave: {name} is {job.state}{said}", err=True)
         printing.join()
     except KeyboardInterrupt:
-        click.echo(f"\nringweave: {name} goes on; ringweave logs -f {name}, ringweave stop {name}", err=True)
+        text = f"{name} goes on; ringweave logs -f {name}, ringweave stop {name}"
+        click.echo(f"\nringweave: {placed(text, name, place)}", err=True)
         return 1
     if job.state == "Succeeded":
         return 0

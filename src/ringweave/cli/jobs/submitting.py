@@ -1,5 +1,6 @@
 """`ringweave submit`: a job from a file and flags; its plan, a question, and what comes of it."""
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from ringweave.jobs.requests import job_file
 from ringweave.jobs.requests.job_file import Flag
 from ringweave.jobs.requests.request import Request
 from ringweave.launch.services import views
+from ringweave.launch.services.placing import placed
 from ringweave.launch.services.service import Submission
 
 
@@ -21,8 +23,15 @@ from ringweave.launch.services.service import Submission
 @click.option("--gpus", type=int, metavar="N", help="GPUs in all.")
 @click.option("--cpu-workers", type=int, metavar="N", help="Workers without a GPU in all.")
 @click.option("--capacity", metavar="A,B,..", help="Nodes n0, n1, .. that may run so many each.")
+@click.option("--max-retries", type=int, metavar="N", help="How often each node of --capacity is replaced.")
+@click.option("--deletion", metavar="POLICY", help="What becomes of each: delete, keep or keep-on-failure.")
+@click.option("--min-per-node", type=int, metavar="N", help="The least that a used node gets.")
 @click.option("--script", metavar="FILE", help="The program.")
 @click.option("--directory", metavar="DIR", help="The folder that the script needs around it.")
+@click.option("--arguments", metavar="WORDS", help="What the script is called with, as a shell would split it.")
+@click.option("--env", "environment", multiple=True, metavar="NAME=VALUE", help="A variable of the workers.")
+@click.option("--data", metavar="WHERE", help="Where the training data is.")
+@click.option("--image", metavar="IMAGE", help="Container image.")
 @click.option("--mode", metavar="NAME", help="How to train: auto, sync, balanced, ps-hra or ps.")
 @click.option("--lab", metavar="NAME", help="Put the nodes into those of a lab that is up on this machine.")
 @click.option("--ttl", metavar="TIME", help="Remove the job so long after its end, such as 3600s.")
@@ -62,9 +71,10 @@ def command(
         asking.show(output, {"plan": plans.document(plan), "job": views.document(made.job)}, list)
         return 0
     if detach:
-        click.echo(f"{request.name}: submitted. ringweave status {request.name}; ringweave logs -f {request.name}")
+        text = f"{request.name}: submitted. ringweave status {request.name}; ringweave logs -f {request.name}"
+        click.echo(placed(text, request.name, place))
         return 0
-    return following.follow(request.name, lambda: asking.service(place))
+    return following.follow(request.name, place, lambda: asking.service(place))
 
 
 def _show_dry(output: str, tried: Submission, plan: dict[str, Any], *, full: bool) -> None:
@@ -90,13 +100,16 @@ def _request(path: str | None, flags: dict[str, Any]) -> tuple[Request, Path]:
 
 
 def _flags(flags: dict[str, Any], *, in_file: bool) -> dict[str, Flag]:
-    given = {}
+    flags = dict(flags)
+    given = _of_nodes(flags.pop("capacity"), flags.pop("max_retries"), flags.pop("deletion"))
     for key, value in flags.items():
-        if value is None:
+        if value is None or value == ():
             continue
         name = f"--{key.replace('_', '-')}"
-        if key == "capacity":
-            given["nodes"] = Flag(name=name, value=_nodes(value))
+        if key == "arguments":
+            given[key] = Flag(name=name, value=_words(value))
+        elif key == "environment":
+            given[key] = Flag(name="--env", value=dict(map(_variable, value)))
         elif key == "directory" or (key == "script" and in_file and flags["directory"] is None):
             given[key] = Flag(name=name, value=str(Path(value).absolute()))
         else:
@@ -104,9 +117,34 @@ def _flags(flags: dict[str, Any], *, in_file: bool) -> dict[str, Flag]:
     return given
 
 
-def _nodes(text: str) -> list[dict[str, int]]:
+def _of_nodes(capacity: str | None, max_retries: int | None, deletion: str | None) -> dict[str, Flag]:
+    """The nodes that the flags make; none where the file says them."""
+    each = {"max_retries": max_retries, "deletion": deletion}
+    given = {key: value for key, value in each.items() if value is not None}
+    if capacity is None:
+        if given:
+            do = "Write them into the nodes of the file, or give --capacity too"
+            got = ", ".join(f"--{key.replace('_', '-')}" for key in given)
+            raise UsageError(explain("flags", got=got, expected="--capacity, whose nodes they are about", do=do))
+        return {}
     try:
-        return [{"capacity": int(word)} for word in text.split(",")]
+        nodes = [{"capacity": int(word), **given} for word in capacity.split(",")]
     except ValueError as error:
         expected = "whole numbers with commas between, one a node"
-        raise UsageError(explain("--capacity", got=text, expected=expected, do="Write it like 10,5")) from error
+        raise UsageError(explain("--capacity", got=capacity, expected=expected, do="Write it like 10,5")) from error
+    return {"nodes": Flag(name="--capacity, --max-retries, --deletion" if given else "--capacity", value=nodes)}
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        do = "Close what is quoted"
+        raise UsageError(explain("--arguments", got=text, expected="words as a shell reads them", do=do)) from error
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(explain("--env", got=text, expected="NAME=VALUE", do="Write it like SEED=1"))
+    return name, value

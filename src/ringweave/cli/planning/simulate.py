@@ -10,11 +10,12 @@ import click
 from ringweave import planning, sim, topology, units
 from ringweave.errors import UsageError, explain
 from ringweave.planning import Choice, Plan
-from ringweave.sim import Machine, Simulation
+from ringweave.sim import Machine, Simulation, measured_costs
 from ringweave.sim.fault_text import FAIL, STRAGGLE, parse_fail, parse_straggle
 from ringweave.topology import Cluster
 
 _MAX_SHOWN = 8
+_WORK = {"none": "the network alone", "assumed": "with assumed costs of processors and memory"}
 
 
 @click.command
@@ -26,10 +27,10 @@ _MAX_SHOWN = 8
 )
 @click.option(
     "--processors",
-    type=click.Choice(["none", "assumed"]),
+    metavar="none|assumed|FILE",
     default="none",
     show_default=True,
-    help="What messages and additions cost the ranks: nothing, or what planning assumes.",
+    help="What messages and additions cost the ranks: nothing, what is assumed, or what a file says was measured.",
 )
 @click.option("--straggle", "straggles", multiple=True, metavar="WHAT", help=f"{STRAGGLE}.")
 @click.option("--fail", "failures", multiple=True, metavar="WHAT", help=f"{FAIL}.")
@@ -52,6 +53,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     the others notice. By default the network alone takes time: rates and latency of the cluster file.
     """
     _check_writable(trace_path)
+    machine = _machine(processors)
     num_bytes = units.parse_bytes(size)
     faults = [*map(parse_straggle, straggles), *map(parse_fail, failures)]
     cluster = topology.load(cluster_path)
@@ -63,7 +65,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
         plan.nodes,
         num_bytes,
         pipelining=choice.pipelining,
-        machine=Machine() if processors == "none" else Machine.assumed(),
+        machine=machine,
         faults=faults,
         keeps_trace=trace_path is not None,
     )
@@ -72,9 +74,15 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     if as_json:
         click.echo(json.dumps(_document(found, plan, choice, num_bytes) | {"processors": processors}))
     else:
-        work = "the network alone" if processors == "none" else "with assumed costs of processors and memory"
+        work = _WORK.get(processors, f"with costs of processors as {processors} says")
         click.echo("\n".join(_lines(found, cluster, plan, choice, num_bytes, work)))
     return 0
+
+
+def _machine(processors: str) -> Machine:
+    if processors == "none":
+        return Machine()
+    return Machine.assumed() if processors == "assumed" else measured_costs.load(processors)
 
 
 def _title(cluster: Cluster, choice: Choice, num_bytes: int) -> str:

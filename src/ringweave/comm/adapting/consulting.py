@@ -90,7 +90,7 @@ class Council:
         for handle, (piece, _) in zip(handles, parts, strict=True):
             shown = self._transport.wait(handle, self._timeout_s)
             if shown is not None:
-                piece.copy_(shown.view(torch.uint8))
+                shown.copy_to(piece)
                 self._transport.release(handle)
 
 

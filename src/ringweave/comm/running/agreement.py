@@ -58,10 +58,11 @@ def agree(intent: Intent, members: Members, transport: Transport, *, tag: int, t
     arriving = transport.receive(transport.expose(theirs)[:], left, tag)
     leaving = transport.send(transport.expose(_pack(intent))[:], right, tag, 0)
     arrived = transport.wait(arriving, timeout_s)
-    transport.wait(leaving, timeout_s)
-    other = _unpack(theirs if arrived is None else arrived)
     if arrived is not None:
+        arrived.copy_to(theirs)
         transport.release(arriving)
+    transport.wait(leaving, timeout_s)
+    other = _unpack(theirs)
     if other != intent:
         found = str(other) if other else "something unreadable"
         raise DisagreementError(

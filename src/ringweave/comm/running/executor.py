@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ringweave.comm.running.memory import Scratch
 from ringweave.comm.running.reductions import Combine
-from ringweave.comm.transport.seam import Transport
+from ringweave.comm.transport.seam import Content, Transport
 from ringweave.schedules.programs import IN_PLACE, Do, Program
 
 
@@ -56,19 +56,20 @@ def run_program(  # noqa: PLR0913 - everything that a run depends on is passed i
             handles[piece] = transport.receive(landing, peer, tag)
         else:
             handle = handles.pop(piece)
-            shared = transport.wait(handle, deadline - clock())
+            content = transport.wait(handle, deadline - clock())
             if do == Do.ARRIVE:
-                _take(message[step.start : step.stop], step.buffer, buffers, shared, combine)
-            if shared is not None:
+                _take(message[step.start : step.stop], step.buffer, buffers, content, combine)
+            if content is not None:
                 transport.release(handle)
+    transport.end(deadline - clock())
 
 
-def _take(region: Tensor, buffer: int, buffers: Sequence[Tensor], shared: Tensor | None, combine: Combine) -> None:
-    """Bring a piece that has arrived, in place, in a scratch buffer or in shared memory, into the message."""
+def _take(region: Tensor, buffer: int, buffers: Sequence[Tensor], content: Content | None, combine: Combine) -> None:
+    """Bring a piece that has arrived, in place, in a scratch buffer or with another rank, into the message."""
     if buffer == IN_PLACE:
-        if shared is not None:
-            region.copy_(shared.view(region.dtype))
-    elif shared is not None:
-        combine(region, shared.view(region.dtype))
+        if content is not None:
+            content.copy_to(region)
+    elif content is not None:
+        content.combine_into(region, buffers[buffer], combine)
     else:
         combine(region, buffers[buffer][: region.numel()])

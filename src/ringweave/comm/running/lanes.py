@@ -82,6 +82,8 @@ class Lane:
         while (job := self._jobs.get()) is not None:
             with torch.inference_mode():
                 outcome = self._outcome_of(job, self)
+            if outcome is not None:
+                self.transport.abort()  # before anybody can use the message again, which others may be reading
             job.work.settle(outcome)
             self._completer.submit(job.work.resolve)  # whatever is chained on its future, not in inference mode
             del job, outcome  # and lets go of the tensors while we wait

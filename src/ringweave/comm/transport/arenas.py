@@ -8,10 +8,12 @@ import fcntl
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ringweave.schedules.programs.staging import NO_STAGE, Layout
 
@@ -43,6 +45,22 @@ class Arena:
         self.array: Any = np.frombuffer(self._map, dtype=np.uint8)
 
 
+class ArenaContent:
+    """A piece that another rank shows in its arena."""
+
+    def __init__(self, arena: Arena, offset: int, num_bytes: int) -> None:
+        """Where it lies, in bytes."""
+        self._bytes = arena.tensor[offset : offset + num_bytes]
+
+    def copy_to(self, region: Tensor) -> None:
+        """Copied once."""
+        region.copy_(self._bytes.view(region.dtype))
+
+    def combine_into(self, region: Tensor, scratch: Tensor, combine: Callable[[Tensor, Tensor], object]) -> None:
+        """Straight out of the arena."""
+        combine(region, self._bytes.view(region.dtype))
+
+
 class Showing:
     """What one collective shows, in a region of an arena."""
 
@@ -72,12 +90,18 @@ class Showing:
         if self._before is not None and not self._before.is_read:
             return None
         self._before = None
-        after = self._layout.stages[stage].after
-        if after != NO_STAGE and self._unread[after]:
+        if not self._is_free(stage):
             return None
         self.arena.array[offset : offset + payload.nbytes] = payload
         self._shown[stage] = True
         return offset
+
+    def _is_free(self, stage: int) -> bool:
+        """Whether all who read what was at its place are through; what was lent never was there, but others before."""
+        stages, after = self._layout.stages, self._layout.stages[stage].after
+        while after != NO_STAGE and not self._unread[after] and not self._shown[after]:
+            after = stages[after].after
+        return after == NO_STAGE or not self._unread[after]
 
     def is_awaited(self, stage: int) -> bool:
         """Whether its place is needed again by the same collective."""

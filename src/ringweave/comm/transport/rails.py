@@ -6,8 +6,6 @@ So a node's NICs are one link of their summed rate, which is what plans take the
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
 from ringweave.comm.transport.streams import Message, StreamConnection
 
 MIN_CUT_BYTES = 8 * 2**10
@@ -29,7 +27,7 @@ class Bundle:
         return all(part.done for part in self.parts)
 
     @property
-    def content(self) -> Tensor | None:
+    def content(self) -> None:
         """Nowhere but in its piece."""
         return None
 

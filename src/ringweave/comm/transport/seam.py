@@ -1,6 +1,6 @@
 """Moving pieces of messages between two ranks: the seam that executors use."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -34,6 +34,21 @@ class MismatchError(Exception):
         self.peer = peer
 
 
+class Content(Protocol):
+    """What has arrived, where another rank of this node keeps it until it is released."""
+
+    def copy_to(self, region: Tensor) -> None:
+        """Bring it into `region`, which is as long."""
+        ...
+
+    def combine_into(self, region: Tensor, scratch: Tensor, combine: Callable[[Tensor, Tensor], object]) -> None:
+        """Combine it into `region`, which is as long and of the type of its elements.
+
+        `scratch` may be written: as long as `region` or longer, and of the same type.
+        """
+        ...
+
+
 class Transport(Protocol):
     """Peer-to-peer messages within a group; messages between two ranks arrive in the order of sending."""
 
@@ -60,11 +75,11 @@ class Transport(Protocol):
         """Expect the next message from `peer`, with this tag and size, and return a handle."""
         ...
 
-    def wait(self, handle: Any, timeout_s: float) -> Tensor | None:
+    def wait(self, handle: Any, timeout_s: float) -> Content | None:
         """Block until the message is through.
 
         Returns:
-            None when a received message lies in its piece; else the bytes where they lie, until `release`.
+            None when a received message lies in its piece; else what can be read until `release`.
 
         Raises:
             TransferFailedError: A peer is gone, or silent for `timeout_s`.
@@ -74,6 +89,14 @@ class Transport(Protocol):
 
     def release(self, handle: Any) -> None:
         """What `wait` returned has been read."""
+        ...
+
+    def end(self, timeout_s: float) -> None:
+        """Block until the peers have been told all that a collective has to tell them.
+
+        Raises:
+            TransferFailedError: A peer is gone, or silent for `timeout_s`.
+        """
         ...
 
     def close(self) -> None:

@@ -26,14 +26,14 @@ from ringweave.comm.members import Members
 from ringweave.comm.transport.arenas import Showing, ShowRoom
 from ringweave.comm.transport.connecting import LOOK_UP_S, Door, Switchboard
 from ringweave.comm.transport.rails import Bundle, RailedConnection
-from ringweave.comm.transport.seam import TransferFailedError
-from ringweave.comm.transport.shared import Seen, SharedConnection, Shown
+from ringweave.comm.transport.seam import Content, TransferFailedError
+from ringweave.comm.transport.shared import Seen, SharedConnection, Shown, Telling
 from ringweave.comm.transport.streams import Message, StreamConnection
 from ringweave.schedules.programs.staging import NO_STAGE, Layout
 
 LOOK_S = 100e-6
 """About what falling asleep and waking up take on a virtual processor: who looks so long loses no more than that."""
-Handle = Message | Bundle | Shown | Seen
+Handle = Message | Bundle | Shown | Seen | Telling
 Connection = StreamConnection | RailedConnection | SharedConnection
 End = StreamConnection | SharedConnection
 """What has a socket: a connection, or one of its rails."""
@@ -50,6 +50,7 @@ class SocketTransport:
         timeout: timedelta,
         *,
         look_s: float = 0.0,
+        lends: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nobody is connected yet: connections are made when first needed.
@@ -60,9 +61,11 @@ class SocketTransport:
             members: Who is in the group.
             timeout: How long a peer may take to come.
             look_s: Seconds for which a rank of this node is looked for before this thread sleeps; see LOOK_S.
+            lends: Whether ranks of this node read large pieces in this one's memory, where the kernel lets them.
             clock: Seconds that only grow.
         """
         self._look_s = look_s
+        self._lends = lends
         self._members = members
         self._clock = clock
         self._switchboard = Switchboard(door, lane, members, timeout.total_seconds(), clock)
@@ -111,8 +114,8 @@ class SocketTransport:
         """Queue a piece, and start sending it; it must not change until it has left."""
         connection = self._connection(peer)
         if not isinstance(connection, SharedConnection):
-            if stage != NO_STAGE and self._showing is not None:
-                self._showing.note_read(stage)
+            if stage != NO_STAGE and self._showing is not None and self._showing.note_read(stage):
+                self._show_more()
             handle = self._attempt(connection, lambda: connection.send(piece, tag))
         else:
             showing, payload = self._showing, piece.reshape(-1)
@@ -131,7 +134,7 @@ class SocketTransport:
         self._watch(connection)
         return handle
 
-    def wait(self, handle: Handle, timeout_s: float) -> Tensor | None:
+    def wait(self, handle: Handle, timeout_s: float) -> Content | None:
         """Move bytes, of this and of all other messages, until this one is through.
 
         Raises:
@@ -166,6 +169,17 @@ class SocketTransport:
         assert isinstance(handle, Seen), "only what is received is released"
         self._attempt(connection, lambda: connection.release(handle))
         self._watch(connection)
+
+    def end(self, timeout_s: float) -> None:
+        """Block until the ranks of this node have been told all that was read, or they would wait for us.
+
+        Raises:
+            TransferFailedError: One does not take it in, or is gone.
+        """
+        for connection in self._shared:
+            self._attempt(connection, connection.write)
+            self._watch(connection)
+            self.wait(connection.telling, timeout_s)
 
     def close(self) -> None:
         """Let go of all connections and of the shared memory; what was sent still arrives."""
@@ -233,7 +247,7 @@ class SocketTransport:
 
     def _adopt(self, peer: int, socks: Sequence[socket.socket]) -> None:
         if socks[0].family == socket.AF_UNIX:
-            shared = SharedConnection(peer, socks[0], on_read=self._show_more)
+            shared = SharedConnection(peer, socks[0], on_read=self._show_more, lends=self._lends)
             self._shared.append(shared)
             self._know(shared, [shared])
             return

@@ -6,8 +6,6 @@ import socket
 import struct
 from typing import Any
 
-from torch import Tensor
-
 from ringweave.comm.transport.seam import MismatchError
 
 _HEADER = struct.Struct("<QQ")
@@ -27,7 +25,7 @@ class Message:
         self.done = False
 
     @property
-    def content(self) -> Tensor | None:
+    def content(self) -> None:
         """Nowhere but in its piece."""
         return None
 

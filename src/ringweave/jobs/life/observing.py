@@ -57,6 +57,8 @@ class Group:
     """The round of the gate that it waits for, or has passed."""
     phase: Phase
     """What it is doing."""
+    called: int = 0
+    """The round that it was told to gather for last, if the place knows; it may not have heard of it yet."""
     cause: Cause | None = None
     """Why it failed: PROGRAM, PLACE or PEER; None unless it has FAILED. An unknown cause counts as PLACE."""
     exit_code: int | None = None

@@ -86,7 +86,7 @@ def _run(job: Job, record: Record, observed: Observed, kept: list[Group]) -> Ite
             yield from _deleted([group] if group else [])
         elif group is None:
             yield CreateGroup(node=node, attempt=known.attempt, workers=job.counts[node], round=record.round)
-        elif group.round < record.round and group.phase.is_alive and not group.leaving:
+        elif max(group.round, group.called) < record.round and group.phase.is_alive and not group.leaving:
             yield Regather(node=node, attempt=known.attempt, round=record.round)
     if observed.gate < record.round and all(_is_at_gate(record, node, groups) for node in job.used_nodes):
         yield OpenGate(round=record.round)

@@ -141,7 +141,8 @@ REASONS: Mapping[str, _Kind] = {
         of="job",
         states="Ending, Failed",
         text="the script failed on {nodes}: {detail}; trying again would not mend it",
-        helps="Mend the script (ringweave logs {job} --node {node}), then ringweave retry {job}",
+        helps="Mend the script (ringweave logs {job} --node {node}), then ringweave retry {job}; "
+        "a script without a directory was copied: ringweave delete {job}, and submit it anew",
     ),
     "RetriesSpent": _Kind(
         of="job",

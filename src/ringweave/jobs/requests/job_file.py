@@ -170,7 +170,12 @@ def _overlaid(value: Any, flags: Mapping[str, Flag]) -> Any:
     totals = {"gpus", "cpu_workers"}
     hidden = totals if totals & flags.keys() else set()
     kept = {key: item for key, item in value.items() if key not in hidden}
-    return kept | {key: flag.value for key, flag in flags.items()}
+    return kept | {key: _over(kept.get(key), flag.value) for key, flag in flags.items()}
+
+
+def _over(there: Any, typed: Any) -> Any:
+    """What was typed; of variables those of the file stay that were not typed."""
+    return {**there, **typed} if isinstance(there, dict) and isinstance(typed, dict) else typed
 
 
 def _build(value: Any) -> Request:

@@ -26,15 +26,26 @@ class JobCoordinators:
     One that dies is started again as a standby: what it knew the members know as well.
     """
 
-    def __init__(self, posts: list[Post], bounds: Bounds, expected: int, site: Site, run_dir: RunDir) -> None:
+    def __init__(
+        self,
+        posts: list[Post],
+        bounds: Bounds,
+        expected: int,
+        site: Site,
+        run_dir: RunDir,
+        authority: Authority | None = None,
+    ) -> None:
+        """`authority` is the job's, if it has one already."""
         self.bounds = bounds
         self._posts, self._expected, self._site, self._run_dir = posts, expected, site, run_dir
-        self._authority = Authority(Identity(job=f"run-{os.getpid()}", role=ROLE, name="0").job)
+        self._authority = authority or Authority(Identity(job=f"run-{os.getpid()}", role=ROLE, name="0").job)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._environ: Mapping[str, str] = {}
 
     @classmethod
-    def of(cls, bounds: Bounds, cluster: Cluster, site: Site, run_dir: RunDir) -> "JobCoordinators":
+    def of(
+        cls, bounds: Bounds, cluster: Cluster, site: Site, run_dir: RunDir, authority: Authority | None = None
+    ) -> "JobCoordinators":
         """Those of a run on a cluster.
 
         Raises:
@@ -43,7 +54,7 @@ class JobCoordinators:
         names = [node.name for node in cluster.nodes]
         places = [names[0], names[1 % len(names)]]
         posts = [Post(node=node, meeting=site.meeting(node)) for node in places]
-        return cls(posts, bounds, sum(node.num_devices for node in cluster.nodes), site, run_dir)
+        return cls(posts, bounds, sum(node.num_devices for node in cluster.nodes), site, run_dir, authority)
 
     @property
     def addresses(self) -> tuple[tuple[str, int], ...]:

@@ -70,12 +70,13 @@ class Report:
     iterations: int | None = None
     last_loss: float | None = None
 
-    def group(self, node: int, attempt: int, *, leaving: bool = False) -> Group:
+    def group(self, node: int, attempt: int, *, called: int = 0, leaving: bool = False) -> Group:
         """The group as `reconcile` sees it."""
         return Group(
             node=node,
             attempt=attempt,
             round=self.round,
+            called=called,
             phase=self.phase,
             cause=self.cause,
             exit_code=self.exit_code,

@@ -1,5 +1,7 @@
 """Names that stand in the API server: of the resource, of labels and annotations, and of a job's objects."""
 
+PLACE = "kubernetes"
+"""What `--on` says."""
 GROUP = "ringweave.dev"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"

@@ -7,13 +7,13 @@ from typing import Any
 from ringweave.jobs.life import records
 from ringweave.jobs.life.records import Job
 from ringweave.jobs.life.states import JobState, Reason
+from ringweave.launch.kubernetes import names
 from ringweave.launch.kubernetes.resource import reading, refusals, times
 from ringweave.launch.kubernetes.resource.definition import REFUSED
 from ringweave.launch.services import views
 from ringweave.launch.services.views import EventView, JobView
 
 Resource = Mapping[str, Any]
-PLACE = "kubernetes"
 
 
 def view(resource: Resource, now: float, *, with_events: bool = False) -> JobView:
@@ -23,7 +23,7 @@ def view(resource: Resource, now: float, *, with_events: bool = False) -> JobVie
     metadata = resource["metadata"]
     namespace, name = metadata["namespace"], metadata["name"]
     files = f"kubectl -n {namespace} get pods,configmaps -l ringweave.dev/job={name}"
-    return views.view(job_of(resource, now), place=PLACE, events=shown, files=files)
+    return views.view(job_of(resource, now), place=names.PLACE, events=shown, files=files)
 
 
 def job_of(resource: Resource, now: float) -> Job:

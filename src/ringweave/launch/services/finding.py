@@ -24,6 +24,9 @@ OURS = {
 }
 """Ours are not entry points: they are there without looking through all that is installed."""
 
+EXTRAS = ("kubernetes",)
+"""Those of ours that need an extra of the same name."""
+
 Open = Callable[[Mapping[str, str]], Service]
 
 
@@ -57,6 +60,7 @@ def _function(path: str, name: str) -> Open:
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        do = "Install what it needs, or choose another with --on"
+        needed = f"it with pip install 'ringweave[{name}]'" if name in EXTRAS else "what it needs"
+        do = f"Install {needed}, or choose another with --on"
         text = explain(f"service {name}", got=str(error), expected="a module that can be loaded", do=do, where=path)
         raise LaunchError(text) from error

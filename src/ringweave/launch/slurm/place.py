@@ -98,21 +98,22 @@ class SlurmPlace(FolderPlace):
         report, orders = folder.read()
         is_told = folder.removing.exists() or (orders is not None and orders.leave)
         has_ended = report is not None and not report.phase.is_alive
-        if runs or not (has_ended or self._is_gone(folder)):
+        was_started = report is not None or self._log(folder).exists()
+        if runs or (was_started and not has_ended and not self._is_gone(folder)):
             if is_told:
                 self._hurry(folder)
             return self._living(folder, report, orders, leaving=is_told or not runs)
-        if folder.removing.exists() or not (folder.orders.exists() and (report or self._log(folder).exists())):
-            # It is removed, or a crash came before its step was started.
+        if folder.removing.exists() or not (was_started and folder.orders.exists()):
+            # It is removed, or a crash came before its step was started: whoever starts one holds its lock until then.
             shutil.rmtree(folder.root, ignore_errors=True)
             return None
         return self._ended(folder, report, orders)
 
     def _living(self, folder: GroupFolder, report: Report | None, orders: Orders | None, *, leaving: bool) -> Group:
+        round_ = orders.round if orders else 0
         if report is None:
-            round_ = orders.round if orders else 0
             report = Report(round=round_, phase=Phase.PENDING, pid=0, text="its step starts")
-        return self._seen(folder, report, leaving=leaving)
+        return replace(self._seen(folder, report, leaving=leaving), called=round_)
 
     def _seen(self, folder: GroupFolder, report: Report, *, leaving: bool = False) -> Group:
         """What the group says of itself; when it ended, on our clock."""

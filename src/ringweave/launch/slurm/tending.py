@@ -107,7 +107,8 @@ class Tending:
                 job_id = self._slurm.submit(self.script(entry), outside(entry.origin.environ))
             except SlurmSilentError as error:
                 self._registry.save(name, entry.job.record, replace(entry.hold, unsure=True))
-                do = f"Look again with ringweave status {name} --on slurm, or ask again with ringweave resume {name}"
+                again = f"ringweave resume {name} --on slurm"
+                do = f"Look again with ringweave status {name} --on slurm, or ask again with {again}"
                 raise SlurmSilentError(f"{error} Slurm may have taken job {name}. {do}.") from error
             hold = replace(entry.hold, allocation=job_id, unsure=False)
             self._registry.save(name, entry.job.record, hold)

@@ -64,6 +64,11 @@ class Coordinator:
         return self._term
 
     @property
+    def has_finished(self) -> bool:
+        """A member has done all there was to do."""
+        return self._presence.has_finished
+
+    @property
     def present(self) -> tuple[str, ...]:
         """Members and newcomers that are connected and beat."""
         return tuple(self._presence.here)
@@ -153,6 +158,11 @@ class Coordinator:
             if is_finished:
                 self._finished.append(standing)
             self._consider(now_s)
+
+    def give_up(self, reason: str) -> None:
+        """Others have decided that the job is over."""
+        if self.is_active and not self.ended:
+            self._end(reason)
 
     def accuse(self, member: str, ballot: Ballot, suspects: list[str], now_s: float) -> None:
         """A member's epoch is broken: it could not reach these; none if it does not know whom."""
@@ -267,7 +277,8 @@ class Coordinator:
         holders = [each for each in standings if each.has_state]
         # At the begin nobody has the state, and the first member's becomes it: no step was done without the others.
         has_begun = self.decree is not None and not {each.member for each in standings} & set(self.decree.members)
-        if not holders and (has_begun or (self.decree is not None and self.decree.holders)):
+        is_lost = not holders and (has_begun or (self.decree is not None and self.decree.holders))
+        if is_lost and not self._settings.is_kept_elsewhere:
             self._end("no worker is left that has the parameters: go on from the last checkpoint")
         elif self.decree and not quorum.is_majority(self.decree, holders or standings, self._presence.silent):
             self._wait_or_end(now_s, "most of the workers do not answer", holders)
@@ -279,8 +290,9 @@ class Coordinator:
 
     def _begin(self, proposal: Proposal, standings: list[Standing], holders: list[Standing], now_s: float) -> None:
         """Newcomers are let in, and leavers out, where all others are between two steps; else at the next border."""
-        if not all(each.at_border for each in holders):
-            standings = holders
+        taking_part = [each for each in standings if each.has_state or each.is_following]
+        if not all(each.at_border for each in taking_part):
+            standings = taking_part
         staying = [each for each in standings if not (each.is_leaving and each.at_border)]
         if not staying:
             self._end("all workers have left", holders)

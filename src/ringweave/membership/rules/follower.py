@@ -85,7 +85,7 @@ def resolve(own: Standing, decree: Decree) -> Resolution:
     Returns:
         `nothing`: there is none. `take`: take the results over that are there. `again`: reduce again.
     """
-    if own.committed < decree.committed and own.has_state:
+    if own.committed < decree.committed and (own.has_state or own.is_following):
         assert own.is_prepared, "a reduction is committed only when all members have its results"
         return "take"
     return "nothing" if own.at_border else "again"
@@ -96,7 +96,7 @@ def settled(decree: Decree) -> tuple[Standing, ...]:
     most = decree.committed
     return tuple(
         replace(each, committed=most, is_prepared=False, at_border=True)
-        if each.has_state and each.committed < most
+        if (each.has_state or each.is_following) and each.committed < most
         else each
         for each in decree.standings
     )

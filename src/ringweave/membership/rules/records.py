@@ -17,7 +17,10 @@ class Standing:
     member: str
     """Its name: `SLOT.INCARNATION`, such as `3.0`; a process that is started again is another member."""
     has_state: bool = False
-    """Its parameters are those of the job; not so before a newcomer has read them."""
+    """Its parameters are those of the job; not so before a newcomer has read them and is level with the others."""
+    is_following: bool = False
+    """It has joined, takes part in every reduction with nothing of its own, and keeps what it will be level by. Until
+    then it has not the state, but misses nothing: it goes on through changes of members that newcomers wait for."""
     committed: int = 0
     """Number of the last reduction of gradients whose result it has taken over."""
     is_prepared: bool = False
@@ -95,7 +98,7 @@ def without_doubles(standings: Sequence[Standing], finished: Sequence[Standing])
 
     All testaments of a reduction say the same, and grow with the number of members.
     """
-    holders = [each for each in standings if each.has_state]
+    holders = [each for each in standings if each.has_state or each.is_following]
     most = max((each.committed for each in (*standings, *finished)), default=0)
     heir = next((each for each in holders if each.committed < most), None)
     giver = next((each for each in (*holders, *finished) if each.committed == most), None)

@@ -52,5 +52,7 @@ class Settings:
     """How long the job waits for members that it cannot go on without."""
     recovery_s: float = 1.5
     """How long a coordinator that takes over waits at least for the members that it has not heard of."""
+    is_kept_elsewhere: bool = False
+    """The job's state is not with the members alone: when nobody is left who has it, others may begin with it again."""
     silence: Tolerance = SILENCE
     """How long a member may say nothing."""

@@ -4,19 +4,18 @@ import argparse
 import signal
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from ringweave import wire
 from ringweave.errors import RingweaveError
+from ringweave.membership.messages import LOBBY
 from ringweave.membership.rules import settings
-from ringweave.membership.rules.coordinator import Coordinator
 from ringweave.membership.rules.records import Decree
 from ringweave.membership.rules.settings import Settings
+from ringweave.membership.serving import parts
 from ringweave.membership.serving.rivals import Rival
-from ringweave.membership.serving.service import CoordinatorService
 from ringweave.telemetry import EventLog
 
 TICK_S = 0.05
@@ -47,8 +46,9 @@ class Process:
         self._log = EventLog(asked.run_dir / "events.jsonl") if asked.run_dir else None
         self._stop = threading.Event()
         wanted = Settings(bounds=settings.parse(asked.elastic), expected=asked.expected, patience_s=asked.patience_s)
-        coordinator = Coordinator(wanted, now_s=time.monotonic(), index=asked.index, is_standby=asked.standby)
-        self.service = CoordinatorService(coordinator, note_epoch=self._note_epoch, note_lost=self._note_lost)
+        self.service = parts.coordinators(
+            wanted, index=asked.index, is_standby=asked.standby, note=self._note_epoch, note_lost=self._note_lost
+        )
         trust = wire.Tls(wire.Credentials.load_from(asked.credentials))
         self._rival: AbstractContextManager[object] = nullcontext()
         if asked.other:
@@ -79,12 +79,13 @@ class Process:
                     print(f"coordinator: the job is over: {ended}" if ended else "coordinator: it goes on elsewhere")
                     sys.stdout.flush()
 
-    def _note_epoch(self, decree: Decree) -> None:
+    def _note_epoch(self, part: str, decree: Decree) -> None:
         term, number = decree.ballot
         members = list(decree.members)
-        print(f"coordinator: epoch {number} of term {term}: {', '.join(members)}", flush=True)
-        if self._log:
-            newcomers = [each.member for each in decree.standings if not each.has_state]
+        where = f"{part}: " if part else ""
+        print(f"coordinator: {where}epoch {number} of term {term}: {', '.join(members)}", flush=True)
+        if self._log and part != LOBBY:
+            newcomers = [each.member for each in decree.standings if not (each.has_state or each.is_following)]
             self._log.write(
                 "epoch_begun",
                 term=term,
@@ -92,9 +93,12 @@ class Process:
                 members=members,
                 newcomers=newcomers,
                 committed=decree.committed,
+                part=part,
             )
 
-    def _note_lost(self, member: str, reason: str) -> None:
+    def _note_lost(self, part: str, member: str, reason: str) -> None:
+        if part == LOBBY:
+            return
         print(f"coordinator: {member} is no member any more: {reason or 'it has finished'}", flush=True)
         if self._log:
             self._log.write("member_lost", member=member, reason=reason or "it has finished")

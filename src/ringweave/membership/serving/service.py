@@ -8,7 +8,7 @@ from ringweave.errors import RefusedError, explain
 from ringweave.membership.messages import Accuse, Ask, Count, Enter, Heartbeat, Leave, Listen, Stand, Told
 from ringweave.membership.rules.coordinator import Coordinator
 from ringweave.membership.rules.records import BEFORE_ALL, Decree, Order, Standing
-from ringweave.wire import Call, Done, Handler, Identity
+from ringweave.wire import Answer, Call, Done, Handler, Identity, Message
 
 _MEMBER = "worker"
 """The role of those who may become members."""
@@ -44,13 +44,37 @@ class CoordinatorService:
             Handler(message=Stand, handle=self._stand),
             Handler(message=Accuse, handle=self._accuse),
             Handler(message=Leave, handle=self._leave),
-            Handler(message=Ask, handle=self._ask),
+            Handler(message=Ask, handle=lambda _: self.count()),
         ]
+
+    def call(self, call: Call) -> Answer | Message:
+        """What a handler does with a call."""
+        handle = next(each.handle for each in self.handlers() if isinstance(call.message, each.message))
+        return handle(call)
 
     @property
     def ended(self) -> str:
         """Why the job is over; empty while it is not."""
         return self._coordinator.ended
+
+    @property
+    def num_here(self) -> int | None:
+        """Members of the present epoch that are still there; None before the first, and where another one decides."""
+        with self._changed:
+            coordinator = self._coordinator
+            if coordinator.decree is None or not coordinator.is_active:
+                return None
+            return len(set(coordinator.decree.members) & set(coordinator.present))
+
+    @property
+    def has_finished(self) -> bool:
+        """A member has done all there was to do."""
+        with self._changed:
+            return self._coordinator.has_finished
+
+    def give_up(self, reason: str) -> None:
+        """The job is over."""
+        self._event(lambda _now_s: self._coordinator.give_up(reason))
 
     def tick(self, connected: Callable[[], Collection[str]]) -> None:
         """Time has passed; `connected` gives the names of those that hold a connection."""
@@ -139,8 +163,8 @@ class CoordinatorService:
             lambda now_s: self._coordinator.leave(message.standing, now_s, is_finished=message.is_finished)
         )
 
-    def _ask(self, call: Call) -> Count:
-        del call
+    def count(self) -> Count:
+        """What it knows."""
         with self._changed:
             coordinator, decree = self._coordinator, self._coordinator.decree
             return Count(

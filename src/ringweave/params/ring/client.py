@@ -12,12 +12,17 @@ from ringweave.errors import ConnectionLostError, DeadlineError, LeadershipError
 from ringweave.params.messages import (
     Ask,
     Leave,
+    Meet,
+    Met,
     Option,
+    Pause,
     Pull,
     Pulled,
     Push,
     Pushed,
     Regroup,
+    Seated,
+    Seek,
     Setup,
     Start,
     Status,
@@ -41,6 +46,7 @@ class Round:
     batch_share: float
     absent: list[int] = field(default_factory=list)
     options: list[dict[str, Option]] = field(default_factory=list)
+    testament: str = ""
 
 
 class RingClient:
@@ -126,15 +132,19 @@ class RingClient:
 
         return self._call(once)
 
-    def take(self, epoch: int, num_samples: int, epoch_samples: int) -> tuple[int, int]:
-        """The samples that the ring computes next, as (first, how many); none when the epoch is used up."""
-        self._num_tickets += 1
+    def take(self, epoch: int, num_samples: int, epoch_samples: int, *, number: int | None = None) -> tuple[int, int]:
+        """The samples that the ring computes next, as (first, how many); none when the epoch is used up.
+
+        `number` is that of the ticket among the ring's, where another client may have asked for it already; None
+        counts this client's.
+        """
+        self._num_tickets = wanted = self._num_tickets + 1 if number is None else number
 
         def once(client: wire.Client, term: int) -> tuple[int, int]:
             message = Take(
                 term=term,
                 ring=self._ring,
-                number=self._num_tickets,
+                number=wanted,
                 epoch=epoch,
                 num_samples=num_samples,
                 epoch_samples=epoch_samples,
@@ -142,6 +152,34 @@ class RingClient:
             taken = client.call(message, timeout_s=self._patience_s).message
             assert isinstance(taken, Taken), "the class of the reply"
             return taken.first, taken.num_samples
+
+        return self._call(once)
+
+    def pause(self) -> None:
+        """The ring forms anew: nobody waits for it until it pushes or pulls."""
+        self._call(lambda client, term: client.call(Pause(term=term, ring=self._ring), timeout_s=self._patience_s))
+
+    def meet(self, number: int, epoch: int, said: str) -> dict[int, str]:
+        """Wait until all rings that there are have come to the meeting of that number; what each of them said.
+
+        `epoch` is the one that ends with it.
+        """
+
+        def once(client: wire.Client, term: int) -> dict[int, str]:
+            meet = Meet(term=term, ring=self._ring, number=number, epoch=epoch, said=said)
+            met = client.call(meet, timeout_s=self._patience_s).message
+            assert isinstance(met, Met), "the class of the reply"
+            return {int(ring): each for ring, each in met.said.items()}
+
+        return self._call(once)
+
+    def seek(self, slot: int, *, begins: bool = False) -> Seated:
+        """The rings, once the job has begun, and where that slot's ring stands; `begins`: it has nothing under way."""
+
+        def once(client: wire.Client, term: int) -> Seated:
+            seated = client.call(Seek(term=term, slot=slot, begins=begins), timeout_s=self._patience_s).message
+            assert isinstance(seated, Seated), "the class of the reply"
+            return seated
 
         return self._call(once)
 
@@ -186,6 +224,7 @@ class RingClient:
             batch_share=round_.batch_share,
             absent=round_.absent,
             options=round_.options,
+            testament=round_.testament,
         )
 
     def _call(self, do: Callable[[wire.Client, int], _T]) -> _T:

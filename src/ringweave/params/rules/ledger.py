@@ -8,6 +8,9 @@ is given if for every other ring s that is computing
 
 A grant allows one push, so the left side never grows but by grants, and no push can be older than the bound.
 
+A ring that is *paused*, since it has lost a member and forms anew, holds nobody up: it keeps its grants, and the push
+that it comes back with is applied however old it is, for what its age leaves of it. It alone may pass the bound.
+
 Without overlap a ring that waits has nothing under way, so somebody is always computing and his push frees the others.
 With overlap a ring waits while it holds a computed round; so the oldest ring is always granted, and the others keep
 `reserve_versions` below the bound to leave room for that.
@@ -53,6 +56,7 @@ class _Ring:
     """Versions that it has and that it has not pushed for yet, oldest first."""
     num_since: int = 0
     """Pushes since it came."""
+    is_paused: bool = False
 
     @property
     def num_pushed(self) -> int:
@@ -143,6 +147,7 @@ class Ledger:
         state.num_since += 1
         if len(state.grants) > self._depth:
             state.grants.popleft()
+        state.is_paused = False
         return state.last
 
     def check(self, ring: int, sequence: int, base_version: int) -> int:
@@ -163,7 +168,7 @@ class Ledger:
                 )
             )
         staleness = self.version - base_version
-        assert staleness <= self.policy.most_versions, "grants see to it"
+        assert staleness <= self.policy.most_versions or state.is_paused, "grants see to it"
         return staleness
 
     def can_grant(self, ring: int) -> bool:
@@ -171,7 +176,11 @@ class Ledger:
         self._find(ring)
         if self._may_push(self._rings[ring]):
             return True  # other parameters in the place of those that it has allow it no further push
-        others = {each: state for each, state in enumerate(self._rings) if each != ring and state.grants}
+        others = {
+            each: state
+            for each, state in enumerate(self._rings)
+            if each != ring and state.grants and not state.is_paused
+        }
         if self.policy.overlaps and self._is_oldest(ring, others):
             return True
         pushing = {each for each, state in others.items() if self._may_push(state)} | {ring}
@@ -187,6 +196,7 @@ class Ledger:
         if self._may_push(state):
             state.grants.pop()
         state.grants.append(self.version if version is None else version)
+        state.is_paused = False
         return state.grants[-1]
 
     def leave(self, ring: int) -> None:
@@ -194,6 +204,14 @@ class Ledger:
         state = self._find(ring)
         state.grants.clear()
         state.num_since = 0
+
+    def pause(self, ring: int) -> None:
+        """The ring holds nobody up until it pushes, or is granted parameters."""
+        self._find(ring).is_paused = True
+
+    def is_paused(self, ring: int) -> bool:
+        """Whether nobody waits for it."""
+        return self._find(ring).is_paused
 
     @property
     def computing(self) -> tuple[int, ...]:

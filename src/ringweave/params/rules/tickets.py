@@ -4,13 +4,17 @@ Fixed shares for rings would let samples of fast rings count more often. Here a 
 its ticket, and every sample of an epoch is on exactly one ticket.
 
 The last tickets of an epoch are smaller: at its end all rings meet, and whoever has just begun with a whole ticket
-would let all others wait for nearly as long as that takes.
+would let all others wait for nearly as long as that takes. Where it is known how fast rings get on, they are such that
+all end at the same time, and a ring that would come too late with the smallest one gets no more.
 """
 
-from collections.abc import Iterable, Mapping
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from ringweave.errors import TrainingError, explain
+from ringweave.params.rules.pace import Pace
 
 FINEST = 4
 """The smallest of them is so many times smaller than a whole one: every push costs its time."""
@@ -31,8 +35,15 @@ class Ticket:
 class TicketOffice:
     """Gives out the samples of every epoch, each once; one thread at a time."""
 
-    def __init__(self, num_rings: int, last: Iterable[Ticket] = (), taken: Mapping[int, int] | None = None) -> None:
-        """`last` and `taken` are those of another office, to go on from there."""
+    def __init__(
+        self,
+        num_rings: int,
+        last: Iterable[Ticket] = (),
+        taken: Mapping[int, int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`last` and `taken` are those of another office, to go on from there; `clock` gives seconds."""
+        self._pace, self._clock = Pace(num_rings), clock
         self._last: list[Ticket | None] = [None] * num_rings
         self._taken: dict[int, int] = dict(taken or {})
         self._wanted: dict[int, int] = {}
@@ -52,6 +63,8 @@ class TicketOffice:
 
     def book(self, ticket: Ticket) -> None:
         """A ticket that another office has given out, and this one follows; once or more often."""
+        if self._last[ticket.ring] != ticket:
+            self._pace.take(ticket.ring, ticket.epoch, ticket.num_samples, self._clock())
         self._last[ticket.ring] = ticket
         self._taken[ticket.epoch] = max(self._taken.get(ticket.epoch, 0), ticket.first + ticket.num_samples)
 
@@ -83,18 +96,50 @@ class TicketOffice:
             )
         first = self._taken.get(epoch, 0)
         left = max(0, epoch_samples - first)
-        fitting = num_samples if num_samples >= epoch_samples else self._fitting(ring, num_samples, left)
+        self._wanted[ring] = num_samples
+        fitting = num_samples if num_samples >= epoch_samples else self._fitting(ring, epoch, left)
         ticket = Ticket(ring=ring, number=number, epoch=epoch, first=first, num_samples=min(fitting, left))
+        self._pace.take(ring, epoch, ticket.num_samples, self._clock())
         self._taken[epoch] = first + ticket.num_samples
         self._last[ring] = ticket
         return ticket
 
-    def _fitting(self, ring: int, num_samples: int, left: int) -> int:
-        """The ring's part of what is left, once that is less than a ticket for each ring."""
-        self._wanted[ring] = num_samples
-        part = -(-num_samples * left // sum(self._wanted.values()))
-        return min(num_samples, max(part, -(-num_samples // FINEST)))
+    def _fitting(self, ring: int, epoch: int, left: int) -> int:
+        """The ring's part of what is left, once that is less than it wants; none where the rest is for others.
+
+        No rest is left that is smaller than the smallest ticket: ranks of a ring that share two samples have one each,
+        which a batch norm refuses. One ring alone takes batches of a synchronous training.
+        """
+        wanted = self._wanted[ring]
+        if len(self._last) == 1:
+            return wanted
+        least = min(wanted, _least(wanted))
+        part = self._pace.part(ring, epoch, left, self._clock())
+        if part is None:
+            found = max(-(-wanted * left // sum(self._wanted.values())), least)
+        elif part < min(least, left) / 2:
+            return 0
+        else:
+            found = math.ceil(max(part, least)) if math.isfinite(part) else wanted
+        found = min(found, wanted, left)
+        rest, smallest = left - found, max(map(_least, self._wanted.values()))
+        if rest == 0 or rest >= smallest:
+            return found
+        return left if left <= wanted else max(least, left - smallest)
+
+    def pushed(self, ring: int, num_samples: int) -> None:
+        """The ring has computed so many samples more, and pushed what came of them."""
+        self._pace.push(ring, num_samples, self._clock())
+
+    def rested(self, ring: int) -> None:
+        """The ring takes no more tickets of the epoch."""
+        self._pace.rest(ring, self._clock())
 
     def taken(self, epoch: int) -> int:
         """Samples of that epoch that are on tickets."""
         return self._taken.get(epoch, 0)
+
+
+def _least(wanted: int) -> int:
+    """Samples of the smallest ticket of a ring that wants so many on a whole one."""
+    return max(2, -(-wanted // FINEST))

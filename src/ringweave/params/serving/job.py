@@ -9,7 +9,7 @@ from ringweave.errors import TrainingError, explain
 from ringweave.params import flat
 from ringweave.params.flat import Flat
 from ringweave.params.messages import Pull, Setup
-from ringweave.params.rules import Leads, Ledger, StalenessPolicy, Tempo, TicketOffice
+from ringweave.params.rules import Leads, Ledger, Meetings, StalenessPolicy, Tempo, TicketOffice
 from ringweave.params.serving import snapshots
 from ringweave.params.serving.model import GatheredModel
 from ringweave.params.serving.rooms import Lanes
@@ -42,8 +42,13 @@ class Job:
     receiving: Lanes
     sending: Lanes
     tempo: Tempo
+    meetings: Meetings
     leads: Leads = field(default_factory=Leads)
     gone: set[int] = field(default_factory=set)
+    testaments: dict[int, str] = field(default_factory=dict)
+    """What came with the last push of each ring."""
+    away_s: dict[int, float] = field(default_factory=dict)
+    """Rings whose connection broke as their representative's end does, and when; until they are heard of again."""
     pulled_after: dict[int, int] = field(default_factory=dict)
     """After which push each ring has asked last: who asks after an earlier one has been given up."""
 
@@ -62,6 +67,15 @@ class Job:
         """Bytes of all tensors, and of the memory that they are received into and sent from."""
         return self.model.memory_bytes + self.receiving.memory_bytes + self.sending.memory_bytes
 
+    def leave(self, ring: int, *, is_for_good: bool) -> None:
+        """The ring computes nothing until it takes parameters again; or never again."""
+        self.ledger.leave(ring)
+        self.model.release(ring)
+        self.leads.rest(ring)
+        self.tickets.rested(ring)
+        if is_for_good:
+            self.gone.add(ring)
+
 
 def begin(setup: Setup, first: Flat, clock: Callable[[], float] = time.monotonic) -> Job:
     """A job that begins with these parameters, whose memory is the job's from now on.
@@ -69,7 +83,8 @@ def begin(setup: Setup, first: Flat, clock: Callable[[], float] = time.monotonic
     Raises:
         TrainingError: The optimizer cannot be made.
     """
-    return _made(GatheredModel(setup, first), Ledger(_policy(setup)), TicketOffice(len(setup.rings)), clock)
+    office = TicketOffice(len(setup.rings), clock=clock)
+    return _made(GatheredModel(setup, first), Ledger(_policy(setup)), office, clock)
 
 
 def resume(snapshot: Snapshot, clock: Callable[[], float] = time.monotonic) -> Job:
@@ -77,7 +92,7 @@ def resume(snapshot: Snapshot, clock: Callable[[], float] = time.monotonic) -> J
     setup, live = snapshot.setup, snapshot.live
     holdings = live.holdings if live else None
     ledger = Ledger(_policy(setup), version=snapshot.version, pushed=snapshot.pushed, holdings=holdings)
-    tickets = TicketOffice(len(setup.rings), live.tickets if live else (), live.taken if live else None)
+    tickets = TicketOffice(len(setup.rings), live.tickets if live else (), live.taken if live else None, clock)
     job = _made(snapshots.restore(snapshot), ledger, tickets, clock)
     job.gone.update(live.gone if live else ())
     return job
@@ -87,7 +102,7 @@ def regrouped(job: Job, setup: Setup, clock: Callable[[], float] = time.monotoni
     """The same job with other rings, which have pushed nothing yet."""
     job.model.setup = setup
     ledger = Ledger(_policy(setup), version=job.ledger.version)
-    return _made(job.model, ledger, TicketOffice(len(setup.rings)), clock)
+    return _made(job.model, ledger, TicketOffice(len(setup.rings), clock=clock), clock)
 
 
 def _policy(setup: Setup) -> StalenessPolicy:
@@ -107,7 +122,14 @@ def _made(model: GatheredModel, ledger: Ledger, tickets: TicketOffice, clock: Ca
         for num_kept in (0, num_rings if setup.compensation else 0)
     ]
     return Job(
-        setup=setup, ledger=ledger, model=model, tickets=tickets, receiving=lanes[0], sending=lanes[1], tempo=tempo
+        setup=setup,
+        ledger=ledger,
+        model=model,
+        tickets=tickets,
+        receiving=lanes[0],
+        sending=lanes[1],
+        tempo=tempo,
+        meetings=Meetings(num_rings),
     )
 
 

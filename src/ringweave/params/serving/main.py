@@ -65,6 +65,7 @@ class Process:
             roles=("worker", "server") if self.pair else ("worker",),
             record=self._log.write if self._log else None,
             complain=_complain,
+            hung_up=self.service.attendance.hung_up,
         )
 
     def stop(self, *_: object) -> None:

@@ -47,6 +47,7 @@ class GatheredModel:
         self._starts = blocks_of(initial)
         self._places = [place for place, view in enumerate(initial.views) for _ in range(_num_blocks(view))]
         self._blocks = [nn.Parameter(block) for block in self._starts]
+        self._scratch = Scratch()
         self.optimizer = optimizers.make(setup.optimizer, self._groups(), self._blocks)
 
     def apply_gradient(
@@ -194,6 +195,7 @@ class GatheredModel:
         """The train step is full: the optimizer goes on for good."""
         blocks = blocks_of(sums)
         for batch in self._batches():
+            self._scratch.clear()
             self._step(batch, self.progress.present, blocks, scale)
         self.moved = set(self.progress.present)
         self.progress.clear()
@@ -204,9 +206,11 @@ class GatheredModel:
             if self._places[index] not in present:
                 continue
             if sums is None:
-                self._blocks[index].grad = torch.zeros_like(self._starts[index])
+                self._blocks[index].grad = self._scratch.like(self._starts[index]).zero_()
+            elif scale != 1.0:
+                self._blocks[index].grad = torch.mul(sums[index], scale, out=self._scratch.like(sums[index]))
             else:
-                self._blocks[index].grad = sums[index] * scale if scale != 1.0 else sums[index]
+                self._blocks[index].grad = sums[index]
         self.optimizer.step()
         for index in batch:
             self._blocks[index].grad = None
@@ -226,11 +230,12 @@ class GatheredModel:
     def _tried_out(self, batch: Sequence[int], outs: Sequence[Tensor]) -> Iterator[None]:
         """Let the optimizer move `outs` in the place of these blocks, and forget that it did."""
         state = self.optimizer.state
+        self._scratch.clear()
         kept = {index: state.pop(self._blocks[index], None) for index in batch}
         for index, own in kept.items():
             self._blocks[index].data = outs[index]
             if own is not None:
-                state[self._blocks[index]] = {name: _copy(value) for name, value in own.items()}
+                state[self._blocks[index]] = {name: self._scratch.copy(value) for name, value in own.items()}
         try:
             yield
         finally:
@@ -250,8 +255,34 @@ def _num_blocks(view: Tensor) -> int:
     return max(1, -(-view.numel() // BLOCK))
 
 
-def _copy(value: object) -> object:
-    return value.clone() if isinstance(value, Tensor) else value
+class Scratch:
+    """Memory for what is needed while a few blocks are worked on, used again for the next ones.
+
+    Fresh memory would be asked for by a thread of its own for each push, and the C library keeps some of what each of
+    them frees.
+    """
+
+    def __init__(self) -> None:
+        self._rooms: dict[torch.dtype, list[Tensor]] = {}
+        self._num_used: dict[torch.dtype, int] = {}
+
+    def clear(self) -> None:
+        """Nobody needs any more what was given out."""
+        self._num_used.clear()
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Memory of that shape and dtype, which holds anything."""
+        rooms, number = self._rooms.setdefault(tensor.dtype, []), self._num_used.get(tensor.dtype, 0)
+        self._num_used[tensor.dtype] = number + 1
+        if number == len(rooms):
+            rooms.append(tensor.new_empty(0))
+        if len(rooms[number]) < tensor.numel():
+            rooms[number] = tensor.new_empty(tensor.numel())
+        return rooms[number][: tensor.numel()].view(tensor.shape)
+
+    def copy(self, value: object) -> object:
+        """A tensor's content in such memory; anything else as it is."""
+        return self.like(value).copy_(value) if isinstance(value, Tensor) else value
 
 
 def compensate(gradient: Flat, now: Flat, base: Flat, strength: float) -> None:

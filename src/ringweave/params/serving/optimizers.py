@@ -16,6 +16,7 @@ _OF_THE_MACHINE = frozenset({"params", "foreach", "fused", "capturable", "differ
 """How and where to compute is each process's own affair."""
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 """Those with one pass over the memory on the CPU, without temporary copies of the size of the model."""
+_SAME_SCRIPT = "Run the same script on all ranks"
 
 
 def check_name(name: str) -> str:
@@ -61,10 +62,10 @@ def make(name: str, groups: Sequence[Group], parameters: Sequence[nn.Parameter])
 
 
 def check(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, Option]]) -> None:
-    """Refuse options that are not of this optimizer's groups.
+    """Refuse options that are not of this optimizer's groups: a step that fails halfway has counted already.
 
     Raises:
-        TrainingError: They belong to other groups.
+        TrainingError: They belong to other groups, or one is no value of its kind.
     """
     if len(options) != len(optimizer.param_groups) or not all(isinstance(each.get("lr"), float) for each in options):
         raise TrainingError(
@@ -72,9 +73,14 @@ def check(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, Optio
                 "options of the optimizer's groups",
                 got=[sorted(given) for given in options],
                 expected=f"those of {len(optimizer.param_groups)} groups, a number as lr among them",
-                do="Run the same script on all ranks",
+                do=_SAME_SCRIPT,
             )
         )
+    for group, given in zip(optimizer.param_groups, options, strict=True):
+        for name, value in given.items():
+            if name in _OF_THE_MACHINE or (name in group and not _is_of_its_kind(value, group[name])):
+                expected = "nothing, it is the server's own" if name in _OF_THE_MACHINE else f"one like {group[name]!r}"
+                raise TrainingError(explain(f"option {name}", got=value, expected=expected, do=_SAME_SCRIPT))
 
 
 def adjust(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, Option]], factor: float) -> None:
@@ -96,6 +102,17 @@ def warm_up() -> None:
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     torch.optim.AdamW([parameter], fused=True).step()
+
+
+def _is_of_its_kind(value: Option, known: object) -> bool:
+    """Whether a value may stand where that one does: schedulers change numbers, and nothing else."""
+    if known is None:
+        return True
+    if isinstance(known, (tuple, list)):
+        return isinstance(value, list) and len(value) == len(known)
+    if isinstance(known, (int, float)) and not isinstance(known, bool):
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, type(known))
 
 
 def _taken(options: Mapping[str, Option]) -> dict[str, Any]:

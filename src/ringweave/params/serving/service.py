@@ -11,12 +11,13 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from ringweave import wire
-from ringweave.errors import DeadlineError, RefusedError, TrainingError, explain
+from ringweave.errors import DeadlineError, TrainingError, explain
 from ringweave.params.flat import Flat
 from ringweave.params.messages import Ask, Leave, Pull, Pulled, Push, Pushed, Regroup, Start, Status, Take, Taken
 from ringweave.params.rules import Receipt, Ticket
+from ringweave.params.serving import attending, regrouping, snapshots
 from ringweave.params.serving import job as jobs
-from ringweave.params.serving import regrouping, snapshots
+from ringweave.params.serving.attending import Attendance
 from ringweave.params.serving.job import Counts, Job
 from ringweave.params.serving.replicas import Alone, Replica
 from ringweave.params.serving.snapshots import Snapshot
@@ -46,10 +47,13 @@ class ParameterService:
         """
         self.counts = Counts()
         self._replica, self._num_peers, self._clock = replica or Alone(), num_peers, clock
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
+        """Guards all that changes, and tells who waits."""
         self._turn = threading.Lock()
         self._copying_bytes = 0
-        self._job: Job | None = None
+        self.job: Job | None = None
+        """What it has, once the job has begun."""
+        self.attendance = Attendance(self, self._replica.check_term, clock)
 
     def handlers(self) -> list[Handler]:
         """What the wire's server has to know."""
@@ -61,23 +65,24 @@ class ParameterService:
             Handler(message=Leave, handle=self._leave),
             Handler(message=Regroup, handle=self._regroup),
             Handler(message=Ask, handle=lambda _: self.status()),
+            *self.attendance.handlers(),
         ]
 
     @property
     def is_done(self) -> bool:
         """Every ring has left."""
-        job = self._job
+        job = self.job
         return job is not None and len(job.gone) == len(job.setup.rings)
 
     @property
     def version(self) -> int:
         """Pushes applied."""
-        return self._job.ledger.version if self._job else 0
+        return self.job.ledger.version if self.job else 0
 
     def resume(self, snapshot: Snapshot) -> None:
         """Go on from a snapshot, before anybody has called."""
-        with self._changed:
-            self._job = jobs.resume(snapshot, self._clock)
+        with self.changed:
+            self.job = jobs.resume(snapshot, self._clock)
 
     def snapshot(self, path: Path) -> int | None:
         """Write the state as it is now to a file; pushes go on meanwhile. The version; None before the job begins.
@@ -85,8 +90,8 @@ class ParameterService:
         Raises:
             OSError: The disk does not take it.
         """
-        with self._changed:
-            job = self._job
+        with self.changed:
+            job = self.job
             if job is None:
                 return None
             found = snapshots.take(job.model, job.ledger.version, job.ledger.pushed)
@@ -94,7 +99,7 @@ class ParameterService:
         try:
             snapshots.save(found, path)
         finally:
-            with self._changed:
+            with self.changed:
                 self._copying_bytes -= found.num_bytes
         return found.version
 
@@ -102,30 +107,30 @@ class ParameterService:
     def standing_still(self) -> Iterator[bytes]:
         """The whole state for a standby, and no push is applied for the length of the block; empty before the job."""
         with self._turn:
-            with self._changed:
-                job = self._job
+            with self.changed:
+                job = self.job
                 found = snapshots.take(job.model, job.ledger.version, job.ledger.pushed, job.live) if job else None
             state = snapshots.to_bytes(found) if found else b""
             del found
-            with self._changed:
+            with self.changed:
                 self._copying_bytes += len(state)
             try:
                 yield state
             finally:
-                with self._changed:
+                with self.changed:
                     self._copying_bytes -= len(state)
 
     def follow_push(self, push: Push, buffers: Sequence[memoryview]) -> None:
         """Apply a push that another server leads with."""
-        with self._changed:
-            job = self._started_job()
+        with self.changed:
+            job = self.started_job()
             if job.ledger.receipt(push.ring, push.sequence) is None:
                 self._apply(job, push, buffers)
 
     def follow_grant(self, ring: int, version: int, ahead: float) -> None:
         """Book a grant of another server, whose parameters are so many train steps ahead."""
-        with self._changed:
-            job = self._started_job()
+        with self.changed:
+            job = self.started_job()
             job.gone.discard(ring)
             job.ledger.grant(ring, version)
             job.leads.grant(ring, job.model.progress.total)
@@ -136,17 +141,17 @@ class ParameterService:
 
     def follow_ticket(self, ticket: Ticket) -> None:
         """Book a ticket of another server."""
-        with self._changed:
-            self._started_job().tickets.book(ticket)
+        with self.changed:
+            self.started_job().tickets.book(ticket)
 
     def follow_leave(self, leave: Leave) -> None:
         """Book that a ring has left another server."""
-        self._book_leave(self._started_job(), leave)
+        self._book_leave(self.started_job(), leave)
 
     def status(self) -> Status:
         """What it has done so far."""
-        with self._changed:
-            counts, job = self.counts, self._job
+        with self.changed:
+            counts, job = self.counts, self.job
             return Status(
                 version=job.ledger.version if job else 0,
                 staleness={str(age): number for age, number in sorted(counts.staleness.items())},
@@ -165,12 +170,12 @@ class ParameterService:
         self._replica.check_term(message.term)
         setup = message.setup
         jobs.check_buffers(setup, [len(buffer) for buffer in call.buffers])
-        with self._changed:
-            if self._job is None:
+        with self.changed:
+            if self.job is None:
                 # Received memory is the caller's connection's: kept, since nobody else has it.
-                self._job = jobs.begin(setup, Flat.over(setup.tensors, call.buffers), self._clock)
+                self.job = jobs.begin(setup, Flat.over(setup.tensors, call.buffers), self._clock)
                 self.counts.received_bytes += sum(len(buffer) for buffer in call.buffers)
-            elif self._job.setup != setup:
+            elif self.job.setup != setup:
                 raise TrainingError(
                     explain(
                         "job on the parameter server",
@@ -184,26 +189,26 @@ class ParameterService:
 
     def _room(self, incoming: Incoming) -> Sequence[memoryview]:
         message: Push = incoming.message
-        job = self._find(message.term, message.ring, incoming.peer)
+        job = self.find(message.term, message.ring, incoming.peer)
         return self._room_of(job, message, incoming.sizes)
 
     def follow_room(self, push: Push, sizes: Sequence[int]) -> Sequence[memoryview]:
         """Memory for a push that another server leads with."""
-        return self._room_of(self._started_job(), push, sizes)
+        return self._room_of(self.started_job(), push, sizes)
 
     def _room_of(self, job: Job, push: Push, sizes: Sequence[int]) -> Sequence[memoryview]:
         jobs.check_buffers(job.setup, sizes)
-        with self._changed:
+        with self.changed:
             rooms = job.receiving.of(is_slow=job.tempo.is_slow(push.ring))
         room = rooms.take()  # without the lock: whoever has the room needs it to be done
-        with self._changed:
+        with self.changed:
             job.tempo.begin(push.ring, self._clock())
         return room
 
     def _push(self, call: Call) -> Pushed:
         push: Push = call.message
-        job = self._find(push.term, push.ring, call.peer)
-        with self._changed:
+        job = self.find(push.term, push.ring, call.peer)
+        with self.changed:
             job.tempo.end(push.ring, self._clock())
             self.counts.received_bytes += sum(len(buffer) for buffer in call.buffers)
             self.counts.most_peers = max(self.counts.most_peers, self._num_peers())
@@ -211,9 +216,9 @@ class ParameterService:
             receipt = self._known(job, push)
             if receipt is None:
                 self._replica.pushing(push, call.buffers)
-                with self._changed:
+                with self.changed:
                     receipt = self._apply(job, push, call.buffers)
-                    self._changed.notify_all()
+                    self.changed.notify_all()
         return Pushed(
             version=receipt.version,
             staleness_versions=receipt.staleness_versions,
@@ -223,7 +228,7 @@ class ParameterService:
 
     def _known(self, job: Job, push: Push) -> Receipt | None:
         """The receipt of a push that was applied before; an error if it cannot be applied."""
-        with self._changed:
+        with self.changed:
             receipt = job.ledger.receipt(push.ring, push.sequence)
             if receipt is None:
                 job.ledger.check(push.ring, push.sequence, push.base_version)
@@ -243,6 +248,8 @@ class ParameterService:
         else:
             job.model.apply_change(content, push.batch_share * damping)
         receipt = job.ledger.push(push.ring, push.sequence, push.base_version)
+        job.testaments[push.ring] = push.testament
+        job.tickets.pushed(push.ring, push.num_samples)
         self.counts.staleness[receipt.staleness_versions] += 1
         self.counts.pushes[push.ring] += 1
         self.counts.samples += push.num_samples
@@ -250,16 +257,16 @@ class ParameterService:
 
     def _pull(self, call: Call) -> Answer:
         pull: Pull = call.message
-        job = self._find(pull.term, pull.ring, call.peer)
+        job = self.find(pull.term, pull.ring, call.peer)
         is_between_pushes = job.setup.compensation > 0
-        with self._changed:
+        with self.changed:
             job.pulled_after[pull.ring] = max(pull.after_sequence, job.pulled_after.get(pull.ring, 0))
         while True:
-            with self._changed:
+            with self.changed:
                 room = self._wait_for_room(job, call)
             # The standby reads what the next push is compensated by itself: by the same pushes as here.
             with self._turn if is_between_pushes else nullcontext():
-                with self._changed:
+                with self.changed:
                     granted = jobs.grant(job, pull, room) if jobs.is_due(job, pull) else None
                 if granted is not None:  # else another ring was faster, and this one waits again
                     version, ahead = granted
@@ -272,7 +279,7 @@ class ParameterService:
         """Memory for the answer, once the ring may go on; an error if that is too late, or nobody waits any more."""
         pull: Pull = call.message
         while True:
-            is_wanted = not call.cancelled.is_set() and pull.after_sequence == job.pulled_after[pull.ring]
+            is_wanted = not call.cancelled.is_set() and pull.after_sequence == job.pulled_after.get(pull.ring)
             room = self._sending_room(job, pull) if is_wanted else None
             if room is not None:
                 return room
@@ -285,7 +292,7 @@ class ParameterService:
                         do="Look which ring does not push any more",
                     )
                 )
-            self._changed.wait(min(_ROOM_LOOK_S if jobs.is_due(job, pull) else _LOOK_S, max(0.0, call.left_s())))
+            self.changed.wait(min(_ROOM_LOOK_S if jobs.is_due(job, pull) else _LOOK_S, max(0.0, call.left_s())))
 
     def _sending_room(self, job: Job, pull: Pull) -> list[memoryview] | None:
         """Memory for the answer; None as long as the ring may not go on, or all of it is on its way to others."""
@@ -293,57 +300,46 @@ class ParameterService:
 
     def _take(self, call: Call) -> Taken:
         take: Take = call.message
-        job = self._find(take.term, take.ring, call.peer)
-        with self._changed:
+        job = self.find(take.term, take.ring, call.peer)
+        with self.changed:
             ticket = job.tickets.take(take.ring, take.number, take.epoch, take.num_samples, take.epoch_samples)
         self._replica.ticketed(ticket)
         return Taken(first=ticket.first, num_samples=ticket.num_samples)
 
     def _leave(self, call: Call) -> Done:
         leave: Leave = call.message
-        self._book_leave(self._find(leave.term, leave.ring, call.peer), leave)
+        self._book_leave(self.find(leave.term, leave.ring, call.peer), leave)
         self._replica.left(leave)
         return Done()
 
     def _book_leave(self, job: Job, leave: Leave) -> None:
-        with self._changed:
-            job.ledger.leave(leave.ring)
-            job.model.release(leave.ring)
-            job.leads.rest(leave.ring)
-            if leave.is_for_good:
-                job.gone.add(leave.ring)
-            self._changed.notify_all()
+        with self.changed:
+            job.leave(leave.ring, is_for_good=leave.is_for_good)
+            self.changed.notify_all()
 
     def _regroup(self, call: Call) -> Done:
         message: Regroup = call.message
-        job = self._find(message.term, message.ring, call.peer)
-        with self._changed:
+        job = self.find(message.term, message.ring, call.peer)
+        with self.changed:
             setup = regrouping.regrouped(job.setup, message.rings, job.ledger.computing)
             if setup != job.setup:  # else it is said again, on a new connection
-                self._job = jobs.regrouped(job, setup, self._clock)
+                self.job = jobs.regrouped(job, setup, self._clock)
         self._replica.started()
         return Done()
 
-    def _started_job(self) -> Job:
-        job = self._job
+    def started_job(self) -> Job:
+        """The job; an error before it has begun."""
+        job = self.job
         if job is None:
             raise TrainingError(
                 explain("job", got="none yet", expected="one that rank 0 has begun", do="Call ringweave.prepare")
             )
         return job
 
-    def _find(self, term: int, ring: int, peer: wire.Identity) -> Job:
+    def find(self, term: int, ring: int, peer: wire.Identity) -> Job:
         """The job, if that peer may speak for that ring, and this server may answer."""
         self._replica.check_term(term)
-        job = self._started_job()
-        members = job.setup.rings[ring] if ring < len(job.setup.rings) else []
-        if peer.role == "worker" and peer.name not in map(str, members):
-            raise RefusedError(
-                explain(
-                    f"caller for ring {ring}",
-                    got=peer.name,
-                    expected=f"one of its ranks {', '.join(map(str, members)) or '(there is no such ring)'}",
-                    do="Join that ring first",
-                )
-            )
+        job = self.started_job()
+        attending.check_speaker(job, ring, peer)
+        job.away_s.pop(ring, None)
         return job

@@ -16,7 +16,7 @@ class Overseer:
     def __init__(self, controller: Controller, layout: Layout, policy: Policy, log: EventLog | None) -> None:
         self.controller = controller
         self._layout, self._policy, self._log = layout, policy, log
-        self._lookout = Lookout(policy)
+        self._lookout = Lookout(controller.workload, policy)
         self._travelling: tuple[int, float] | None = None
         self._steps: list[tuple[tuple[float, ...], float]] = []
         self._window: Window | None = None
@@ -40,7 +40,7 @@ class Overseer:
         first = train_step + 1 - len(self._steps)
         self._window = Window(first_step=first, compute_s=tuple(zip(*rows, strict=True)), step_s=steps_s)
         self._steps.clear()
-        if self._lookout.is_due(self._window, self.controller.splits):
+        if self._lookout.is_due(self._window, self.controller.splits, self.controller.conditions):
             return Ask.PROBE
         return Ask.LISTEN if self._rule(self._window).is_move else Ask.NOTHING
 
@@ -48,7 +48,7 @@ class Overseer:
         """The links behind the newest window."""
         assert self._window is not None
         window = replace(self._window, rates=tuple(rates))
-        self._lookout.looked(window, self.controller.splits, took_s)
+        self._lookout.looked(window, self.controller.splits, self.controller.conditions, took_s)
         self._rule(window)
 
     def moved(self, outcome: Outcome, at_step: int) -> None:

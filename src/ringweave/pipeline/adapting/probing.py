@@ -4,8 +4,9 @@ A probe is short, since nobody trains meanwhile: one message each way at the sam
 links that share no stage at once. Only where the time differs from the one before it is repeated, and the fastest
 counts: whatever else runs makes a message slower, nothing makes it faster than its link.
 
-Such a message is too short for its own rate: a limited link lets a burst through, and the answer takes its time. So it
-is compared with what the same message took when the links were profiled.
+Such a message is too short for its own rate: a limited link lets a burst through at first, and the answer takes its
+time. So it is compared with what the same message took when the links were profiled, and each begins after a pause in
+which the link may let through a whole burst again.
 """
 
 import time
@@ -17,10 +18,11 @@ import torch.distributed as dist
 from ringweave.pipeline.pipeline import Pipeline
 from ringweave.pipeline.profiling.links import Probe
 
-MESSAGE_S = 0.005
-"""What a message is to take at the rate that is believed; of a window of some seconds next to nothing."""
-LEAST_BYTES, MOST_BYTES = 128 * 1024, 2**20
-"""Of a message; shorter ones pass in a burst that says nothing about the rate."""
+MESSAGE_S = 0.003
+"""What a message is to take at the rate that is believed, beside the burst: next to nothing of a window."""
+BURST_BYTES, MOST_BYTES = 128 * 1024, 2**20
+"""A limited link lets less than that through at once; no message is longer than the other."""
+MOST_PAUSE_S = 0.01
 MORE_ROUNDS, FIRST_ROUNDS = 2, 5
 _PAYLOAD, _READY, _DONE = 1, 2, 3
 
@@ -34,12 +36,14 @@ class Prober:
         rates: Sequence[float],
         drift: float,
         clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         """`rates` in bytes per second are those that links have now; beyond a factor of `drift` a probe is repeated."""
-        self._pipeline, self._drift, self._clock = pipeline, drift, clock
+        self._pipeline, self._drift, self._clock, self._sleep = pipeline, drift, clock, sleep
         self._stage, self._num_links = pipeline.stage, pipeline.layout.num_stages - 1
-        self.num_bytes = [self._size(rate) for rate in rates]
+        self.num_bytes = [int(min(BURST_BYTES + MESSAGE_S * rate, MOST_BYTES)) for rate in rates]
         """Of a message on each link."""
+        self._pause_s = min(MOST_PAUSE_S, max((BURST_BYTES / rate for rate in rates if rate > 0), default=0.0))
         self._rates = tuple(rates)
         self._first = self._fastest(FIRST_ROUNDS)
         self._before = self._first
@@ -60,7 +64,8 @@ class Prober:
 
     def _once(self) -> list[float]:
         found = torch.zeros(self._num_links, dtype=torch.float64)
-        for parity in (0, 1):
+        for parity in range(min(2, self._num_links)):
+            self._sleep(self._pause_s)
             for link in range(parity, self._num_links, 2):
                 if self._stage in (link, link + 1):
                     found[link] = self._exchange(link)
@@ -70,12 +75,11 @@ class Prober:
         """Seconds on this rank, until the other end has all."""
         peer = link + 1 if self._stage == link else link
         num_bytes = self.num_bytes[link]
-        if self._pipeline.device.type != "cpu":
-            # NCCL tells no messages apart by tags: one direction after the other.
-            probe = Probe(self._pipeline.groups.pipeline, self._pipeline.device, self._clock)
-            return max(probe.exchange(self._stage, *way, num_bytes) for way in ((link, link + 1), (link + 1, link)))
-        # The first message takes up what a limited link lets through in a burst; the second one is timed.
-        return [self._message(peer, num_bytes) for _ in range(2)][-1]
+        if self._pipeline.device.type == "cpu":
+            return self._message(peer, num_bytes)
+        # NCCL tells no messages apart by tags: one direction after the other.
+        probe = Probe(self._pipeline.groups.pipeline, self._pipeline.device, self._clock)
+        return max(probe.exchange(self._stage, *way, num_bytes) for way in ((link, link + 1), (link + 1, link)))
 
     def _message(self, peer: int, num_bytes: int) -> float:
         """Both ways at once: seconds until the other end has all of ours."""
@@ -95,9 +99,6 @@ class Prober:
         for work in (ready, sent, done):
             _wait(work)
         return took_s
-
-    def _size(self, rate: float) -> int:
-        return int(min(max(MESSAGE_S * rate, LEAST_BYTES), MOST_BYTES))
 
 
 def _wait(work: dist.Work | None) -> None:

@@ -2,7 +2,9 @@
 
 Stages that only wait, for known times, run some steps on the pipeline's own ranks and groups. What its actions take
 longer than their waits is torch's and ours; and as much as the simulator must add to each transfer to come to the
-measured step is what starting one takes. Nothing of the model is computed or changed.
+measured step is what starting one takes. Stages wait longer than transfers take: else what is rehearsed would be the
+links, and all that a link does otherwise than in its model would be laid on the stages. Nothing of the model is
+computed or changed.
 """
 
 import time
@@ -23,8 +25,10 @@ from ringweave.pipeline.running.runner import Runner
 from ringweave.sim import pipelines
 from ringweave.sim.pipelines import Overheads, StageTimes
 
-_WAIT_S = 0.002
-"""Of a rehearsed forward, and of a backward."""
+_WAIT_S, _OVER_TRANSFER = 0.002, 1.5
+"""Of a rehearsed forward, and of a backward: at least, and at least so many times what the slowest transfer takes."""
+_Times = tuple[Callable[[], float], Callable[[float], object]]
+"""A clock, and what waits by it."""
 _MOST_MESSAGE_S = 0.02
 _HALVINGS = 14
 """Of that, until what a message takes is known to some microseconds."""
@@ -51,12 +55,13 @@ def rehearse(
         clock: In seconds.
         sleep: Waits that long.
 
-    Cost: (rounds + 1) steps of 4 ms for each microbatch.
+    Cost: (rounds + 1) steps of 4 ms for each microbatch, more over slow links.
     """
     if pipeline.device.type != "cpu":
         return Overheads()
+    transfers = _transfers(pipeline, links)
     with torch.random.fork_rng(devices=[]):
-        stand_in = _Rehearsal(pipeline, target, clock, sleep)
+        stand_in = _Rehearsal(pipeline, target, _wait_s(transfers), (clock, sleep))
         laps = [stand_in.step() for _ in range(rounds + 1)][1:]
     own = torch.tensor(laps, dtype=torch.float64).median(0).values
     table = torch.zeros(pipeline.layout.num_stages, len(own), dtype=torch.float64)
@@ -64,7 +69,7 @@ def rehearse(
     rows = pipeline.groups.greatest(table).tolist()
     waited, actions, steps, ends = zip(*rows, strict=True)
     found = Overheads(action_s=actions, step_s=max(ends))
-    times = replace(_transfers(pipeline, links), forward_s=waited, backward_s=waited)
+    times = replace(transfers, forward_s=waited, backward_s=waited)
     return replace(found, message_s=_message_s(pipeline, times, found, max(steps)))
 
 
@@ -82,6 +87,12 @@ def _transfers(pipeline: Pipeline, links: Links) -> StageTimes:
     )
 
 
+def _wait_s(transfers: StageTimes) -> float:
+    """So long that no link holds a stage up."""
+    slowest_s = max((*transfers.forward_transfer_s, *transfers.backward_transfer_s), default=0.0)
+    return max(_WAIT_S, _OVER_TRANSFER * slowest_s)
+
+
 def _message_s(pipeline: Pipeline, times: StageTimes, found: Overheads, measured_s: float) -> float:
     """With what the simulated rehearsal is as long as the measured one."""
     transfers = transfers_of(pipeline.settings.schedule)
@@ -97,9 +108,8 @@ def _message_s(pipeline: Pipeline, times: StageTimes, found: Overheads, measured
 class _Rehearsal:
     """The pipeline's order on stages of one block each, which waits."""
 
-    def __init__(
-        self, pipeline: Pipeline, target: Tensor | None, clock: Callable[[], float], sleep: Callable[[float], object]
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, target: Tensor | None, wait_s: float, times: _Times) -> None:
+        clock = times[0]
         self._pipeline, self._clock = pipeline, clock
         whole, num = pipeline.layout, pipeline.settings.num_microbatches
         layout = Layout(
@@ -109,7 +119,7 @@ class _Rehearsal:
         loss_fn = _sum if target is None else self._timed(pipeline.loss_fn)
         self._runner = Runner(layout, pipeline.settings, loss_fn, pipeline.groups, pipeline.device)
         self._runner.stopwatch.clock, self._runner.stopwatch.is_on = clock, True
-        stages = [_Waiting(each, clock, sleep) for each in crossing[1:]]
+        stages = [_Waiting(each, wait_s, times) for each in crossing[1:]]
         self._own = stages[pipeline.stage]
         self._runner.place(layout, HeldBlocks(stages, [pipeline.stage], pipeline.device), crossing)
         self._inputs = tuple(_batch(value, num) for value in crossing[0].empty())
@@ -139,14 +149,14 @@ class _Rehearsal:
 class _Waiting(nn.Module):
     """Waits, and gives what the next stage expects."""
 
-    def __init__(self, leaving: Boundary, clock: Callable[[], float], sleep: Callable[[float], object]) -> None:
+    def __init__(self, leaving: Boundary, wait_s: float, times: _Times) -> None:
         super().__init__()
         self.waited_s = 0.0
         """So far."""
         self.trained = nn.Parameter(torch.zeros(()))
         """Without it the first stage would have nothing to go back to."""
         self._leaving = [filling.like(form, torch.device("cpu")) for form in leaving.empty()]
-        self._clock, self._sleep = clock, sleep
+        self._wait_s, (self._clock, self._sleep) = wait_s, times
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
         """Whatever comes in: something in the form of what leaves."""
@@ -156,7 +166,7 @@ class _Waiting(nn.Module):
     def wait(self) -> None:
         """One action's time."""
         begun_s = self._clock()
-        self._sleep(_WAIT_S)
+        self._sleep(self._wait_s)
         self.waited_s += self._clock() - begun_s
 
 

@@ -1,7 +1,7 @@
 """Which rank computes which samples of a batch: speeds, shares in whole samples, orders of an epoch, accounts."""
 
 from ringweave.planning.balancing.accounts import Account, fingerprint
-from ringweave.planning.balancing.epochs import EpochOrder, cut, shuffled
+from ringweave.planning.balancing.epochs import EpochOrder, batch_part, cut, shuffled
 from ringweave.planning.balancing.estimating import SpeedEstimator
 from ringweave.planning.balancing.hesitating import Rebalancer
 from ringweave.planning.balancing.shares import Change, apportion, rebalance, scale, step_s
@@ -15,6 +15,7 @@ __all__ = [
     "Speed",
     "SpeedEstimator",
     "apportion",
+    "batch_part",
     "cut",
     "fingerprint",
     "rebalance",

@@ -44,3 +44,10 @@ class Account:
             num_samples=self.num_samples + other.num_samples,
             fingerprint=(self.fingerprint + other.fingerprint) % _MODULUS,
         )
+
+    def __sub__(self, other: "Account") -> "Account":
+        """What is left of these samples without others that are among them."""
+        return Account(
+            num_samples=self.num_samples - other.num_samples,
+            fingerprint=(self.fingerprint - other.fingerprint) % _MODULUS,
+        )

@@ -47,3 +47,17 @@ def cut(shares: Sequence[int], rank: int) -> slice:
     """Which part of a batch is a rank's: the ranks take theirs one after the other."""
     begin = sum(shares[:rank])
     return slice(begin, begin + shares[rank])
+
+
+def batch_part(first: int, count: int, *, batch_samples: int, num_samples: int) -> float:
+    """The train steps of synchronous training that these samples of an epoch make: each counts as in its batch there.
+
+    Args:
+        first: Place of the first one in the epoch's order.
+        count: How many follow each other, with it.
+        batch_samples: Of a whole batch; the last one may be smaller.
+        num_samples: Of the epoch.
+    """
+    whole_end = num_samples - num_samples % batch_samples
+    whole = max(0, min(first + count, whole_end) - first)
+    return whole / batch_samples + ((count - whole) / (num_samples - whole_end) if count > whole else 0.0)

@@ -58,25 +58,30 @@ class SpeedEstimator:
 
     def __init__(self) -> None:
         self._num_seen = 0
-        self._unfinished: list[Block] = []
+        self._unfinished: list[tuple[float, float, float]] = []
+        self._outside: deque[float] = deque(maxlen=WINDOW)
+        """Work beside computing of each block, in samples."""
         self._recent: deque[Block] = deque(maxlen=WINDOW)
         self._overhead_samples = 0.0
         self._before: _Settled | None = None
         self._has_compared = False
 
-    def observe(self, num_samples: int, seconds: float) -> None:
+    def observe(self, num_samples: int, seconds: float, outside: float = 0.0) -> None:
         """Take in one step of this rank.
 
         Args:
             num_samples: What it computed; a step without any is left out.
             seconds: How long that took it, without waiting for others.
+            outside: What it worked beside that, in multiples of it: communicating takes who is throttled long.
         """
         self._num_seen += 1
         if self._num_seen <= WARM_UP_STEPS or num_samples < 1 or seconds <= 0:
             return
-        self._unfinished.append((num_samples, seconds))
-        samples, times_s = zip(*self._unfinished, strict=True)
+        beside = min(outside * (self._overhead_samples + num_samples), _MOST_OVERHEAD * num_samples)
+        self._unfinished.append((num_samples, seconds, beside))
+        samples, times_s, besides = zip(*self._unfinished, strict=True)
         if sum(times_s) >= BLOCK_S or len(times_s) >= BLOCK_STEPS:
+            self._outside.append(statistics.fmean(besides))
             self._complete((statistics.fmean(samples), statistics.fmean(times_s)))
             self._unfinished.clear()
 
@@ -85,14 +90,18 @@ class SpeedEstimator:
         """The speed by now; None before enough steps were seen."""
         if len(self._recent) < _ENOUGH:
             return None
-        q = self._overhead_samples
         each_s = self._each_s()
         middle, scatter = _middle(each_s)
         return Speed(
             s_per_sample=middle,
-            overhead_samples=q,
+            overhead_samples=self._overhead_samples + statistics.median(self._outside),
             noise=max(_SLOWEST_OF_EQUALS * scatter, _DOUBT / len(each_s)),
         )
+
+    @property
+    def recent_s(self) -> tuple[float, ...]:
+        """Seconds of a sample in each of the blocks that count now: how much they differ tells stalls."""
+        return tuple(self._each_s())
 
     def _complete(self, block: Block) -> None:
         if self._recent and block[0] != self._recent[-1][0]:
@@ -113,6 +122,7 @@ class SpeedEstimator:
         middle, latest = statistics.median(each_s), each_s[-_ENOUGH:]
         if len(each_s) > _ENOUGH and (min(latest) > middle * _ANOTHER_SPEED or max(latest) < middle / _ANOTHER_SPEED):
             self._recent = deque(list(self._recent)[-_ENOUGH:], maxlen=WINDOW)
+            self._outside = deque(list(self._outside)[-_ENOUGH:], maxlen=WINDOW)
 
     def _settled(self) -> _Settled | None:
         """The latest share and its median time, if there are enough blocks with it."""

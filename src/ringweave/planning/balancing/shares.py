@@ -94,11 +94,11 @@ def rebalance(
 
 
 def scale(shares: Shares, num_samples: int) -> Shares:
-    """The shares of a smaller batch, in the same proportions: largest remainders; some may be 0.
+    """The shares of a batch of other size, in the same proportions: largest remainders; some may be 0.
 
     Args:
         shares: Those of a whole batch.
-        num_samples: At most their sum.
+        num_samples: Of the other one.
     """
     total = sum(shares)
     whole = [share * num_samples // total for share in shares]

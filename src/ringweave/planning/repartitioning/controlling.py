@@ -23,10 +23,8 @@ from ringweave.planning.repartitioning.moves import moved_bytes, moves, pause_s
 from ringweave.planning.repartitioning.policies import Policy
 from ringweave.planning.repartitioning.rulings import Ruling, Window
 from ringweave.planning.repartitioning.searching import Candidate, Splits, num_simulations, search
-from ringweave.planning.repartitioning.workloads import Conditions, Workload
+from ringweave.planning.repartitioning.workloads import FELT, Conditions, Workload
 
-_FELT = 0.1
-"""Of the slowest stage's computing for a microbatch, what a transfer must take for its link to matter."""
 _MOST_DOUBLINGS = 6
 """Of the cooldown: 64 windows."""
 
@@ -63,7 +61,8 @@ class Controller:
         self, workload: Workload, splits: Splits, conditions: Conditions | None = None, policy: Policy | None = None
     ) -> None:
         """`conditions` is what is believed before anything is measured: the cluster file's speeds, probed rates."""
-        self._workload = workload
+        self.workload = workload
+        """What is partitioned."""
         self._policy = policy or Policy()
         prior = conditions or Conditions(speeds=(1.0,) * workload.num_devices)
         self._speeds = [self._estimator(speed) for speed in prior.speeds]
@@ -111,6 +110,7 @@ class Controller:
             if step_s >= before_s and not self._policy.unconditional:
                 return self._return(step_s, before_s)
             self._num_vain = 0 if step_s < before_s else self._num_vain
+            self._pending = self._pending or _SECOND_LOOK
         elif drifted:
             self._refused.clear()
         if not self._is_due(window.end_step):
@@ -130,7 +130,7 @@ class Controller:
         if ruling is None:
             return
         self._ruling = None
-        made = moves(self.splits, ruling.splits, self._workload.num_blocks)
+        made = moves(self.splits, ruling.splits, self.workload.num_blocks)
         self._note_move(ruling, at_step, is_done=is_done, pause_s=pause_s, why=why, blocks=len(made))
         if ruling.is_return or not is_done:
             self._num_vain = min(self._num_vain + 1, _MOST_DOUBLINGS)
@@ -139,7 +139,7 @@ class Controller:
         if not is_done:
             self._pending = self._pending or ruling.why
             return
-        self._s_per_byte = max(self._s_per_byte, pause_s / max(1.0, moved_bytes(self._workload, made)))
+        self._s_per_byte = max(self._s_per_byte, pause_s / max(1.0, moved_bytes(self.workload, made)))
         if ruling.is_return:
             self._refused.add(self.splits)
         self.splits = ruling.splits
@@ -155,7 +155,7 @@ class Controller:
         """Take in a window; in words what has drifted, if anything has."""
         found = []
         for device, (profiled_s, row) in enumerate(
-            zip(self._workload.profiled_s(self.splits), window.compute_s, strict=True)
+            zip(self.workload.profiled_s(self.splits), window.compute_s, strict=True)
         ):
             before = self._speeds[device].value
             if self._speeds[device].observe([profiled_s / seconds for seconds in row if seconds > 0]):
@@ -174,13 +174,12 @@ class Controller:
         """
         rates = list(self.conditions.rates)
         rates[link] = min(before, rates[link])
-        return self._part_of_computing(link, replace(self.conditions, rates=tuple(rates))) > _FELT
+        return self._part_of_computing(link, replace(self.conditions, rates=tuple(rates))) > FELT
 
     def _part_of_computing(self, link: int, conditions: Conditions) -> float:
         """A link's transfer for a microbatch, of what the slowest stage computes for it."""
-        times = self._workload.times(self.splits, conditions)
-        computing_s = max(f + b for f, b in zip(times.forward_s, times.backward_s, strict=True))
-        return max(times.transfer_s(link)) / computing_s if computing_s else 0.0
+        times = self.workload.times(self.splits, conditions)
+        return max(times.transfer_s(link)) / times.slowest_s if times.slowest_s else 0.0
 
     def _is_due(self, step: int) -> bool:
         is_period = self._since_solved >= self._policy.every_steps
@@ -198,10 +197,10 @@ class Controller:
         """Solve, and move if it is worth it."""
         why = self._pending or f"{self._policy.every_steps} steps have passed"
         conditions = self.conditions
-        most = num_simulations(self._workload, self._thinking_s)
-        best = search(self._workload, conditions, self.splits, self._refused, most)
+        most = num_simulations(self.workload, self._thinking_s)
+        best = search(self.workload, conditions, self.splits, self._refused, most)
         self._thinking_s = 0.0
-        now_s = self._workload.step_s(self.splits, conditions)
+        now_s = self.workload.step_s(self.splits, conditions)
         pause = self._pause_s(best.splits, conditions, step_s)
         verdict = self._verdict(best, now_s, pause)
         self._since_solved = 0
@@ -258,16 +257,16 @@ class Controller:
 
     def _pause_s(self, splits: Splits, conditions: Conditions, step_s: float) -> float:
         """By formula, or by what the slowest move so far took for a byte if that is more."""
-        made = moves(self.splits, splits, self._workload.num_blocks)
-        by_formula = pause_s(self._workload, made, conditions, step_s)
-        return max(by_formula, self._s_per_byte * moved_bytes(self._workload, made))
+        made = moves(self.splits, splits, self.workload.num_blocks)
+        by_formula = pause_s(self.workload, made, conditions, step_s)
+        return max(by_formula, self._s_per_byte * moved_bytes(self.workload, made))
 
     def _before_s(self, *, is_other: bool) -> float:
         """What a step took before the last move; under other conditions changed as much as it is simulated to be."""
         before = self._before
         if not is_other or before.predicted_s == math.inf:
             return before.measured_s
-        return before.measured_s * self._workload.step_s(before.splits, self.conditions) / before.predicted_s
+        return before.measured_s * self.workload.step_s(before.splits, self.conditions) / before.predicted_s
 
     def _return(self, step_s: float, before_s: float) -> Ruling:
         """Take the last move back."""
@@ -279,8 +278,8 @@ class Controller:
                 is_move=True,
                 is_return=True,
                 why=f"measured steps take {step_s:.4g} s, before the move {before_s:.4g} s",
-                predicted_before_s=self._workload.step_s(self.splits, conditions),
-                predicted_after_s=self._workload.step_s(splits, conditions),
+                predicted_before_s=self.workload.step_s(self.splits, conditions),
+                predicted_after_s=self.workload.step_s(splits, conditions),
                 predicted_pause_s=self._pause_s(splits, conditions, step_s),
             )
         )
@@ -297,13 +296,13 @@ class Controller:
         fields: dict[str, object] = {
             "first_step": window.first_step,
             "end_step": window.end_step,
-            "blocks": self._workload.num_blocks,
+            "blocks": self.workload.num_blocks,
             "splits": list(self.splits),
             "compute_s": [statistics.median(row) for row in window.compute_s],
             "speeds": list(conditions.speeds),
             "rates": list(conditions.rates),
             "measured_s": step_s,
-            "predicted_s": self._workload.step_s(self.splits, conditions),
+            "predicted_s": self.workload.step_s(self.splits, conditions),
         }
         self._notes.append(Note("pipeline_measured", fields))
 
@@ -324,4 +323,5 @@ class Controller:
 
 
 _MOVE = "move"
+_SECOND_LOOK = "blocks have moved, and computing was measured anew"
 _UNCERTAIN = "not certain yet"

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from ringweave.planning.partitioning import Problem, solve
 from ringweave.planning.repartitioning.workloads import Conditions, Workload
 
-ACTIONS_PER_S = 50_000
+ACTIONS_PER_S = 200_000
 """Simulated by Python in a second, at least: with it a share of the time becomes a number of simulations."""
-_BOUNDS_A_SIMULATION = 8
+_BOUNDS_A_SIMULATION = 2
 """So many partitions are bounded in the time in which one is simulated, at least."""
 _ROUNDING = 1 - 1e-9
 """A bound adds up in another order than a simulation does."""

@@ -1,5 +1,6 @@
 """What a pipeline's blocks take, and how a partition of them does under given speeds of devices and rates of links."""
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -8,7 +9,10 @@ from dataclasses import dataclass, field, replace
 from ringweave.errors import UsageError, explain
 from ringweave.planning.partitioning import Memory, Problem
 from ringweave.planning.partitioning.costs import Costs
-from ringweave.sim.pipelines import Order, Overheads, StageTimes, generate, simulate
+from ringweave.sim.pipelines import Course, Order, Overheads, StageTimes, generate
+
+FELT = 0.1
+"""Of the slowest stage's computing for a microbatch, what a transfer must take for its link to matter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +25,7 @@ class Conditions:
     """Bytes per second of the link into each device but the first, in each direction; empty: links cost nothing."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)  # without slots, for the course that is made once
 class Workload:
     """A model as blocks, and the schedule that its stages follow. Seconds are those of one microbatch, profiled.
 
@@ -118,10 +122,14 @@ class Workload:
 
         Cost: O(stages x microbatches).
         """
+        return self._course.step_s(self.times(splits, conditions))
+
+    @functools.cached_property
+    def _course(self) -> Course:
         order = self.schedule
         if not isinstance(order, Order):
             order = generate(order, self.num_devices, self.num_microbatches)
-        return simulate(order, self.times(splits, conditions), self.transfers).step_s
+        return Course(order, self.transfers)
 
     def fits(self, splits: Sequence[int]) -> bool:
         """Every stage has a block, and room for what it holds."""

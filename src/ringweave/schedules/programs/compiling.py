@@ -7,7 +7,9 @@ overwritten. The executor then only follows.
 
 Pieces (one transfer of one segment) carry a key, (round + lag * segment, segment, place in the round), that is the same
 on both sides. Every rank waits in the order of the keys and never for anything that comes later than the piece it
-waits for; so the piece with the smallest key that has not arrived can always move, and there is no deadlock.
+waits for; so the piece with the smallest key that has not arrived can always move, and there is no deadlock. A piece
+for a rank of this node may leave only when that rank takes it, at its turn; its place in the round is not the same on
+both sides, so it is not waited for before a turn of the same round and segment.
 """
 
 from collections.abc import Sequence, Set
@@ -159,12 +161,18 @@ class _Emitter:
             if piece.in_place:
                 if not self._arrived.issuperset(piece.after_arrivals):
                     break
-                if any(sent >= turn for sent in piece.after_departures):
+                if any(self._may_leave_after(sent, turn) for sent in piece.after_departures):
                     break  # it has to wait for a send that comes later than our turn
                 self._depart(piece.after_departures)
             self._buffer_of[number] = IN_PLACE if piece.in_place else self._take_buffer()
             self._emit(Do.POST, number, self._buffer_of[number])
             self._num_posted += 1
+
+    def _may_leave_after(self, sent: int, turn: int) -> bool:
+        """Whether a piece may be on its way until our turn, or a peer's of the same round and segment, is over."""
+        if self._pieces[sent].stage == staging.NO_STAGE:
+            return sent >= turn
+        return self._pieces[sent].key[:2] >= self._pieces[turn].key[:2]
 
     def _take_buffer(self) -> int:
         if self._free_buffers:

@@ -190,7 +190,8 @@ class Rank:
         machine, num_bytes = self._around.machine, self._bytes(step)
         near = min(num_bytes, machine.burst_bytes)
         kernel_s_per_byte = machine.kernel_s_per_byte if is_outside else 0.0
-        seconds = machine.message_s + s_per_byte * num_bytes + kernel_s_per_byte * near
+        message_s = machine.message_s if is_outside else machine.inside_message_s
+        seconds = message_s + s_per_byte * num_bytes + kernel_s_per_byte * near
         yield from self._work(what, step, seconds)
         if beside_s := kernel_s_per_byte * (num_bytes - near):
             self._around.processors.work(self._around.clock.now_s, beside_s * self.times)

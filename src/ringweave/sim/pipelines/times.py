@@ -58,6 +58,11 @@ class StageTimes:
         """S."""
         return len(self.forward_s)
 
+    @property
+    def slowest_s(self) -> float:
+        """Forward and backward of the stage that takes longest for both."""
+        return max(map(add, self.forward_s, self.backward_s))
+
     def beside(self, overheads: Overheads) -> "StageTimes":
         """The same with what a step takes beside computing blocks and moving bytes.
 

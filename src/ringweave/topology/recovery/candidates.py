@@ -10,6 +10,8 @@ _FEW_NODES = 12
 """Up to here all edges are considered: 2^11 less those of the nodes themselves."""
 _MAX_CLIMBED = 12
 _MAX_MOVES = 40
+_LEAST_MISSING = 0.3
+"""A batch says something of an edge if flows of it miss so much together (1 is a whole flow)."""
 
 
 def candidates(evidence: Evidence, score: Callable[[Bools], Floats], unexplained: Floats) -> Iterable[Cut]:
@@ -22,7 +24,7 @@ def candidates(evidence: Evidence, score: Callable[[Bools], Floats], unexplained
     """
     if evidence.num_nodes <= _FEW_NODES:
         return [cut for cut in range(0, 1 << evidence.num_nodes, 2) if _is_between(cut, evidence.num_nodes)]
-    found = _clusters(evidence, unexplained)
+    found = np.unique(np.concatenate([_clusters(evidence, unexplained), _senders(evidence, unexplained)]), axis=0)
     best = np.argsort(-score(found), kind="stable")[:_MAX_CLIMBED]
     climbed = {_cut(_climb(found[index], score)) for index in best}
     return sorted(cut for cut in climbed if _is_between(cut, evidence.num_nodes))
@@ -48,7 +50,21 @@ def _clusters(evidence: Evidence, unexplained: Floats) -> Bools:
         for one, other, *_ in linkage(distances, method):
             inside.append(inside[int(one)] | inside[int(other)])
         sets += inside[num_nodes:]
-    return np.unique(np.array(sets), axis=0)
+    return np.array(sets)
+
+
+def _senders(evidence: Evidence, unexplained: Floats) -> Bools:
+    """Who sent in each batch that leaves much unexplained, and who sent what is unexplained; shape [sets, nodes].
+
+    What one edge held back came from one side of it, so these are parts of a side, or all of it where the batch was a
+    trial of that edge.
+    """
+    shape = (evidence.num_batches, evidence.num_nodes)
+    missing, sent = np.zeros(shape), np.zeros(shape)
+    np.add.at(missing, (evidence.batch, evidence.src), unexplained)
+    np.add.at(sent, (evidence.batch, evidence.src), 1.0)
+    much = np.flatnonzero(missing.sum(axis=1) >= _LEAST_MISSING)
+    return np.concatenate([missing[much] > 0, sent[much] > 0])
 
 
 def _climb(inside: Bools, score: Callable[[Bools], Floats]) -> Bools:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ringweave.topology.recovery import batches, trials
+from ringweave.topology.recovery import batches, trees, trials
 from ringweave.topology.recovery import evidence as seen
 from ringweave.topology.recovery.batches import Batch
 from ringweave.topology.recovery.evidence import Cut, Evidence
@@ -87,6 +87,7 @@ def _try_links(
         believed = [cut for cut in found.edges if tried[cut] < _NUM_EDGE_TRIALS]
         doubtful = [cut for cut in found.nics if _is_doubtful(found, cut, tried[cut])]
         slow = _slowest(evidence, found, repeated)
+        unfilled = _unfilled(evidence, found, tried)
         if edges:
             chosen: tuple[Cut, ...] = (edges[0],)
             batch = trials.edge_trial(found, edges[0], num_nodes)
@@ -96,6 +97,8 @@ def _try_links(
         elif num_rivals < num_nodes and (new := _untried(rivals(evidence, found), tried, num_nodes)):
             num_rivals += 1
             chosen, batch = new, trials.edge_trial(found, new[0], num_nodes)
+        elif unfilled:
+            chosen, batch = unfilled, trials.edge_trial(found, unfilled[0], num_nodes)
         elif slow is not None and num_nodes > 3 and repeated.total() < num_nodes:
             number = int(evidence.batch[slow])
             repeated[number] += 1
@@ -115,6 +118,22 @@ def _untried(edges: Sequence[Cut], tried: Counter[Cut], num_nodes: int) -> tuple
     """The first direction of any of these edges that had no trial; empty if all had."""
     both = [cut for edge in edges for cut in (edge, seen.other_side(edge, num_nodes))]
     return tuple(cut for cut in both if not tried[cut])[:1]
+
+
+def _unfilled(evidence: Evidence, found: Fit, tried: Counter[Cut]) -> tuple[Cut, ...]:
+    """The first direction of what may be a rack whose uplink nobody has filled yet; empty if there is none.
+
+    Traffic that is not meant to fills an uplink of many nodes only by chance: it takes nearly all of them at once.
+    Nodes that hang on one switch beside other things may be such a rack, or those of them whose NICs are alike.
+    """
+    num_nodes = found.num_nodes
+    both = [cut for rack in trees.racks(found) for cut in (rack, seen.other_side(rack, num_nodes))]
+    fresh = [cut for cut in both if not tried[cut]]
+    carried = seen.capacities(evidence.loads(evidence.crossed(seen.rows(fresh, num_nodes)))) if fresh else ()
+    for cut, most in zip(fresh, carried, strict=True):
+        if _asked(found, cut) > _LEAST_PRESSURE * most:
+            return (cut,)
+    return ()
 
 
 def _is_doubtful(found: Fit, cut: Cut, num_tried: int) -> bool:
@@ -152,8 +171,13 @@ def _pressure(found: Fit, cut: Cut) -> float:
     What carries about as much as they do, in one direction at least, is no link of its own, only their sum: a cable has
     one rate for both directions, and what starved in one of them was held back by chance.
     """
+    return _asked(found, cut) / float(found.capacities[found.cuts.index(cut)])
+
+
+def _asked(found: Fit, cut: Cut) -> float:
+    """Bytes per second that the links on the sides of a cut would let through."""
     rates = dict(zip(found.cuts, found.capacities.tolist(), strict=True))
-    return min(sum(side.values()) for side in room(rates, cut, found.num_nodes)) / rates[cut]
+    return min(sum(side.values()) for side in room(rates, cut, found.num_nodes))
 
 
 def _shuffled(num_nodes: int, generator: random.Random) -> list[int]:

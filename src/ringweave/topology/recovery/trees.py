@@ -77,6 +77,34 @@ def tree(edges: Sequence[Cut], num_nodes: int) -> Tree:
     return _rooted(neighbours, root, homes)
 
 
+def racks(found: Fit) -> Iterator[Cut]:
+    """Nodes that hang on one switch of the fit's tree and may be a rack of their own: all, or those with NICs alike.
+
+    Those that an edge of the fit separates already are left out, as are single nodes and all but one.
+    """
+    shape, num_nodes = tree(found.edges[::2], found.num_nodes), found.num_nodes
+    known = set(found.cuts)
+    nics = [min(found.rate(1 << node), found.rate(seen.other_side(1 << node, num_nodes))) for node in range(num_nodes)]
+    for switch in range(len(shape.parents)):
+        at_home = [node for node in range(num_nodes) if shape.homes[node] == switch]
+        for alike in (at_home, *_alike(at_home, nics)):
+            cut = sum(1 << node for node in alike)
+            if 2 <= len(alike) <= num_nodes - 2 and cut not in known:
+                known |= {cut, seen.other_side(cut, num_nodes)}
+                yield cut
+
+
+def _alike(nodes: Sequence[int], rates: Sequence[float]) -> list[list[int]]:
+    """Nodes in sets of about the same rate, slowest first."""
+    sets: list[list[int]] = []
+    for node in sorted(nodes, key=lambda node: rates[node]):
+        if sets and rates[node] <= rates[sets[-1][0]] * _ALIKE:
+            sets[-1].append(node)
+        else:
+            sets.append([node])
+    return sets
+
+
 def cluster(
     name: str,
     hosts: Sequence[Host],

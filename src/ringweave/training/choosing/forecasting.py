@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from ringweave.comm import joining
 from ringweave.environment import WorkerEnvironment
 from ringweave.params.rules import StalenessPolicy
 from ringweave.params.serving import optimizers
-from ringweave.planning import modes
+from ringweave.planning import grouping, modes
 from ringweave.planning.grouping import forecasts
 from ringweave.planning.grouping.forecasts import Forecast, Ring, Work, Worker
 from ringweave.training.choosing import trials
@@ -43,12 +44,21 @@ class Outlook:
 
 
 def own_prospects(
-    model: nn.Module, loader: DataLoader, reading: Reading, environment: WorkerEnvironment, *, is_needed: bool
+    model: nn.Module,
+    loader: DataLoader,
+    reading: Reading,
+    environment: WorkerEnvironment,
+    *,
+    is_needed: bool,
+    num_workers: int | None = None,
 ) -> dict[str, Any]:
-    """What this rank says of itself, for `decide`; the model is tried out only where that can change anything."""
+    """What this rank says of itself, for `decide`; the model is tried out only where that can change anything.
+
+    `num_workers` share a batch; None means those of the process group.
+    """
     known = joining.assumed(environment, os.environ)
     is_served = environment.server is not None and environment.credentials is not None
-    num_samples = max(1, reading.batch_samples // dist.get_world_size())
+    num_samples = max(1, reading.batch_samples // (num_workers or dist.get_world_size()))
     trial = trials.measure(model, loader, num_samples) if is_served and is_needed else Trial()
     return {
         **dataclasses.asdict(known),
@@ -80,16 +90,53 @@ def decide(
     goes_with_server = all(each["is_served"] and each["optimizer"] in optimizers.NAMES for each in said)
     if not goes_with_server or num_rings is not None or not (is_open or mode == modes.PS_HRA):
         return mode, reason, None
-    rates = [each["rate"] for each in said]
-    speeds, half = speeds_of(said), len(said) // 2
-    numbers = [None, *itertools.takewhile(lambda number: number <= half, (2**power for power in itertools.count(1)))]
-    by_speed = [rings_of(speeds, modes.PS_HRA, number) for number in numbers]
-    ways = rings_to_look_at(by_speed, rates, modes.AUTO if is_open else mode)
+    ways = _ways(said, modes.AUTO if is_open else mode)
     outlook = look_ahead(said, ways, local_steps)
     if is_open:
         return outlook.chosen.mode, outlook.reason, outlook.chosen.rings or None
     found = [each for each in outlook.forecasts if each.rings]
     return mode, reason + outlook.untried, forecasts.choose(found).rings if found else None
+
+
+def reconsider(
+    said: Sequence[Mapping[str, Any]],
+    recent_s: Sequence[Sequence[float]],
+    rings: tuple[Ring, ...],
+    local_steps: int = 0,
+) -> Outlook | None:
+    """Other rings for a run that trains in rings, by the times of its own steps; None if it may stay as it is.
+
+    One ring of all ranks is looked at as well: exact, as balanced is, and what `auto` goes back to when ranks no longer
+    stall.
+
+    Args:
+        said: What all ranks said in `prepare`.
+        recent_s: Of each rank, seconds of a sample in its latest steps.
+        rings: The present ones.
+        local_steps: As `decide` has it.
+    """
+    measured = [
+        {**each, "trial_s": list(own_s), "speed": 1 / statistics.median(own_s)}
+        for each, own_s in zip(said, recent_s, strict=True)
+    ]
+    everyone = tuple(range(len(said)))
+    present_sets = set(map(frozenset, rings))
+    ways = (*_ways(measured, modes.AUTO), (everyone,))
+    others = [way for way in ways if set(map(frozenset, way)) != present_sets]
+    found = look_ahead(measured, [rings, *others], local_steps).forecasts
+    present, *rest = (each for each in found if each.rings)
+    best = min(rest, key=lambda each: each.step_s, default=present)
+    if best.step_s * (1 + grouping.MIN_GAIN) >= present.step_s:
+        return None
+    return Outlook(forecasts=(present, *rest), chosen=best)
+
+
+def _ways(said: Sequence[Mapping[str, Any]], mode: str) -> list[tuple[Ring, ...]]:
+    """Ways to form rings that are worth a forecast."""
+    speeds, half = speeds_of(said), len(said) // 2
+    numbers = [None, *itertools.takewhile(lambda number: number <= half, (2**power for power in itertools.count(1)))]
+    by_speed = [rings_of(speeds, modes.PS_HRA, number) for number in numbers]
+    return rings_to_look_at(by_speed, [each["rate"] for each in said], mode)
 
 
 def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]], local_steps: int = 0) -> Outlook:

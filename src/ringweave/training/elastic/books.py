@@ -108,8 +108,11 @@ class Books:
 
 
 def part_of(batch: Indices, roster: Roster, member: str) -> Indices:
-    """A member's part of a batch, which may be smaller than the shares say; empty if it is not on the roster."""
+    """A member's part of a batch, which may be of other size than the shares say; empty if it is not on the roster.
+
+    Smaller is the last one of an epoch; larger one that a ring took before it lost a member.
+    """
     if member not in roster.members:
         return batch[:0]
-    shares = roster.shares if len(batch) >= sum(roster.shares) else balancing.scale(roster.shares, len(batch))
+    shares = roster.shares if len(batch) == sum(roster.shares) else balancing.scale(roster.shares, len(batch))
     return np.asarray(batch[balancing.cut(shares, roster.members.index(member))])

@@ -1,8 +1,11 @@
 """What a member knows and does beside its gradients: books, rosters, speeds, and its state for newcomers."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from typing_extensions import Buffer
 
 from ringweave import wire
 from ringweave.membership.rules.records import Decree
@@ -12,10 +15,12 @@ from ringweave.training.elastic.books import Books
 from ringweave.training.elastic.loader import Place
 from ringweave.training.elastic.rosters import Rosters
 from ringweave.training.elastic.rows import Commit, Row
-from ringweave.training.elastic.state import NAME, JobState
+from ringweave.training.elastic.state import JobState, lasting
 from ringweave.training.timing import StepTimer
+from ringweave.wire.pacing import Pace
 from ringweave.wire.states import Shelf
 
+_LOGGER = logging.getLogger("ringweave")
 PULL_S = 600.0
 """How long a newcomer may take to read the state."""
 _REBALANCE_EVERY = 2
@@ -56,9 +61,13 @@ class Teller(Protocol):
         """A reduction counts, without the samples of members who were gone."""
         ...
 
+    def became_level(self, commit: Commit, batch_number: int) -> None:
+        """Members that joined while the others went on have done what the others have, and get samples from there."""
+        ...
+
 
 class JobCrew:
-    """See `session.Crew`."""
+    """See `seams.Crew`."""
 
     def __init__(
         self,
@@ -74,6 +83,8 @@ class JobCrew:
         self._facts, self._timer, self._state, self._means = facts, timer, state, means
         self._tell = tell
         self._estimator = SpeedEstimator()
+        self._captured: dict[str, Buffer] = {}
+        self._offered: dict[str, bool] = {}
 
     def end_step(self) -> None:
         """Measure the step that has ended."""
@@ -115,8 +126,12 @@ class JobCrew:
         self.place.num_since_commit = 0
         self.place.counted = (self.place.epoch, self.place.position)
         self.rosters.forget(self.place.num_drawn)
-        if commit.number % _REBALANCE_EVERY == 0 and commit.members == self.rosters.latest.members:
-            first = self.place.num_drawn + self._facts.alike["num_prefetched"]
+        first = self.place.num_drawn + self._facts.alike["num_prefetched"]
+        if commit.level:
+            speeds = {member: row.speed for member, row in zip(commit.members, commit.rows, strict=True)}
+            self.rosters.admit(first, commit.level, [speeds.get(each) for each in self.rosters.latest.members])
+            self._tell.became_level(commit, first)
+        elif commit.number % _REBALANCE_EVERY == 0 and commit.members == self.rosters.latest.members:
             change = self.rosters.rebalance(first, [row.speed for row in commit.rows])
             if change is not None:
                 self._tell.shares_changed(first, change)
@@ -132,8 +147,10 @@ class JobCrew:
         said = [notes[decree.members.index(member)]["alike"] for member in (first, self._facts.member)]
         control.check_alike(said, list(self._facts.alike), names)
 
-    def begin(self, decree: Decree, notes: Sequence[dict[str, Any]], *, is_newcomer: bool) -> None:
-        """An epoch begins."""
+    def begin(
+        self, decree: Decree, notes: Sequence[dict[str, Any]], *, is_newcomer: bool, followers: Collection[str]
+    ) -> None:
+        """An epoch begins, in which these take part with nothing unless they were level already."""
         holders = [index for index, each in enumerate(decree.standings) if each.has_state]
         if is_newcomer and holders:
             place = self.place
@@ -147,20 +164,35 @@ class JobCrew:
             [note["cap"] for note in notes],
             speeds,
             [note["assumed_speed"] for note in notes],
+            self.rosters.still_following(followers),
         )
 
-    def offer(self) -> None:
-        """Let newcomers read the state."""
-        self._means.shelf.offer(NAME, self._state.to_buffers())
+    def capture(self) -> None:
+        """Note what the state is: what is large where it lies, since nothing changes it before the next reduction."""
+        self._captured = self._state.to_buffers()
+
+    def offer(self, name: str, *, is_lasting: bool) -> None:
+        """Let newcomers read what was captured. To last, it is copied while the script computes its next gradients."""
+        captured, self._captured = self._captured, {}
+        try:
+            offered = lasting(captured) if is_lasting else captured
+        except MemoryError:  # training goes on; who reads nothing asks again
+            _LOGGER.warning("state for a worker that joins: no memory for a copy of it. The worker begins anew.")
+            offered = {}
+        self._means.shelf.offer(name, offered)
+        self._offered[name] = is_lasting
 
     def withdraw(self) -> None:
-        """The state is about to change."""
-        self._means.shelf.withdraw(NAME)
+        """The state is about to change; copies stay until nobody follows any more."""
+        for name, is_lasting in list(self._offered.items()):
+            if not (is_lasting and self.rosters.following):
+                self._means.shelf.withdraw(name)
+                del self._offered[name]
 
-    def pull(self, notes: Sequence[dict[str, Any]], donor: int) -> None:
+    def pull(self, notes: Sequence[dict[str, Any]], donor: int, name: str, pace: Pace | None = None) -> None:
         """Read the state of that member."""
         host, port = notes[donor]["state"].split()
-        self._state.pull(host, int(port), self._means.trust, timeout_s=PULL_S)
+        self._state.pull(host, int(port), self._means.trust, name, timeout_s=PULL_S, pace=pace)
 
 
 def _speed(words: Sequence[float]) -> Speed:

@@ -16,7 +16,7 @@ from ringweave.training.elastic.session import Session
 from ringweave.training.loading import orders
 from ringweave.training.loading.loader import subset
 from ringweave.training.loading.orders import Reading
-from ringweave.training.loading.portions import Portion
+from ringweave.training.loading.portions import Portion, stand_ins
 from ringweave.training.loading.prepared import PreparedLoader
 from ringweave.training.loading.sources import IndexedSource
 from ringweave.training.reducing import SampleWeights
@@ -66,7 +66,7 @@ class ElasticLoader(PreparedLoader):
     """
 
     def __init__(self, loader: DataLoader, reading: Reading, seed: int, parts: ElasticParts) -> None:
-        _check(reading)
+        check_reading(reading)
         super().__init__(loader, reading, parts.weights)
         self._seed, self._parts = seed, parts
         self._source = IndexedSource(loader, self._portion)
@@ -228,11 +228,15 @@ class ElasticLoader(PreparedLoader):
 
     def _portion(self, number: int, batch: np.ndarray) -> Portion:
         own = part_of(batch, self._parts.rosters.of(number), self._parts.member)
-        return Portion(indices=own, num_total=len(batch), stand_in=int(batch[0]))
+        return Portion(indices=own, num_total=len(batch), stand_ins=stand_ins(batch))
 
 
-def _check(reading: Reading) -> None:
-    """Refuse data whose order or place a newcomer cannot know."""
+def check_reading(reading: Reading) -> None:
+    """Refuse data whose order or place a newcomer cannot know.
+
+    Raises:
+        TrainingError: It is such data.
+    """
     if reading.order in ("stream", "sampled"):
         raise TrainingError(
             explain(

@@ -45,7 +45,7 @@ _HASTE_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ElasticAsked:
+class Wanted:
     """What the script said."""
 
     mode: str
@@ -57,7 +57,7 @@ class ElasticAsked:
 
 def prepare(
     given: tuple[nn.Module, Optimizer, DataLoader],
-    asked: ElasticAsked,
+    asked: Wanted,
     environment: WorkerEnvironment,
     timer: StepTimer,
 ) -> tuple[DistributedDataParallel, Optimizer, ElasticLoader]:
@@ -69,7 +69,7 @@ def prepare(
         MembershipError: The job is over, or does not want this worker.
     """
     model, optimizer, loader = given
-    _check_group()
+    check_group()
     mode, reason = modes.decide(asked.mode, environment.mode, 2)
     reading, seed = orders.read(loader), orders.seed_of(loader)
     alike = {**asdict(reading), "mode": mode, "reduction": asked.reduction, "seed": seed}
@@ -77,9 +77,9 @@ def prepare(
     shares = member.crew.rosters.latest.shares
     member.recorder.prepared(mode=mode, asked=asked.mode, reason=reason, shares=shares)
     weights = SampleWeights(num_ranks=1, is_mean=asked.reduction == "mean")
-    parallel = _parallel(model, asked.ddp)
+    parallel = parallel_of(model, asked.ddp)
     reducing.weigh(parallel, weights)
-    parallel.register_comm_hook(_Hook(session=member.session, timer=timer), _reduce)
+    parallel.register_comm_hook(Hook(session=member.session, timer=timer), reduce_bucket)
     timing.watch(timer, parallel, optimizer)
     parts = ElasticParts(
         member=member.name,
@@ -107,17 +107,14 @@ class _Enlisted:
 
 def _enlist(
     trained: tuple[nn.Module, Optimizer],
-    asked: ElasticAsked,
+    asked: Wanted,
     environment: WorkerEnvironment,
     timer: StepTimer,
     alike: dict[str, Any],
 ) -> _Enlisted:
     """Become a member; returns once an epoch with this member has begun, and it has the job's state."""
-    name, credentials = environment.member, environment.credentials
-    assert name is not None, "the launcher sets it"
-    assert credentials is not None, "the launcher sets them"
-    model, optimizer = trained
-    trust, address, shelf = wire.Tls(wire.Credentials.load_from(credentials)), regrouping.own_address(), Shelf()
+    name, (model, optimizer) = name_of(environment), trained
+    trust, address, shelf = trust_of(environment), regrouping.own_address(), Shelf()
     groups = EpochGroups(address)
     server = wire.Server(trust, shelf.handlers(), roles=("worker",)).start(address)
     facts = Facts(
@@ -131,23 +128,35 @@ def _enlist(
     rosters = Rosters(alike["batch_samples"], is_balanced=alike["mode"] == modes.BALANCED)
     means = Means(shelf=shelf, trust=trust)
     crew = JobCrew(facts, rosters, timer, JobState(model, optimizer, asked.carried), means, recorder)
-    session = Session(name, groups, crew, buffers=lambda: _buffers_of(model), is_mean=asked.reduction == "mean")
+    session = Session(name, groups, crew, buffers=lambda: buffers_of(model), is_mean=asked.reduction == "mean")
     agent = Agent(name, environment.coordinators, trust, session, lambda: session.beat(seams.at_work_s()))
-    _leave_on_terminate(session)
-    atexit.register(_end, agent, session, server, groups)
+    leave_on_terminate(session)
+    atexit.register(end_member, agent, session, server, groups)
     session.start(agent)
     return _Enlisted(name=name, session=session, crew=crew, recorder=recorder)
 
 
+def name_of(environment: WorkerEnvironment) -> str:
+    """This worker's name among the members of its job."""
+    assert environment.member is not None, "the launcher sets it"
+    return environment.member
+
+
+def trust_of(environment: WorkerEnvironment) -> wire.Tls:
+    """How this worker makes sure of others, and they of it."""
+    assert environment.credentials is not None, "the launcher sets them"
+    return wire.Tls(wire.Credentials.load_from(environment.credentials))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Hook:
+class Hook:
     """State of DDP's communication hook."""
 
     session: Session
     timer: StepTimer
 
 
-def _reduce(state: _Hook, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def reduce_bucket(state: Hook, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """What DDP calls for every bucket."""
     if bucket.is_last():
         state.timer.gradients_ready()
@@ -157,7 +166,7 @@ def _reduce(state: _Hook, bucket: dist.GradBucket) -> torch.futures.Future[Tenso
     return state.session.reduce(bucket.buffer(), is_last=bucket.is_last())
 
 
-def _parallel(model: nn.Module, options: Mapping[str, Any]) -> DistributedDataParallel:
+def parallel_of(model: nn.Module, options: Mapping[str, Any]) -> DistributedDataParallel:
     """The model under DDP, with the same buckets on a member that joins as on the others.
 
     DDP orders its buckets anew after a process's first backward pass, unless it looks for unused parameters.
@@ -170,7 +179,12 @@ def _parallel(model: nn.Module, options: Mapping[str, Any]) -> DistributedDataPa
     return DistributedDataParallel(model, process_group=_alone(), **wanted)
 
 
-def _check_group() -> None:
+def check_group() -> None:
+    """Refuse a script that has made a process group.
+
+    Raises:
+        TrainingError: It has.
+    """
     if dist.is_initialized():
         raise TrainingError(
             explain(
@@ -182,7 +196,8 @@ def _check_group() -> None:
         )
 
 
-def _buffers_of(model: nn.Module) -> list[Tensor]:
+def buffers_of(model: nn.Module) -> list[Tensor]:
+    """What becomes the first member's with every reduction."""
     return list(model.buffers())
 
 
@@ -197,7 +212,7 @@ def _alone() -> dist.ProcessGroup:
     return group
 
 
-def _leave_on_terminate(session: Session) -> None:
+def leave_on_terminate(session: Session) -> None:
     """SIGTERM lets this member finish its step and go, unless the script has a handler; a second one ends it."""
     is_ours = threading.current_thread() is threading.main_thread() and (
         signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -211,7 +226,7 @@ def _leave_on_terminate(session: Session) -> None:
         signal.signal(signal.SIGTERM, leave)
 
 
-def _end(agent: Agent, session: Session, server: wire.Server, groups: EpochGroups) -> None:
+def end_member(agent: Agent, session: Session, server: wire.Server, groups: EpochGroups) -> None:
     """At the end of the process: say that this member is done, unless an exception ends it."""
     if session.is_out:  # nobody waits for anything from it, and its slot waits for another process
         agent.close(_HASTE_S)

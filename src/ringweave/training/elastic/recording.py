@@ -47,6 +47,17 @@ class ElasticRecorder:
                 lost=num_lost,
             )
 
+    def became_level(self, commit: Commit, batch_number: int) -> None:
+        """Members that joined while the others went on are level with them."""
+        if not self._is_first():
+            return
+        names = ", ".join(commit.level)
+        _LOGGER.info("reduction %d: worker %s is level, and has samples from then on", commit.number, names)
+        if self._log:
+            self._log.write(
+                "members_level", rank=0, reduction=commit.number, members=list(commit.level), batch=batch_number
+            )
+
     def accounted(self, account: ElasticAccount) -> None:
         """An epoch is complete."""
         if not self._is_first():

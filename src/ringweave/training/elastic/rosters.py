@@ -1,7 +1,7 @@
 """Who computes which part of a batch, as members come and go. Pure, and the same on all members."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from ringweave.planning import balancing
@@ -22,10 +22,20 @@ class Roster:
 class Rosters:
     """All rosters that still matter, and the next ones."""
 
-    def __init__(self, batch_samples: int, *, is_balanced: bool) -> None:
+    def __init__(
+        self,
+        batch_samples: int,
+        *,
+        is_balanced: bool,
+        samples_of: Callable[[Sequence[str]], int] | None = None,
+    ) -> None:
+        """`samples_of` says how many samples these members' batches are of; None makes it `batch_samples` always."""
         self._batch_samples, self._is_balanced = batch_samples, is_balanced
+        self._samples_of = samples_of
         self._rosters: list[Roster] = []
         self._caps: tuple[int, ...] = ()
+        self._assumed: tuple[float, ...] = ()
+        self._following: frozenset[str] = frozenset()
         self.version = 0
         """Grows with every change of members: batches that were read ahead of time are other members' then."""
 
@@ -38,6 +48,11 @@ class Rosters:
         """That decided last."""
         return self._rosters[-1]
 
+    @property
+    def following(self) -> frozenset[str]:
+        """Members that are not level with the others yet: they have no samples."""
+        return self._following
+
     def begin(
         self,
         first_batch: int,
@@ -45,6 +60,7 @@ class Rosters:
         caps: Sequence[int | None],
         measured: Sequence[Speed | None],
         assumed: Sequence[float],
+        following: Collection[str] = (),
     ) -> Roster:
         """Other members from a batch on.
 
@@ -54,19 +70,42 @@ class Rosters:
             caps: The most samples that each takes; None means any number.
             measured: Speed of each, where it is known.
             assumed: Relative speed of each by the cluster file.
+            following: Those that have no samples before they are admitted.
         """
+        if self._samples_of is not None:
+            self._batch_samples = self._samples_of(members)
         self._caps = tuple(self._batch_samples if cap is None else cap for cap in caps)
-        speeds = _speeds(measured, assumed) if self._is_balanced else [Speed(s_per_sample=1.0)] * len(members)
-        # With fewer samples than members some have none: they compute one and it does not count.
-        least = 1 if self._batch_samples >= len(members) else 0
-        shares = balancing.apportion(self._batch_samples, speeds, self._caps, least)
+        self._assumed, self._following = tuple(assumed), frozenset(following) & set(members)
         self.version += 1
-        return self._add(Roster(first_batch=first_batch, members=tuple(members), shares=shares))
+        return self._add(self._apportion(first_batch, tuple(members), measured))
+
+    def still_following(self, followers: Collection[str]) -> frozenset[str]:
+        """Those of them that were not admitted meanwhile, by what is known here."""
+        known = set(self.latest.members) if self._rosters else set()
+        return frozenset(each for each in followers if each not in known or each in self._following)
+
+    def admit(self, first_batch: int, level: Collection[str], measured: Sequence[Speed | None]) -> Roster:
+        """Members that were following have samples from a batch on that nobody has read ahead of time."""
+        self._following -= set(level)
+        return self._add(self._apportion(first_batch, self.latest.members, measured))
+
+    def _apportion(self, first_batch: int, members: tuple[str, ...], measured: Sequence[Speed | None]) -> Roster:
+        speeds = _speeds(measured, self._assumed) if self._is_balanced else [Speed(s_per_sample=1.0)] * len(members)
+        taking = [index for index, member in enumerate(members) if member not in self._following]
+        # With fewer samples than members some have none: they compute one and it does not count.
+        least = 1 if self._batch_samples >= len(taking) else 0
+        parts = balancing.apportion(
+            self._batch_samples, [speeds[index] for index in taking], [self._caps[index] for index in taking], least
+        )
+        shares = [0] * len(members)
+        for index, part in zip(taking, parts, strict=True):
+            shares[index] = part
+        return Roster(first_batch=first_batch, members=members, shares=tuple(shares))
 
     def rebalance(self, first_batch: int, speeds: Sequence[Speed | None]) -> Change | None:
         """Other shares of the same members from a batch on, if that pays."""
         known = [speed for speed in speeds if speed is not None]
-        if not self._is_balanced or len(known) < len(speeds):
+        if not self._is_balanced or self._following or len(known) < len(speeds):
             return None
         change = balancing.rebalance(self.latest.shares, known, self._caps)
         if change is not None:

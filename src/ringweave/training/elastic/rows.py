@@ -20,9 +20,13 @@ class Row:
     account: Account = field(default_factory=Account)
     """Samples that its gradients are of."""
     num_planned: int = 0
-    """Samples that all members of the batches together were to have; the same in all rows."""
+    """Samples that all members of the batches together were to have; the same in all rows but those of who follows."""
     wants_stop: bool = False
     """It knows that the membership is about to change, and is ready to stop after this step."""
+    is_following: bool = False
+    """It has joined, and its part of this reduction is nothing."""
+    is_level: bool = False
+    """It follows no more: it waits for this reduction as all others do, and computes what comes next."""
     speed: Speed | None = None
 
     def to_list(self) -> list[int]:
@@ -34,7 +38,7 @@ class Row:
             self.account.num_samples,
             self.account.fingerprint - _HALF,
             self.num_planned,
-            int(self.wants_stop),
+            self.wants_stop | self.is_following << 1 | self.is_level << 2,
             *words,
         ]
 
@@ -45,7 +49,9 @@ class Row:
         return cls(
             account=Account(num_samples=words[0], fingerprint=words[1] + _HALF),
             num_planned=words[2],
-            wants_stop=bool(words[3]),
+            wants_stop=bool(words[3] & 1),
+            is_following=bool(words[3] & 2),
+            is_level=bool(words[3] & 4),
             speed=Speed(s_per_sample=each_s, overhead_samples=overhead, noise=noise) if each_s > 0 else None,
         )
 
@@ -76,11 +82,16 @@ class Commit:
         return max((row.num_planned for row in self.rows), default=0)
 
     @property
+    def level(self) -> tuple[str, ...]:
+        """Who has followed until now, and computes from now on."""
+        return tuple(member for member, row in zip(self.members, self.rows, strict=True) if row.is_level)
+
+    @property
     def scale(self) -> float:
         """What makes the sum of the weighed gradients a mean over exactly the samples that are in it."""
         num_samples = self.account.num_samples
         if not self.num_planned:  # gradients that are of no batch of the loader's: all members count the same
-            return 1 / len(self.rows)
+            return 1 / max(1, sum(not row.is_following for row in self.rows))
         return self.num_planned / num_samples if num_samples else 0.0
 
     def to_words(self) -> dict[str, object]:

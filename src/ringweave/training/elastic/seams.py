@@ -1,7 +1,7 @@
 """What a session works for, and how what goes wrong in it is told."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ from ringweave.errors import MembershipError, RingweaveError, TrainingError, exp
 from ringweave.membership.rules.follower import Out
 from ringweave.membership.rules.records import Decree
 from ringweave.training.elastic.rows import Commit, Row
+from ringweave.wire.pacing import Pace
 
 
 class Crew(Protocol):
@@ -36,19 +37,25 @@ class Crew(Protocol):
         """Refuse to join those who have prepared something else."""
         ...
 
-    def begin(self, decree: Decree, notes: Sequence[dict[str, Any]], *, is_newcomer: bool) -> None:
-        """An epoch begins."""
+    def begin(
+        self, decree: Decree, notes: Sequence[dict[str, Any]], *, is_newcomer: bool, followers: Collection[str]
+    ) -> None:
+        """An epoch begins, in which these take part with nothing unless they were level already."""
         ...
 
-    def offer(self) -> None:
-        """Let newcomers read the state; called without the lock."""
+    def capture(self) -> None:
+        """Note what the state is, while the script stands still; called without the lock."""
+        ...
+
+    def offer(self, name: str, *, is_lasting: bool) -> None:
+        """Let newcomers read what was captured, as it was then if it is to last; called without the lock."""
         ...
 
     def withdraw(self) -> None:
         """The state is about to change."""
         ...
 
-    def pull(self, notes: Sequence[dict[str, Any]], donor: int) -> None:
+    def pull(self, notes: Sequence[dict[str, Any]], donor: int, name: str, pace: Pace | None = None) -> None:
         """Read the state of that member; called without the lock."""
         ...
 

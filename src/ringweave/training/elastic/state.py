@@ -13,13 +13,16 @@ from typing_extensions import Buffer
 from ringweave import wire
 from ringweave.errors import TrainingError, WireError, explain
 from ringweave.wire import states
+from ringweave.wire.framing import frames
+from ringweave.wire.pacing import Pace
 from ringweave.wire.states import Description
 
-NAME = "training"
 _REST = "rest"
 _MAX_REST_BYTES = 64 << 20
 _MOST_TIMES = 16
 """Bytes of an optimizer's state, by those of the parameters: more than any has that is known."""
+_WAIT_S = 60.0
+"""How long a peer may take to offer what it has promised: it copies it while it goes on with its next step."""
 
 
 class JobState:
@@ -90,8 +93,18 @@ class JobState:
                 )
             each.load_state_dict(rest["carried"][name])
 
-    def pull(self, host: str, port: int, trust: wire.Trust, *, timeout_s: float) -> int:
+    def pull(
+        self, host: str, port: int, trust: wire.Trust, name: str, *, timeout_s: float, pace: Pace | None = None
+    ) -> int:
         """Read all of it from a peer, and take it over once all of it is there and right.
+
+        Args:
+            host: Of the peer.
+            port: Of the peer.
+            trust: Who is let in.
+            name: Under which the peer offers it, now or soon.
+            timeout_s: Seconds for all of it.
+            pace: How fast; None means as fast as the link lets it.
 
         Returns:
             Bytes that were read.
@@ -108,7 +121,7 @@ class JobState:
             return memory
 
         with wire.Client.connect(host, port, trust, role="worker") as client:
-            states.pull(client, NAME, place, timeout_s=timeout_s)
+            states.pull(client, name, place, timeout_s=timeout_s, wait_s=_WAIT_S, pace=pace)
         self.load(memory)
         return sum(view.nbytes for view in memory.values())
 
@@ -128,6 +141,15 @@ class JobState:
                     do="Run the same script on all workers",
                 )
             )
+
+
+def lasting(buffers: Mapping[str, Buffer]) -> dict[str, Buffer]:
+    """A copy, which stays as it is when training goes on.
+
+    numpy lets other threads run while it copies.
+    """
+    views = {name: frames.flat(each) for name, each in buffers.items()}
+    return {name: np.frombuffer(view, np.uint8).copy().data if view.nbytes else b"" for name, view in views.items()}
 
 
 def _bytes_of(tensor: Tensor) -> Buffer:

@@ -129,10 +129,7 @@ class RingLoader(PreparedLoader):
 
     def _share(self, first: int, count: int) -> float:
         """The train steps of synchronous training that these samples make: each counts as in its batch there."""
-        size, total = self.batch_size, self._epoch_samples
-        whole_end = total - total % size
-        whole = max(0, min(first + count, whole_end) - first)
-        return whole / size + ((count - whole) / (total - whole_end) if count > whole else 0.0)
+        return balancing.batch_part(first, count, batch_samples=self.batch_size, num_samples=self._epoch_samples)
 
     def _batches(self) -> Iterator[tuple[Any, Portion]]:
         """Batches of a pass, each with what it consists of."""

@@ -1,9 +1,9 @@
 """What `prepare` does in the modes with a parameter server."""
 
 import atexit
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from ringweave.planning import balancing, modes
 from ringweave.planning.balancing import Speed
 from ringweave.planning.grouping.forecasts import Ring
 from ringweave.training import reducing
+from ringweave.training.choosing.reconsidering import Reconsidering
 from ringweave.training.control import Control
 from ringweave.training.loading.orders import Reading
 from ringweave.training.recording import Recorder
@@ -39,7 +40,7 @@ from ringweave.training.rings.settings import Asynchronous, local_steps_of
 from ringweave.training.rings.sharing import RingShares
 from ringweave.training.timing import HostTimeline, StepTimer
 
-_START_S = 300.0
+START_S = 300.0
 """How long the server may take to start: on a busy node it imports torch for a minute."""
 
 
@@ -53,6 +54,8 @@ class Asked:
     ddp: dict[str, Any]
     rings: tuple[tuple[int, ...], ...] | None = None
     """Ranks of each ring; None forms them by speed."""
+    is_open: bool = False
+    """The mode was chosen by a forecast."""
 
 
 def prepare(
@@ -69,41 +72,39 @@ def prepare(
         TrainingError: The optimizer or the data do not fit this mode.
     """
     (model, optimizer, loader), (environment, control, recorder) = triple, surroundings
-    servers = _servers(environment)
+    servers = servers_of(environment)
     speeds = speeds_of(said)
-    rings, follows = _form(asked, speeds)
+    rings, follows = form(asked, speeds)
     groups = groups_of(rings, control.rank)
     index = index_of(rings, control.rank)
     weights = SampleWeights(num_ranks=len(rings[index]), is_mean=asked.is_mean)
-    timer = StepTimer(HostTimeline())
+    timer = StepTimer(HostTimeline(processor=time.process_time))
     reducer = GradientReducer(process_group=groups[0], timer=timer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     share_rest(model, parameters, control)
     parallel = reducing.attach(model, weights, reducer, asked.ddp)
-    setup = _setup(parallel.module, optimizer, rings, asked)
-    _begin(setup, parameters, RingClient(servers, index, reconnect_s=_START_S), control)
+    setup = setup_of(parallel.module, optimizer, rings, asked)
+    _begin(setup, parameters, RingClient(servers, index, reconnect_s=START_S), control)
     places = Seating(servers, control, setup, parameters, groups)
     places.seat.member.refresh()
     atexit.register(places.leave)
-    # Each as fast as it is, so that all rings push equally often: what a slow ring pushes is no older then.
-    caps = [reading.batch_samples if each["cap"] is None else each["cap"] for each in said]
-    per_rank = balancing.apportion(reading.batch_samples, [Speed(s_per_sample=1 / speed) for speed in speeds], caps)
     samples = Samples()
     pushed = PushedOptimizer(
         optimizer, places.seat.member, samples, local_steps_of(asked.settings, rings, speeds)[index]
     )
-    ahead = max(each["num_prefetched"] for each in said)
-    shares = RingShares(per_rank, timer, control, recorder.shares_changed, caps=caps, num_prefetched=ahead)
+    shares = _shares_of(reading.batch_samples, speeds, said, timer, control, recorder)
     shares.sit(places.seat.ring, places.seat.speeds)
     regrouping = Regrouping(
         places=places,
-        settings=asked.settings if follows else None,
+        settings=asked.settings,
+        follows=follows,
         parallel=parallel,
         reducer=reducer,
         weights=weights,
         optimizer=pushed,
         shares=shares,
         recorder=recorder,
+        reconsidering=_reconsidering(said, asked, control, recorder),
     )
     parts = RingParts(
         control=control,
@@ -119,14 +120,48 @@ def prepare(
     return parallel, pushed, RingLoader(loader, reading, said[0]["seed"], parts)
 
 
-def _form(asked: Asked, speeds: Sequence[float]) -> tuple[tuple[Ring, ...], bool]:
+def _shares_of(
+    num_samples: int,
+    speeds: Sequence[float],
+    said: list[dict[str, Any]],
+    timer: StepTimer,
+    control: Control,
+    recorder: Recorder,
+) -> RingShares:
+    """Each rank's by its speed, so that all rings push equally often: what a slow ring pushes is no older then."""
+    caps = [num_samples if each["cap"] is None else each["cap"] for each in said]
+    per_rank = balancing.apportion(num_samples, [Speed(s_per_sample=1 / speed) for speed in speeds], caps)
+    ahead = max(each["num_prefetched"] for each in said)
+    return RingShares(per_rank, timer, control, recorder.shares_changed, caps=caps, num_prefetched=ahead)
+
+
+def form(asked: Asked, speeds: Sequence[float]) -> tuple[tuple[Ring, ...], bool]:
     """The rings, and whether they follow speeds: those by links stay as they are, and so do rings of one."""
     by_speed = rings_of(speeds, asked.mode, asked.settings.rings)
     rings = asked.rings or by_speed
     return rings, asked.mode == modes.PS_HRA and sorted(map(sorted, rings)) == sorted(map(sorted, by_speed))
 
 
-def _servers(environment: WorkerEnvironment) -> list[Callable[[], wire.Client]]:
+def _reconsidering(
+    said: list[dict[str, Any]], asked: Asked, control: Control, recorder: Recorder
+) -> Reconsidering | None:
+    """Only where `auto` has chosen; whoever names a mode, or a number of rings, keeps it."""
+    if not asked.is_open or asked.settings.rings is not None:
+        return None
+    local_steps = asked.settings.local_steps
+    return Reconsidering(said=said, control=control, local_steps=local_steps, note=recorder.reconsidered)
+
+
+def servers_of(environment: WorkerEnvironment, trust: wire.Trust | None = None) -> list[Callable[[], wire.Client]]:
+    """Each connects to one server of the job.
+
+    Args:
+        environment: Says where they are, and where this worker's credentials.
+        trust: These credentials, where they were read before: a descriptor can be read once only.
+
+    Raises:
+        UsageError: There is none.
+    """
     if environment.server is None or environment.credentials is None:
         raise UsageError(
             explain(
@@ -136,10 +171,7 @@ def _servers(environment: WorkerEnvironment) -> list[Callable[[], wire.Client]]:
                 do="Use ringweave run --mode ps-hra",
             )
         )
-    where = environment.credentials
-    kind, _, number = where.partition(":")
-    credentials = wire.Credentials.from_descriptor(int(number)) if kind == "fd" else wire.Credentials.load(Path(where))
-    trust = wire.Tls(credentials)
+    trust = trust or wire.Tls(wire.Credentials.load_from(environment.credentials))
     addresses = [address.rpartition(":") for address in environment.server.split(",")]
     return [
         lambda host=host, port=port: wire.Client.connect(host, int(port), trust, role="server")
@@ -147,7 +179,12 @@ def _servers(environment: WorkerEnvironment) -> list[Callable[[], wire.Client]]:
     ]
 
 
-def _setup(module: nn.Module, optimizer: Optimizer, rings: Sequence[Sequence[int]], asked: Asked) -> Setup:
+def setup_of(module: nn.Module, optimizer: Optimizer, rings: Sequence[Sequence[int]], asked: Asked) -> Setup:
+    """What the server has to know of the job.
+
+    Raises:
+        TrainingError: The optimizer cannot be the server's.
+    """
     names = {parameter: name for name, parameter in module.named_parameters()}
     named = [
         (names.get(parameter, f"parameter {number}"), parameter)

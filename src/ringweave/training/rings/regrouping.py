@@ -8,6 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ringweave.params.ring.optimizer import PushedOptimizer
 from ringweave.params.rules import StalenessPolicy
 from ringweave.planning.balancing import Speed
+from ringweave.planning.grouping.forecasts import Ring
+from ringweave.training.choosing.reconsidering import Reconsidering
 from ringweave.training.recording import Recorder
 from ringweave.training.reducing import GradientReducer, SampleWeights
 from ringweave.training.rings.forming import better_rings
@@ -21,14 +23,17 @@ class Regrouping:
     """All that belongs to one ring, and has to belong to another one."""
 
     places: Seating
-    settings: Asynchronous | None
-    """None: rings stay as they are."""
+    settings: Asynchronous
+    follows: bool
+    """Rings follow speeds."""
     parallel: DistributedDataParallel
     reducer: GradientReducer
     weights: SampleWeights
     optimizer: PushedOptimizer
     shares: RingShares
     recorder: Recorder
+    reconsidering: Reconsidering | None = None
+    """Where `auto` has chosen, and chooses again."""
 
     def look(self, speeds: Sequence[Speed] | None) -> None:
         """Form other rings if these speeds call for them; every ring rests, and takes parameters afterwards.
@@ -36,11 +41,17 @@ class Regrouping:
         Args:
             speeds: Of all ranks, the same on all of them; None as long as one of them is not known.
         """
-        if self.settings is None or speeds is None:
-            return
-        rings = better_rings(self.places.seat.rings, speeds, self.settings.rings)
-        if rings is None:
-            return
+        rings = None if speeds is None else self._better(speeds)
+        if speeds is not None and rings is not None:
+            self._move(rings, speeds)
+
+    def _better(self, speeds: Sequence[Speed]) -> tuple[Ring, ...] | None:
+        present = self.places.seat.rings
+        if self.reconsidering is not None:
+            return self.reconsidering.better_rings(present, self.shares.recent_s)
+        return better_rings(present, speeds, self.settings.rings) if self.follows else None
+
+    def _move(self, rings: tuple[Ring, ...], speeds: Sequence[Speed]) -> None:
         self.places.move(rings)
         seat = self.places.seat
         self.reducer.process_group = seat.process_group

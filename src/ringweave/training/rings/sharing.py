@@ -45,6 +45,11 @@ class RingShares:
         """Samples of each rank of this ring in the ticket that is drawn next."""
         return self._balancer.shares_of(self._num_drawn)
 
+    @property
+    def recent_s(self) -> tuple[float, ...]:
+        """Seconds that a sample has taken this rank lately, in each of several steps."""
+        return self._balancer.recent_s
+
     def begin_pass(self) -> None:
         """An epoch begins; tickets of the one before that nobody has computed are void."""
         self._num_drawn = self._num_batches

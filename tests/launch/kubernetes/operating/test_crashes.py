@@ -2,11 +2,9 @@
 
 import asyncio
 import itertools
-import multiprocessing
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from ringweave.launch.kubernetes.api import connecting, kinds
 from ringweave.launch.kubernetes.api.client import Client, Object
 from ringweave.launch.kubernetes.api.failures import ApiError
 from ringweave.launch.kubernetes.objects import seeing
+from ringweave.testing import forking
 from ringweave.testing.kubernetes.crashing import lead
 from ringweave.testing.kubernetes.kubelet import PlayedKubelet
 
@@ -120,19 +119,11 @@ NUM_PARTS = 6
 """Every boundary is in one of them; in one test they would take minutes."""
 
 
-@pytest.fixture(scope="module")
-def server() -> ForkServerContext:
-    """Forks operators from a process that has imported them already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ringweave.testing.kubernetes.crashing"])
-    return context
-
-
 class Run:
     """A life under an operator that is killed once."""
 
-    def __init__(self, server: ForkServerContext, kubeconfig: Path, life: str, crash_after: int | None) -> None:
-        self._server, self._kubeconfig, self._crash_after = server, kubeconfig, crash_after
+    def __init__(self, kubeconfig: Path, life: str, crash_after: int | None) -> None:
+        self._kubeconfig, self._crash_after = kubeconfig, crash_after
         self.spec, script, self.expected = LIVES[life]
         self.name = f"{life}-{'x' if crash_after is None else crash_after}"
         self.script = list(script)
@@ -176,7 +167,7 @@ class Run:
 
     def _start(self, crash_after: int | None) -> Any:
         key = ("default", self.name)
-        process = self._server.Process(target=lead, args=(str(self._kubeconfig), key, crash_after), daemon=True)
+        process = forking.context().Process(target=lead, args=(str(self._kubeconfig), key, crash_after), daemon=True)
         process.start()
         return process
 
@@ -184,12 +175,12 @@ class Run:
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 @pytest.mark.parametrize("life", LIVES)
 def test_killed_at_every_boundary_the_end_is_the_same(
-    server: ForkServerContext, kubeconfig: Path, life: str, part: int, request: pytest.FixtureRequest
+    kubeconfig: Path, life: str, part: int, request: pytest.FixtureRequest
 ) -> None:
     if life not in IN_CI and not request.config.getoption("--all-crashes"):
         pytest.skip("one life is enough for every day: --all-crashes takes all (make test-crashes)")
     for boundary in itertools.count(part, NUM_PARTS):
-        run = Run(server, kubeconfig, life, boundary)
+        run = Run(kubeconfig, life, boundary)
         kubelet = asyncio.run(run.live())
         assert run.left == []
         assert kubelet.broken_rules == []

@@ -137,6 +137,20 @@ def test_an_agent_that_was_killed_failed_by_the_places_doing(folder: JobFolder) 
     assert local_place(folder).observe().groups == ()
 
 
+def test_who_was_called_back_is_seen_to_be_before_it_hears_of_it(folder: JobFolder) -> None:
+    group = folder.group(2, 1)
+    group.root.mkdir(parents=True)
+    group.orders.write_text(posts.dump_orders(Orders(round=1)))
+    group.report.write_text(posts.dump_report(Report(round=1, phase=Phase.RUNNING, pid=1)))
+    held = locks.try_lock(group.alive)
+    assert held is not None
+    here = local_place(folder)
+    here.do(actions.Regather(node=2, attempt=1, round=2))
+    (seen,) = here.observe().groups
+    assert (seen.round, seen.called, seen.phase) == (1, 2, Phase.RUNNING)
+    os.close(held)
+
+
 @pytest.mark.parametrize("has_reported", [True, False])
 def test_an_agent_that_does_not_leave_is_killed(
     folder: JobFolder, agents: list, monkeypatch, has_reported: bool

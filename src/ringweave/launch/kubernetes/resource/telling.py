@@ -1,14 +1,17 @@
 """A job's record as the status of its TrainingJob: for people, for `kubectl wait`, and to go on from."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ringweave.jobs.life import records
 from ringweave.jobs.life.actions import Event
 from ringweave.jobs.life.records import Job, NodeRecord
 from ringweave.jobs.life.states import JobState, NodeState
+from ringweave.launch.kubernetes import names
 from ringweave.launch.kubernetes.resource import times
 from ringweave.launch.kubernetes.resource.definition import CONDITIONS, REFUSED
+from ringweave.launch.services.placing import placed, placed_reason
 
 MAX_EVENTS = 100
 """Kept in the status; older ones go first. An object of the API has room for 1.5 MB in all."""
@@ -27,6 +30,8 @@ def status_of(job: Job, *, before: Mapping[str, Any], generation: int, events: S
         events: What this record tells that the one before did not.
         now: Seconds since 1970.
     """
+    saved = records.dump_record(job.record)
+    job, events = _placed(job), [_placed_event(job, event) for event in events]
     record = job.record
     told: Status = {
         "observedGeneration": generation,
@@ -42,7 +47,7 @@ def status_of(job: Job, *, before: Mapping[str, Any], generation: int, events: S
         "nodes": [_node(job, index) for index in range(len(record.nodes))],
         "conditions": _conditions(job, before, generation, now),
         "events": _events(before, events, now),
-        "record": records.dump_record(record),
+        "record": saved,
     }
     if record.ended_s is not None:
         told["endedAt"] = times.show(record.ended_s)
@@ -60,6 +65,17 @@ def refused(before: Mapping[str, Any], *, reason: str, text: str, generation: in
         "helps": "",
         "conditions": [condition],
     }
+
+
+def _placed(job: Job) -> Job:
+    """The job with commands in its reasons as they have to be typed."""
+    name, record = job.request.name, job.record
+    nodes = tuple(replace(known, reason=placed_reason(known.reason, name, names.PLACE)) for known in record.nodes)
+    return replace(job, record=replace(record, reason=placed_reason(record.reason, name, names.PLACE), nodes=nodes))
+
+
+def _placed_event(job: Job, event: Event) -> Event:
+    return replace(event, text=placed(event.text, job.request.name, names.PLACE))
 
 
 def _ready(job: Job) -> str:

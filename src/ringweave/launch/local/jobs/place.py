@@ -51,11 +51,11 @@ class LocalPlace(FolderPlace):
             return None
         if is_held and is_told_to_go:
             self._hurry(folder, report)
+        round_ = orders.round if orders else 0
         if report is None:
-            round_ = orders.round if orders else 0
             waiting = Report(round=round_, phase=Phase.PENDING, pid=0, text="its agent starts")
             return waiting.group(folder.node, folder.attempt, leaving=is_told_to_go)
-        found = report.group(folder.node, folder.attempt, leaving=is_held and is_told_to_go)
+        found = report.group(folder.node, folder.attempt, called=round_, leaving=is_held and is_told_to_go)
         if is_held or not report.phase.is_alive:
             return found
         if is_told_to_go:

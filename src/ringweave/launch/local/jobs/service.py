@@ -129,7 +129,7 @@ class LocalService(Service):
         entry = self._registry.find(name)
         if entry is None:
             names = [each.job.request.name for each in self._registry.all()]
-            do = closest(name, names) or "See ringweave jobs"
+            do = closest(name, names) or "See ringweave jobs, or say with --on where else it is"
             raise JobError(explain("job", got=name, expected="the name of a job that is here", do=do, where="local"))
         self._check(verb, entry.job.requester, self._clock())
         return entry

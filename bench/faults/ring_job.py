@@ -1,0 +1,69 @@
+"""A job in rings to be hurt: learns digits in mode ps-hra, and tells when each of its steps was done.
+
+ringweave run --elastic 2:8 --workers 8 --mode ps-hra bench/faults/ring_job.py --checks FOLDER
+"""
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+import torch
+import xxhash
+from job import BATCH, make, read
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import ringweave
+from ringweave import environment
+from ringweave.training import Asynchronous
+
+
+def parse() -> argparse.Namespace:
+    """What the job is asked to do."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checks", type=Path, required=True, help="folder for what each process says of its steps")
+    parser.add_argument("--epochs", type=int, default=1_000_000)
+    parser.add_argument("--rings", type=int, default=2)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument(
+        "--repeat", type=int, default=1, help="so many times the data in an epoch: rings meet at its end"
+    )
+    parser.add_argument("--pause-s", type=float, default=0.0, help="sleep in every step: time that needs no processor")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train; a line for each step: when it was done, on the clock that all processes share, and a check."""
+    options = parse()
+    torch.set_num_threads(1)
+    images, labels = (each.repeat(options.repeat, *[1] * (each.dim() - 1)) for each in read())
+    bare = model = make(options.width)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    loader = DataLoader(TensorDataset(images, labels), batch_size=BATCH, shuffle=True)
+    asynchronous = Asynchronous(rings=options.rings)
+    model, optimizer, loader = ringweave.prepare(model, optimizer, loader, asynchronous=asynchronous)
+    options.checks.mkdir(parents=True, exist_ok=True)
+    member = os.environ[environment.MEMBER]
+    with (options.checks / f"{member}.txt").open("a", encoding="ascii") as file:
+        for _ in loader.epochs(options.epochs):
+            for x, y in loader:
+                optimizer.zero_grad()
+                functional.cross_entropy(model(x), y).backward()
+                time.sleep(options.pause_s)
+                optimizer.step()
+                place = loader.ring_place
+                digest = xxhash.xxh3_64()
+                for each in bare.parameters():
+                    digest.update(each.detach().numpy().data)
+                done = f"{time.monotonic():.6f} {place.ring} {place.num_pushed} {digest.hexdigest()}"
+                file.write(f"{done}\n")
+                file.flush()
+            account = loader.account
+            if account is not None:
+                file.write(f"account {account.epoch} {account.expected.num_samples} {account.lost.num_samples}\n")
+                file.flush()
+
+
+if __name__ == "__main__":
+    main()

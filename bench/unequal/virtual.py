@@ -1,0 +1,144 @@
+"""How shares follow speeds, in virtual time: `python bench/unequal/virtual.py`. Seconds, no lab, no torch.
+
+Eight ranks under CPU quotas of 40 ms periods, as in the table of unequal workers, with the product's estimators and
+rules, and the delays of its exchanges. A step has work by the sample, fixed work, and noise that lasts: the logarithm
+of its factor has the standard deviation `sd` and, from step to step, the correlation `memory`. Printed is the speed
+beside that of fixed shares in proportion to the quotas (simulated): before the speeds change, in the ten steps after
+it, and from then on; and how often shares changed in each. With `--stall` a step takes a rank four times as long now
+and then, as in the table's row.
+"""
+
+import argparse
+import itertools
+import math
+import random
+from dataclasses import dataclass, field
+
+from rows import CORES, ROWS, WITHIN_STEPS
+
+from ringweave.planning.balancing import Rebalancer, Speed, SpeedEstimator, apportion
+
+PERIOD_S = 0.04
+EXCHANGE_EVERY = 2
+BATCH = 2048
+SAMPLE_S, FIXED_S = 0.16e-3, 3e-3
+"""Core-seconds of a sample and of a step beside: about those of the table's model."""
+REDUCING_S = 0.02
+
+
+@dataclass(kw_only=True, slots=True)
+class Ranks:
+    """Eight ranks that train together; each step ends when the slowest is done."""
+
+    quotas: tuple[float, ...]
+    """Cores of each rank."""
+    shares: tuple[int, ...]
+    draw: random.Random
+    sd: float
+    memory: float
+    stall: float = 0.0
+    now_s: float = 0.0
+    levels: list[float] = field(default_factory=lambda: [0.0] * 8)
+
+    def step(self) -> list[float]:
+        """Seconds that each rank has computed."""
+        fresh = math.sqrt(1 - self.memory**2)
+        self.levels = [self.memory * level + fresh * self.draw.gauss(0, self.sd) for level in self.levels]
+        took_s = []
+        for quota, share, level in zip(self.quotas, self.shares, self.levels, strict=True):
+            stalled = 4.0 if self.draw.random() < self.stall else 1.0
+            work_s = (SAMPLE_S * share * stalled + FIXED_S) * math.exp(level)
+            begin_s = self.now_s + self.draw.random() * PERIOD_S  # of no rank are periods those of another one
+            took_s.append(ends_s(begin_s, work_s, quota) - begin_s)
+        self.now_s += max(took_s) + REDUCING_S
+        return took_s
+
+
+def ends_s(begin_s: float, work_s: float, quota: float) -> float:
+    """When so much work is done by a process that has `quota` of each period, and runs in its first part."""
+    slice_s, now_s = quota * PERIOD_S, begin_s
+    while True:
+        period = math.floor(now_s / PERIOD_S + 1e-9) * PERIOD_S
+        free_s = max(0.0, period + slice_s - now_s)
+        if work_s <= free_s:
+            return now_s + work_s
+        work_s, now_s = work_s - free_s, period + PERIOD_S
+
+
+class Balanced:
+    """The rules of mode balanced, with the delays that they have in training."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.rebalancer = ranks, Rebalancer()
+        self.estimators = [SpeedEstimator() for _ in ranks.quotas]
+        self.said: list[Speed | None] = []
+        self.num_steps, self.num_changes = 0, 0
+
+    def train(self, num_steps: int) -> float:
+        """Seconds of so many steps."""
+        began_s = self.ranks.now_s
+        for _ in range(num_steps):
+            self._border()
+            took_s = self.ranks.step()
+            self.num_steps += 1
+            for estimator, share, seconds in zip(self.estimators, self.ranks.shares, took_s, strict=True):
+                estimator.observe(share, seconds)
+        return self.ranks.now_s - began_s
+
+    def _border(self) -> None:
+        if self.num_steps % EXCHANGE_EVERY:
+            return
+        known = [speed for speed in self.said if speed]
+        if known and len(known) == len(self.said) and (change := self.rebalancer.look(self.ranks.shares, known)):
+            self.ranks.shares = change.shares
+            self.num_changes += 1
+        self.said = [estimator.speed for estimator in self.estimators]
+
+
+def quotas_of(speeds: tuple[float, ...]) -> tuple[float, ...]:
+    """Cores of each rank, as the table gives them."""
+    return tuple(CORES * speed / sum(speeds) for speed in speeds)
+
+
+def fixed_s(quotas: tuple[float, ...], num_steps: int, seed: int, sd: float, memory: float, stall: float) -> float:
+    """Seconds of a step with the shares that fit the quotas, in the same noise."""
+    speeds = [Speed(s_per_sample=1 / quota, overhead_samples=FIXED_S / SAMPLE_S) for quota in quotas]
+    shares, draw = apportion(BATCH, speeds), random.Random(seed)
+    ranks = Ranks(quotas=quotas, shares=shares, draw=draw, sd=sd, memory=memory, stall=stall)
+    for _ in range(num_steps):
+        ranks.step()
+    return ranks.now_s / num_steps
+
+
+def main() -> None:
+    """Print a line for each kind of noise."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--row", choices=[name for name, row in ROWS.items() if row.later_speeds], default="changed")
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--stall", type=float, default=0.0, help="probability of a step that takes four times as long")
+    parser.add_argument("--before", type=int, default=24, help="steps before the change")
+    parser.add_argument("--after", type=int, default=24, help="steps after it")
+    options = parser.parse_args()
+    row = ROWS[options.row]
+    assert row.later_speeds, "rows that change"
+    first, later = quotas_of(row.speeds), quotas_of(row.later_speeds)
+    lengths = (options.before, WITHIN_STEPS, options.after - WITHIN_STEPS)
+    print("sd, memory: speed beside fixed shares, changes of shares; before, ten steps after, from then on (simulated)")
+    for sd, memory in itertools.product((0.0, 0.05, 0.1, 0.25), (0.0, 0.9)):
+        found = [[0.0, 0.0] for _ in lengths]
+        for seed in range(options.seeds):
+            speeds = [Speed(s_per_sample=1.0)] * len(first)
+            shares, draw = apportion(BATCH, speeds), random.Random(seed)
+            ranks = Ranks(quotas=first, shares=shares, draw=draw, sd=sd, memory=memory, stall=options.stall)
+            training = Balanced(ranks)
+            for place, (quotas, count) in enumerate(zip((first, later, later), lengths, strict=True)):
+                training.ranks.quotas = quotas
+                changes = training.num_changes
+                best_s = fixed_s(quotas, 200, seed, sd, memory, options.stall) * count
+                found[place][0] += best_s / training.train(count) / options.seeds
+                found[place][1] += (training.num_changes - changes) / options.seeds
+        print(f"{sd:g}, {memory:g}: " + "; ".join(f"{speed:.3f}, {changes:.1f}" for speed, changes in found))
+
+
+if __name__ == "__main__":
+    main()

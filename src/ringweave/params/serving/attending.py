@@ -1,0 +1,140 @@
+"""Which rings are there: those that lose members are not waited for, meet the others, and find their place again."""
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from ringweave.errors import DeadlineError, RefusedError, explain
+from ringweave.params.messages import Meet, Met, Pause, Seated, Seek
+from ringweave.params.serving.job import Job
+from ringweave.wire import Call, Done, Handler, Identity
+
+ABSENT_S = 15.0
+"""A ring that has hung up without a goodbye and is not heard of for so long is not waited for where rings meet: all of
+its members are dead, or nobody has taken its representative's place. Forming anew takes a second or two."""
+_LOOK_S = 0.5
+
+
+class Desk(Protocol):
+    """What the service has of its job."""
+
+    changed: threading.Condition
+    job: Job | None
+
+    def find(self, term: int, ring: int, peer: Identity) -> Job:
+        """The job, if that peer may speak for that ring."""
+        ...
+
+
+class Attendance:
+    """Handles what rings say of themselves beside pushing and pulling."""
+
+    def __init__(self, desk: Desk, check_term: Callable[[int], None], clock: Callable[[], float]) -> None:
+        """`check_term` refuses what is meant for a server of another term."""
+        self._desk, self._check_term, self._clock = desk, check_term, clock
+
+    def handlers(self) -> list[Handler]:
+        """What the wire's server has to know."""
+        return [
+            Handler(message=Pause, handle=self._pause),
+            Handler(message=Meet, handle=self._meet),
+            Handler(message=Seek, handle=self._seek),
+        ]
+
+    def hung_up(self, peer: Identity) -> None:
+        """A process has hung up without a goodbye: its ring forms anew, or is dead; nobody waits for it meanwhile."""
+        with self._desk.changed:
+            job = self._desk.job
+            ring = _ring_of(job, peer) if job and peer.role == "worker" else None
+            if job is None or ring is None or ring in job.gone:
+                return
+            job.ledger.pause(ring)
+            job.away_s[ring] = self._clock()
+            self._desk.changed.notify_all()
+
+    def _pause(self, call: Call) -> Done:
+        pause: Pause = call.message
+        job = self._desk.find(pause.term, pause.ring, call.peer)
+        with self._desk.changed:
+            job.ledger.pause(pause.ring)
+            self._desk.changed.notify_all()
+        return Done()
+
+    def _meet(self, call: Call) -> Met:
+        meet: Meet = call.message
+        job = self._desk.find(meet.term, meet.ring, call.peer)
+        with self._desk.changed:
+            job.meetings.come(meet.ring, meet.number, meet.said, meet.epoch)
+            self._desk.changed.notify_all()
+            while (answer := job.meetings.answer(meet.number, self._absent(job), job.testaments)) is None:
+                if call.left_s() <= 0 or call.cancelled.is_set():
+                    raise DeadlineError(
+                        explain(
+                            f"meeting {meet.number} of the rings",
+                            got="not all of them",
+                            expected="all that are there",
+                            do="Look which ring does not get on",
+                        )
+                    )
+                self._desk.changed.wait(min(_LOOK_S, max(0.0, call.left_s())))
+        return Met(said={str(ring): said for ring, said in answer.items()})
+
+    def _absent(self, job: Job) -> set[int]:
+        """Rings that nobody waits for."""
+        now_s = self._clock()
+        return job.gone | {ring for ring, since_s in job.away_s.items() if now_s - since_s > ABSENT_S}
+
+    def _seek(self, call: Call) -> Seated:
+        seek: Seek = call.message
+        self._check_term(seek.term)
+        with self._desk.changed:
+            job = self._desk.job
+            if job is None:
+                return Seated(rings=[])
+            rings = job.setup.rings
+            ring = next((index for index, each in enumerate(rings) if seek.slot in each), None)
+            if ring is None:
+                return Seated(rings=rings)
+            if seek.begins:  # what others had announced for the ring nobody waits for any more
+                job.pulled_after.pop(ring, None)
+            last = job.ledger.pushed.get(ring)
+            ticket = next((each for each in job.tickets.last if each.ring == ring), None)
+            num_meetings, epoch = job.meetings.place(ring)
+            return Seated(
+                rings=rings,
+                shares=job.setup.shares,
+                num_pushed=last.sequence if last else 0,
+                num_tickets=ticket.number if ticket else 0,
+                num_meetings=num_meetings,
+                epoch=max(epoch, ticket.epoch if ticket else 0),
+                testament=job.testaments.get(ring, ""),
+            )
+
+
+def check_speaker(job: Job, ring: int, peer: Identity) -> None:
+    """Make sure that the caller may speak for that ring.
+
+    Raises:
+        RefusedError: It is none of the ring's.
+    """
+    members = job.setup.rings[ring] if ring < len(job.setup.rings) else []
+    if peer.role == "worker" and slot_of(peer.name) not in members:
+        raise RefusedError(
+            explain(
+                f"caller for ring {ring}",
+                got=peer.name,
+                expected=f"one of its ranks {', '.join(map(str, members)) or '(there is no such ring)'}",
+                do="Join that ring first",
+            )
+        )
+
+
+def slot_of(name: str) -> int:
+    """Rank at the start of the worker of that name; of an elastic job's, `SLOT.INCARNATION`, the first part."""
+    slot = name.partition(".")[0]
+    return int(slot) if slot.isdecimal() else -1
+
+
+def _ring_of(job: Job, peer: Identity) -> int | None:
+    slot = slot_of(peer.name)
+    return next((index for index, each in enumerate(job.setup.rings) if slot in each), None)

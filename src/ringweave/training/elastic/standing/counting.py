@@ -1,0 +1,206 @@
+"""What becomes of one reduction, or of what is spread: from the first bucket to the commit that all members know of."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringweave.membership.rules.follower import resolve
+from ringweave.membership.rules.records import Decree
+from ringweave.training.elastic import rows, seams
+from ringweave.training.elastic.kept import Reduction, Room, Said, Spread
+from ringweave.training.elastic.rows import Commit, Row
+from ringweave.training.elastic.standing.footing import Footing
+
+
+class Counting:
+    """Of one member, through all epochs. Called without the lock."""
+
+    def __init__(self, footing: Footing, buffers: Callable[[], list[Tensor]], *, is_mean: bool) -> None:
+        """`buffers` are tensors of the model that become those of the first member with every reduction."""
+        self._footing, self._buffers, self._is_mean = footing, buffers, is_mean
+        self._room = Room()
+        self._synced: Sequence[tuple[Tensor, Tensor]] = ()
+        self._is_settling = False
+        """It counts, and the script does not have it yet; with the lock held."""
+        self.source = 0
+        """Rank of the member whose buffers all get."""
+
+    # The thread that trains.
+
+    def add(self, bucket: Tensor, *, is_last: bool) -> torch.futures.Future[Tensor]:
+        """One more bucket of this backward pass; the future has the mean once all of them count."""
+        footing = self._footing
+        with footing.lock:
+            footing.num_signs += 1
+            reduction = self._present()
+            future = reduction.add(bucket, self._room)
+            if is_last:
+                reduction.row, reduction.is_whole = footing.crew.row(), True
+                footing.layout = reduction.layout
+                footing.is_waiting = True
+            error = footing.start_buckets()
+            if footing.out is not None and footing.catching is None:
+                reduction.fail(seams.error_of(footing.out))
+            footing.lock.notify_all()
+        footing.tell_broken(error)
+        return future
+
+    def _present(self) -> Reduction:
+        """What the script's backward pass is part of; with the lock held."""
+        footing = self._footing
+        if footing.catching is not None:
+            return footing.catching.present()
+        reduction = footing.reduction or Reduction(number=footing.where.committed + 1)
+        assert isinstance(reduction, Reduction), "what is spread is waited for"
+        footing.reduction = reduction
+        return reduction
+
+    def begin_spread(self, fetch: Callable[[], Said], tensors: Sequence[Tensor]) -> Spread:
+        """Let the first member fetch it, for all; it is there once it counts."""
+        footing = self._footing
+        with footing.lock:
+            footing.num_signs += 1
+            spread = Spread(footing.where.committed + 1, fetch, tensors, lambda: footing.generation)
+            footing.reduction, footing.is_waiting = spread, True
+            footing.where = replace(footing.where, at_border=False)  # who joined now would have no part in it
+            error = footing.start_buckets()
+            footing.lock.notify_all()
+        footing.tell_broken(error)
+        return spread
+
+    def wait_counted(self) -> None:
+        """Until what was begun counts, and what came of it is there.
+
+        Raises:
+            MembershipError: It never will: this member was put out, or the job is over.
+        """
+        footing = self._footing
+        with footing.bequeathing(), footing.lock:
+            footing.lock.wait_for(lambda: not self._is_settling and (footing.reduction is None or footing.has_ended))
+            if footing.reduction is not None:
+                footing.raise_reason()
+
+    # The session's own thread.
+
+    def finish(self, reduction: Reduction | Spread, generation: int) -> None:
+        """Sum what is left, hear that all members have all sums, and let them count."""
+        footing = self._footing
+        assert footing.decree is not None, "a group is up"
+        try:
+            reduction.wait()
+            buffers = self._sync_buffers(self._buffers() if isinstance(reduction, Reduction) else ())
+            with footing.lock:
+                if generation != footing.generation:
+                    return
+                footing.where = replace(footing.where, is_prepared=True)
+                row = self._row(reduction)
+            gathered = [torch.empty(rows.WIDTH, dtype=torch.int64) for _ in footing.decree.members]
+            dist.all_gather(gathered, rows.to_tensor(row), group=footing.groups.reducing)
+        except RuntimeError as error:
+            footing.tell_broken(error, generation)
+            return
+        said = tuple(Row.of(each.tolist()) for each in gathered)
+        with footing.lock:
+            if generation != footing.generation:
+                return  # an order came first: what becomes of this is decided when the next epoch begins
+            commit = Commit(number=reduction.number, members=footing.decree.members, rows=said)
+            footing.stops = all(each.wants_stop for each in said)
+            self._take(commit, reduction, buffers)
+        self._settle(reduction, commit, buffers)
+
+    def end(self, decree: Decree, generation: int) -> bool:
+        """Before an epoch: take over the results if one of the members has, else be ready to reduce again.
+
+        Returns:
+            Whether the order still holds: this member may have promised to follow another one meanwhile.
+        """
+        footing = self._footing
+        with footing.lock:
+            reduction, resolution = footing.reduction, resolve(footing.standing(), decree)
+        if reduction is not None:
+            reduction.let_go()
+        if resolution != "take":
+            with footing.lock:
+                if generation != footing.generation:
+                    return False
+                footing.where = replace(footing.where, is_prepared=False)
+                if isinstance(reduction, Reduction) and reduction.is_nothing:
+                    footing.reduction = None  # there will be another one
+                return True
+        assert reduction is not None, "it was prepared"
+        left = [each.testament for each in (*decree.standings, *decree.finished) if each.testament]
+        said = (Commit.of_words(json.loads(each)) for each in left)
+        commit = next(each for each in said if each.number == decree.committed)
+        with footing.lock:
+            if generation != footing.generation:
+                return False
+            self._take(commit, reduction, self._synced)
+        self._settle(reduction, commit, self._synced)
+        return True
+
+    def _row(self, reduction: Reduction | Spread) -> Row:
+        """While somebody follows nobody stops to let others come or go: its script is not at a border then."""
+        footing = self._footing
+        if not (isinstance(reduction, Reduction) and reduction.is_nothing):
+            return replace(reduction.row, wants_stop=footing.wants_stop)
+        is_level = footing.catching is not None and footing.catching.is_level
+        return Row(is_following=True, is_level=is_level, wants_stop=is_level and footing.wants_stop)
+
+    def _take(self, commit: Commit, reduction: Reduction | Spread, buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """It counts; with the lock held."""
+        footing = self._footing
+        if isinstance(reduction, Reduction) and reduction.is_nothing:
+            self._keep(commit, reduction, buffers)
+            return
+        self._is_settling = True
+        footing.crew.withdraw()
+        footing.crew.commit(commit)
+        footing.last, footing.reduction = commit, None
+        footing.where = replace(footing.where, committed=commit.number, is_prepared=False)
+        footing.num_signs += 1
+        footing.is_waiting = False
+        footing.lock.notify_all()
+
+    def _keep(self, commit: Commit, reduction: Reduction, buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """It counts, and this member's script does it later; with the lock held."""
+        footing = self._footing
+        assert footing.catching is not None, "who takes part with nothing follows"
+        is_level = footing.catching.keep(commit, reduction, buffers)
+        footing.last, footing.reduction = commit, None
+        footing.where = replace(
+            footing.where,
+            committed=commit.number,
+            is_prepared=False,
+            has_state=is_level,
+            is_following=not is_level,
+            at_border=False,
+        )
+        footing.num_signs += 1
+        footing.lock.notify_all()
+
+    def _settle(self, reduction: Reduction | Spread, commit: Commit, buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Hand what counts to the script, unless it does it later."""
+        if isinstance(reduction, Reduction) and reduction.is_nothing:
+            return
+        try:
+            for own, first in buffers:
+                own.copy_(first)
+            reduction.resolve(commit, is_mean=self._is_mean)
+        finally:
+            with self._footing.lock:
+                self._is_settling = False
+                self._footing.lock.notify_all()
+
+    def _sync_buffers(self, buffers: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """(buffer, that of the first member), for all of these."""
+        found = []
+        for buffer in buffers:
+            first = buffer.detach().clone()
+            dist.broadcast(first, self.source, group=self._footing.groups.reducing)
+            found.append((buffer, first))
+        self._synced = found
+        return found

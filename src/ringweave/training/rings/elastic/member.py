@@ -1,0 +1,224 @@
+"""What every member of a ring does with the parameter server, through the ring's first member, whoever that is.
+
+The first member is the ring's representative. What it gets from the server all members take over or none does
+(`Session.spread`); if it dies meanwhile, the next one says the same again: the server knows pushes, tickets and
+meetings by ring and number, and answers as it did before. All members of a ring have the same gradients when they push,
+so any of them can.
+"""
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ringweave import wire
+from ringweave.errors import WireError
+from ringweave.membership.rules.records import Decree, slot_of
+from ringweave.params import flat
+from ringweave.params.flat import Flat
+from ringweave.params.messages import Option
+from ringweave.params.ring.client import RingClient, Round
+from ringweave.params.ring.member import Samples
+from ringweave.training.elastic.kept import Said
+from ringweave.training.elastic.session import Session
+from ringweave.training.rings.elastic import accounts
+from ringweave.training.rings.elastic.crew import RingCrew
+from ringweave.training.rings.elastic.places import RingPlace
+
+
+class RingMember:
+    """One member of a ring."""
+
+    def __init__(
+        self,
+        member: str,
+        session: Callable[[], Session],
+        crew: Callable[[], RingCrew],
+        servers: Sequence[Callable[[], wire.Client]],
+        parameters: Sequence[Tensor],
+    ) -> None:
+        """Talks to nobody yet.
+
+        Args:
+            member: Its name.
+            session: Its part in the ring's membership, once there is one.
+            crew: What it knows, likewise.
+            servers: Each connects to one server of the job.
+            parameters: Those that are trained, in the order of the server's.
+        """
+        self._member, self._session, self._crew = member, session, crew
+        self._servers, self._parameters = list(servers), list(parameters)
+        specs = flat.specs_of([(str(index), each) for index, each in enumerate(parameters)])
+        device = str(parameters[0].device)
+        self._specs = specs
+        self._landed = Flat(specs, device=device)
+        """Where parameters arrive, on every member."""
+        self._outbox: Flat | None = None
+        self._inbox: Flat | None = self._landed if device == "cpu" else None
+        self._lock = threading.Lock()
+        self._client: RingClient | None = None
+
+    @torch.no_grad()
+    def push_gradients(self, options: list[dict[str, Option]]) -> None:
+        """Push the gradients that the ring agrees on, and take the next parameters."""
+        crew = self._crew()
+        place, samples = crew.ring_place, crew.samples
+        absent = [index for index, each in enumerate(self._parameters) if each.grad is None]
+        round_ = _round(place, samples, absent, options, accounts.testament(crew.books))
+
+        def exchange() -> Said:
+            outbox, inbox = self._boxes()
+            self._fill(outbox)
+            _, version = self._client_of().exchange(round_, outbox.buffers(), inbox.buffers())
+            self._arrive(inbox)
+            return {"version": version}
+
+        said = self._spread(exchange, self._landed.pieces)
+        self._take_over(said["version"])
+        crew.ring_place.num_pushed += 1
+        samples.clear()
+
+    def take(self, epoch: int, wanted: int, total: int) -> tuple[int, int]:
+        """The ring's next ticket, as (first, how many)."""
+        place = self._crew().ring_place
+
+        def ask() -> Said:
+            first, count = self._client_of().take(epoch, wanted, total, number=place.num_tickets + 1)
+            return {"first": first, "count": count}
+
+        said = self._spread(ask)
+        place.num_tickets += 1
+        return said["first"], said["count"]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take the newest parameters when the ring begins, or begins again, and its place as the server knows it."""
+        place = self._crew().ring_place
+
+        def pull() -> Said:
+            (_, inbox), client = self._boxes(), self._client_of()
+            seated = client.seek(slot_of(self._member)[0], begins=True)
+            version = client.pull(seated.num_pushed, inbox.buffers())
+            self._arrive(inbox)
+            words = [seated.num_pushed, version, seated.num_tickets, seated.num_meetings]
+            return {"place": words, "epoch": seated.epoch, "testament": seated.testament}
+
+        said = self._spread(pull, self._landed.pieces)
+        left = json.loads(said["testament"]) if said["testament"] else {}
+        self._session().change(lambda: self._crew().go_on(said["place"], said["epoch"], left))
+        self._take_over(place.base_version)
+
+    @torch.no_grad()
+    def meet(self, epoch: int, said: Said, *, use_up: int | None = None) -> dict[int, Said]:
+        """Where all rings meet and rest: what each of them says, and the same parameters for all.
+
+        Args:
+            epoch: That ends.
+            said: What the others shall know of this ring.
+            use_up: Samples of an epoch that was broken off: nobody gets further ones of it.
+        """
+        place = self._crew().ring_place
+        text = json.dumps(said)
+
+        def gather() -> Said:
+            client, (_, inbox) = self._client_of(), self._boxes()
+            if use_up is not None:
+                client.take(epoch, use_up, use_up, number=place.num_tickets + 1)
+            client.leave(is_for_good=False)
+            met = client.meet(place.num_meetings + 1, epoch, text)
+            version = client.pull(place.num_pushed, inbox.buffers())
+            client.meet(place.num_meetings + 2, epoch, "")  # nobody pushes before all have the same parameters
+            self._arrive(inbox)
+            return {"version": version, "met": {str(ring): each for ring, each in met.items()}}
+
+        found = self._spread(gather, self._landed.pieces)
+        self._take_over(found["version"])
+        place.num_meetings += 2
+        place.num_tickets += use_up is not None
+        return {int(ring): json.loads(each) for ring, each in found["met"].items()}
+
+    def rest(self) -> None:
+        """The ring computes nothing until it meets the others. Waits for no other member: it may have failed."""
+        client = self._client
+        if client is not None:
+            client.leave(is_for_good=False)
+
+    def pausing(self, decree: Decree) -> None:
+        """The ring forms anew: its representative lets the server know that nobody has to wait for it."""
+        if decree.members[0] == self._member:
+            threading.Thread(target=self._pause, name="ringweave pause", daemon=True).start()
+
+    def leave(self) -> None:
+        """At the end of the process: the ring has done all there was to do, unless this one fails or is out."""
+        session, client = self._session(), self._client
+        has_failed = session.is_out or getattr(sys, "last_value", None) is not None
+        if client is not None and not has_failed and session.decree.members[0] == self._member:
+            client.leave(is_for_good=True)
+
+    def hang_up(self) -> None:
+        """As the end of the process does, but with a goodbye."""
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _pause(self) -> None:
+        try:
+            self._client_of().pause()
+        except WireError:
+            return  # who waits for the ring waits a little longer
+
+    def _spread(self, fetch: Callable[[], Said], tensors: Sequence[Tensor] = ()) -> Said:
+        session, crew = self._session(), self._crew()
+        if session.decree.members[0] != self._member:  # it was the first, and one with a lower number has come
+            self.hang_up()
+        crew.is_spreading = True
+        try:
+            return session.spread(fetch, tensors)
+        finally:
+            crew.is_spreading = False
+
+    def _client_of(self) -> RingClient:
+        with self._lock:
+            if self._client is None:
+                self._client = RingClient(self._servers, self._crew().ring_place.ring)
+            return self._client
+
+    def _boxes(self) -> tuple[Flat, Flat]:
+        """Memory for what goes and for what comes; only the representative has it."""
+        self._outbox = self._outbox or Flat(self._specs)
+        self._inbox = self._inbox or Flat(self._specs)
+        return self._outbox, self._inbox
+
+    def _fill(self, outbox: Flat) -> None:
+        for parameter, view in zip(self._parameters, outbox.views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                view.copy_(parameter.grad)
+
+    def _arrive(self, inbox: Flat) -> None:
+        if inbox is not self._landed:
+            self._landed.copy_(inbox)
+
+    def _take_over(self, version: int) -> None:
+        torch._foreach_copy_(self._parameters, self._landed.views)
+        self._crew().ring_place.base_version = version
+
+
+def _round(
+    place: RingPlace, samples: Samples, absent: list[int], options: list[dict[str, Option]], testament: str
+) -> Round:
+    return Round(
+        sequence=place.num_pushed + 1,
+        base_version=place.base_version,
+        content="gradient",
+        num_samples=samples.num_samples,
+        batch_share=samples.mean_share,
+        absent=absent,
+        options=options,
+        testament=testament,
+    )

@@ -1,0 +1,24 @@
+"""The optimizer that a script gets back where rings may lose members; see `params.ring.optimizer`."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from ringweave.params.serving import optimizers
+from ringweave.training.rings.elastic.member import RingMember
+
+
+class KeptOptimizer(Optimizer):
+    """Stands for the script's optimizer, whose groups it shares; its `step` is the ring's, its state on the server."""
+
+    def __init__(self, optimizer: Optimizer, member: RingMember) -> None:
+        """Changes nothing of the script's optimizer."""
+        super().__init__(optimizer.param_groups, {})
+        self._member = member
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One train step of the ring; `closure` computes the loss first, as in torch's optimizers."""
+        found = closure() if closure else None
+        self._member.push_gradients([optimizers.options_of(group) for group in self.param_groups])
+        return found

@@ -1,0 +1,92 @@
+"""How fast a large state is read: at full speed, or so that others who use the same links hardly notice."""
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from ringweave.errors import DeadlineError, explain
+
+CHUNK_BYTES = 4 << 20
+"""Large enough that asking costs nothing, small enough that a lost connection loses little."""
+WINDOW = 3
+"""Chunks under way at once: one arrives, one leaves, one is asked for."""
+
+
+class Pace(Protocol):
+    """Says how much to ask for next, and hears how long it took."""
+
+    @property
+    def window(self) -> int:
+        """Chunks that are under way at once."""
+        ...
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of the next chunk, at most."""
+        ...
+
+    def wait(self, num_bytes: int, seconds: float) -> None:
+        """A chunk of so many bytes has taken so long; returns when the next one may be asked for."""
+        ...
+
+
+class FullSpeed:
+    """Nobody else needs the link."""
+
+    window, chunk_bytes = WINDOW, CHUNK_BYTES
+
+    def wait(self, num_bytes: int, seconds: float) -> None:
+        """At once."""
+
+
+_LEAST_BYTES = 64 << 10
+_CHUNK_S = 0.05
+"""A chunk takes about so long: short beside a train step, long beside what a limited link lets through at once."""
+_SLOW = 0.55
+"""Of the best rate so far: below it somebody else uses the link."""
+_FORGET = 0.98
+"""Of the best rate, with each chunk: what a link could do once it may not be able to do now."""
+_YIELD = 3.0
+"""After a slow chunk nothing is asked for that many times as long as it took: with half of the link while a chunk is
+under way, an eighth of it all in all."""
+
+
+class GivingWay:
+    """One chunk after another; where they come slowly, since others use the link, with pauses in between.
+
+    So a link that is idle between two bursts of collectives is used there, and the collectives keep most of it.
+    """
+
+    window = 1
+
+    def __init__(self, haste: Callable[[], float], ended: threading.Event) -> None:
+        """`haste` is between 0, give way, and 1, no time for that; once `ended` is set nothing more is read."""
+        self._haste, self._ended = haste, ended
+        self._best = self._last = 0.0
+        self._num_bytes, self._seconds = 0, 0.0
+
+    @property
+    def chunk_bytes(self) -> int:
+        """What arrives in a twentieth of a second."""
+        return max(_LEAST_BYTES, min(CHUNK_BYTES, round(self._last * _CHUNK_S)))
+
+    def wait(self, num_bytes: int, seconds: float) -> None:
+        """Give way, if others seem to use the link.
+
+        Raises:
+            DeadlineError: It is not needed any more.
+        """
+        if self._ended.wait(self.pause_s(num_bytes, seconds)):
+            raise DeadlineError(explain("state", got="unfinished", expected="all of it", do="It was given up"))
+
+    def pause_s(self, num_bytes: int, seconds: float) -> float:
+        """Seconds until the next chunk may be asked for."""
+        self._num_bytes, self._seconds = self._num_bytes + num_bytes, self._seconds + seconds
+        if self._num_bytes < _LEAST_BYTES or self._seconds <= 0:  # a few bytes say nothing of the link
+            return 0.0
+        took_s, self._last = self._seconds, self._num_bytes / self._seconds
+        self._num_bytes, self._seconds = 0, 0.0
+        self._best = max(self._last, _FORGET * self._best)
+        if self._last >= _SLOW * self._best:
+            return 0.0
+        return _YIELD * took_s * (1.0 - min(1.0, max(0.0, self._haste())))

@@ -1,0 +1,23 @@
+"""How much properties and brute force try: what is enough for every day, or far more under `make test-thorough`.
+
+Daily the examples are always the same ones: a rare failure is found by the thorough run, which draws others each time,
+and stops nobody's work on something else.
+"""
+
+from hypothesis import HealthCheck, settings
+
+_DAILY, _THOROUGH = "daily", "thorough"
+# How long examples take to make and to run depends on what else runs; pytest's own time-out ends what hangs.
+_PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(_DAILY, _PATIENT, max_examples=40, derandomize=True)
+settings.register_profile(_THOROUGH, _PATIENT, max_examples=200)
+
+
+def load() -> None:
+    """Takes the daily profile, if the option --hypothesis-profile does not name another."""
+    settings.load_profile(_DAILY)
+
+
+def share_of(thorough: int) -> int:
+    """How many to try, where the thorough run tries so many."""
+    return max(1, thorough * settings.default.max_examples // settings.get_profile(_THOROUGH).max_examples)

@@ -1,0 +1,165 @@
+"""Whose failure it was, and which node pays a retry for it."""
+
+from dataclasses import replace
+
+import pytest
+
+from ringweave.jobs.life import actions, advancing
+from ringweave.jobs.life.failing import SETTLE_S
+from ringweave.jobs.life.observing import Cause, Phase
+from ringweave.jobs.life.records import Ended
+from ringweave.jobs.life.states import JobState, NodeState
+from ringweave.testing.places import FakePlace
+from tests.jobs.life import lives
+from tests.jobs.life.lives import DELETE, record_of, running
+
+
+@pytest.mark.parametrize("max_retries", [0, 1, 3])
+def test_the_budget_of_a_node_is_exact(max_retries: int) -> None:
+    place = running(max_retries=max_retries)
+    for attempt in range(1, max_retries + 1):
+        place.end((1, attempt), Cause.PLACE)
+        for _ in range(5):
+            lives.settle(place)
+            place.pass_time()
+        assert record_of(place).state is JobState.RUNNING
+        assert record_of(place).nodes[1].retries == attempt
+    place.end((1, max_retries + 1), Cause.PLACE, "killed by SIGKILL")
+    lives.settle(place)
+    record = record_of(place)
+    assert record.outcome is JobState.FAILED
+    assert record.reason is not None
+    assert record.reason.code == "RetriesSpent"
+    assert "node n1 failed more often than max_retries allows: killed by SIGKILL" in str(record.reason)
+    assert [known.retries for known in record.nodes] == [0, max_retries]
+
+
+def test_a_failure_of_the_script_is_not_tried_again_once_no_other_cause_can_come() -> None:
+    place = running()
+    place.end((0, 1), Cause.PROGRAM, "exit code 1: ValueError: no such file")
+    lives.settle(place)
+    place.clock_s += SETTLE_S
+    lives.settle(place)
+    record = record_of(place)
+    assert record.outcome is JobState.FAILED
+    assert str(record.reason) == (
+        "the script failed on node n0: exit code 1: ValueError: no such file; trying again would not mend it. "
+        "Mend the script (ringweave logs text --node n0), then ringweave retry text; "
+        "a script without a directory was copied: ringweave delete text, and submit it anew."
+    )
+    assert [known.state for known in record.nodes] == [NodeState.FAILED, NodeState.STOPPED]
+
+
+def test_an_exit_code_is_not_believed_while_a_first_cause_may_show_up() -> None:
+    """Its peer was killed and it raises; the place tells of the peer a second later."""
+    place = running(DELETE, DELETE, DELETE)
+    place.groups[0, 1] = replace(
+        place.groups[0, 1], phase=Phase.FAILED, cause=Cause.PROGRAM, exit_code=1, ended_s=place.clock_s
+    )
+    found = lives.look(place)
+    assert found[-1] == actions.Wake(at_s=place.clock_s + SETTLE_S)
+    lives.settle(place)
+    assert record_of(place).reason.code == "FindingCause"
+    place.clock_s += 1
+    place.end((1, 1), Cause.PLACE, "its machine is gone")
+    lives.settle(place)
+    record = record_of(place)
+    assert record.outcome is None
+    assert [known.retries for known in record.nodes] == [0, 1, 0]
+    assert record.nodes[0].ended == Ended(attempt=1, cause=Cause.PEER, charged=False, text="exit code 1", exit_code=1)
+
+
+def test_where_all_blame_another_the_first_one_pays() -> None:
+    place = running(DELETE, DELETE, DELETE)
+    for node, ended_s in ((0, 5.0), (1, 4.5), (2, 4.7)):
+        place.groups[node, 1] = replace(
+            place.groups[node, 1], phase=Phase.INTERRUPTED, ended_s=ended_s, text="lost its peer"
+        )
+    lives.settle(place)
+    assert [known.retries for known in record_of(place).nodes] == [0, 1, 0]
+    assert record_of(place).nodes[1].ended is not None
+
+
+def interrupted(place: FakePlace, *nodes: int) -> None:
+    """These lose a peer, one after the other; the others look as before."""
+    for order, node in enumerate(nodes):
+        ended = {"phase": Phase.INTERRUPTED, "ended_s": place.clock_s + order, "text": "lost its peer"}
+        place.groups[node, 1] = replace(place.groups[node, 1], **ended)
+    place.clock_s += SETTLE_S + len(nodes)
+
+
+def test_nobody_pays_for_a_lost_node_that_still_looks_alive() -> None:
+    """Its machine is gone, and its place tells of that a minute later."""
+    place = running(DELETE, DELETE, DELETE, max_retries=0)
+    place.job = replace(
+        place.job,
+        request=replace(
+            place.job.request,
+            nodes=tuple(
+                replace(node, max_retries=int(index == 1)) for index, node in enumerate(place.job.request.nodes)
+            ),
+        ),
+    )
+    interrupted(place, 0, 2)
+    assert lives.look(place)[1:] == [actions.Regather(node=node, attempt=1, round=2) for node in (0, 1, 2)]
+    lives.settle(place)
+    record = record_of(place)
+    assert ([known.retries for known in record.nodes], record.round) == ([0, 0, 0], 2)
+    assert str(record.reason).startswith(
+        "node n0 lost another (lost its peer), which has not answered yet; waits for nodes n0, n1, n2 to be ready"
+    )
+    for node in (0, 2):
+        place.step((node, 1))
+    place.groups[1, 1] = replace(place.groups[1, 1], phase=Phase.RUNNING, round=1)
+    lives.settle(place)
+    place.clock_s += 60.0
+    place.groups[1, 1] = replace(place.groups[1, 1], phase=Phase.FAILED, cause=Cause.PLACE, text="its machine is gone")
+    lives.settle(place)
+    record = record_of(place)
+    assert ([known.retries for known in record.nodes], record.round, record.blame) == ([0, 1, 0], 3, None)
+    assert record.round_cause == "node n1 failed (its machine is gone), retry 1 of 1"
+
+
+def test_where_all_answer_after_all_the_first_one_that_blamed_another_pays() -> None:
+    place = running(DELETE, DELETE, DELETE)
+    interrupted(place, 2, 0)
+    lives.settle(place)
+    assert record_of(place).blame is not None
+    for node in (0, 1, 2):
+        lives.settle(place)
+        place.step((node, 1))
+    lives.settle(place)
+    record = record_of(place)
+    assert ([known.retries for known in record.nodes], record.round, record.blame) == ([0, 0, 1], 3, None)
+    assert place.gate == 1, "the round of which it is settled is not run"
+    for _ in range(4):
+        place.pass_time()
+        lives.settle(place)
+    assert record_of(place).state is JobState.RUNNING
+    assert [known.attempt for known in record_of(place).nodes] == [1, 1, 2]
+
+
+def test_what_was_not_paid_is_forgotten_with_the_round() -> None:
+    for verb in ("suspend", "stop"):
+        place = running(DELETE, DELETE, DELETE)
+        interrupted(place, 0)
+        lives.settle(place)
+        lives.ask(place, verb)
+        for _ in range(3):
+            place.pass_time()
+            lives.settle(place)
+        assert [known.retries for known in record_of(place).nodes] == [0, 0, 0]
+    place = running(DELETE, DELETE)
+    interrupted(place, 0)
+    lives.settle(place)
+    assert advancing.regathered(record_of(place), "its allocation was taken back").blame is None
+
+
+def test_two_nodes_that_fail_at_once_are_charged_one_each_in_one_round() -> None:
+    place = running(DELETE, DELETE, DELETE)
+    place.end((0, 1), Cause.PLACE, "power cut")
+    place.groups[2, 1] = replace(place.groups[2, 1], phase=Phase.FAILED, cause=Cause.PLACE, text="power cut")
+    lives.settle(place)
+    record = record_of(place)
+    assert ([known.retries for known in record.nodes], record.round) == ([1, 0, 1], 2)
+    assert record.round_cause == "node n0 failed (power cut), retry 1 of 1, and 1 more nodes failed"

@@ -1,0 +1,115 @@
+"""Commands in what places say can be typed as they stand."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ringweave.errors import JobError
+from ringweave.jobs.life import records, states, verbs
+from ringweave.jobs.life.actions import Event
+from ringweave.jobs.life.records import Job
+from ringweave.jobs.life.states import reason
+from ringweave.jobs.requests.request import NodeRequest, Request
+from ringweave.launch.kubernetes.resource import telling
+from ringweave.launch.services import views
+from ringweave.launch.services.placing import PlacedService, placed
+from ringweave.launch.services.service import LogLine, LogQuery, Service, Submission
+from ringweave.launch.services.views import EventView, JobView
+
+REQUEST = Request(name="text", num_workers=3, script="s.py", nodes=(NodeRequest(name="n0", capacity=3),))
+HELPS = "ringweave resume text"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("Look: ringweave logs text --node n0.", "Look: ringweave logs text --on slurm --node n0."),
+        (
+            "ringweave logs -f text, ringweave stop text",
+            "ringweave logs -f text --on slurm, ringweave stop text --on slurm",
+        ),
+        ("ringweave delete text --on slurm", "ringweave delete text --on slurm"),
+        ("ringweave delete text-2; ringweave split --gpus 3", "ringweave delete text-2; ringweave split --gpus 3"),
+    ],
+)
+def test_the_place_stands_behind_the_job(text: str, shown: str) -> None:
+    assert placed(text, "text", "slurm") == shown
+    assert placed(text, "text", "local") == text
+
+
+def test_an_address_is_a_place() -> None:
+    assert placed("ringweave why a", "a", r"http://x:1/\1") == r"ringweave why a --on http://x:1/\1"
+
+
+@pytest.mark.parametrize("code", states.REASONS)
+def test_no_reason_names_a_command_without_its_place(code: str) -> None:
+    words = {"nodes": "node n0", "node": "n0", "detail": "it is so", "attempt": 1, "job": "text"}
+    text = placed(str(reason(code, **words)), "text", "slurm")
+    assert re.findall(r"ringweave \w+ (?:-f )?text(?! --on slurm)", text) == []
+
+
+def job() -> Job:
+    made = records.new_job(REQUEST, requester="ann", counts=(3,), now=0.0)
+    why = reason("Suspended", job="text")
+    node = replace(made.record.nodes[0], reason=reason("NodeSuspended", job="text"))
+    return replace(made, record=replace(made.record, reason=why, nodes=(node,)))
+
+
+class Told(Service):
+    """Of a place that is not this machine."""
+
+    def submit(self, request: Request, *, base: Path, dry_run: bool = False) -> Submission:
+        if base.name == "taken":
+            raise JobError(f"remove it with ringweave delete {request.name}.")
+        return Submission(job=self.job(request.name))
+
+    def jobs(self) -> list[JobView]:
+        return [self.job("text")]
+
+    def job(self, name: str) -> JobView:
+        if name != "text":
+            raise JobError(f"no job; ringweave status {name} will not help.")
+        return views.view(job(), place="slurm", events=[EventView(time_s=1.0, kind="Suspended", text=HELPS)])
+
+    def act(self, name: str, verb: str) -> JobView:
+        if verb == "stop":
+            raise JobError("ringweave delete text removes it.")
+        return self.job(name)
+
+    def logs(self, name: str, which: LogQuery) -> Iterator[LogLine]:
+        yield LogLine(node="n0", attempt=1, round=1, rank=0, text="ringweave stop text")
+
+
+def test_all_that_a_service_says() -> None:
+    service = PlacedService(Told(), "slurm")
+    seen = [service.job("text"), *service.jobs(), service.act("text", "resume")]
+    seen.append(service.submit(REQUEST, base=Path("free")).job)
+    for view in seen:
+        assert view.reason is not None
+        assert view.nodes[0].reason is not None
+        assert [view.reason.helps, view.nodes[0].reason.helps, view.events[0].text] == [f"{HELPS} --on slurm"] * 3
+    with pytest.raises(JobError, match=r"ringweave delete text --on slurm\.$"):
+        service.submit(REQUEST, base=Path("taken"))
+    with pytest.raises(JobError, match="ringweave delete text --on slurm removes it"):
+        service.act("text", "stop")
+    with pytest.raises(JobError, match="ringweave status other --on slurm will"):
+        service.job("other")
+    (line,) = service.logs("text", LogQuery())
+    assert line.text == "ringweave stop text", "what workers print is theirs"
+
+
+def test_the_status_of_a_training_job_names_the_place_and_its_record_does_not() -> None:
+    events = [Event(key="a", kind="Suspended", text=HELPS)]
+    status = telling.status_of(job(), before={}, generation=1, events=events, now=0.0)
+    wanted = f"{HELPS} --on kubernetes"
+    assert [status["helps"], status["nodes"][0]["helps"], status["events"][0]["text"]] == [wanted] * 3
+    assert all(wanted in item["message"] for item in status["conditions"] if item["type"] != "Admitted")
+    assert records.parse_record(status["record"]) == job().record
+
+
+def test_all_verbs_are_known() -> None:
+    for verb in verbs.NAMES:
+        assert placed(f"ringweave {verb} a", "a", "slurm").endswith("a --on slurm")

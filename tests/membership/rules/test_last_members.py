@@ -1,0 +1,121 @@
+"""Too few are left, or nobody who has the state: who saves it, who begins anew, and when a job ends."""
+
+import pytest
+
+from ringweave.membership.rules.follower import Follower, Out
+from ringweave.membership.rules.records import Standing
+from tests.membership.rules.table import Table, holder
+
+
+@pytest.mark.parametrize("is_kept_elsewhere", [False, True])
+def test_when_nobody_is_left_who_has_the_state_others_begin_again_only_if_it_is_kept_elsewhere(
+    is_kept_elsewhere: bool,
+) -> None:
+    table = Table(2, is_kept_elsewhere=is_kept_elsewhere)
+    table.begin("0.0", "1.0")
+    for member in ("0.0", "1.0"):
+        table.coordinator.lose(member, 1.0)
+    table.coordinator.join("1.1", 1.0)
+    table.stand(Standing(member="1.1"))
+    assert table.coordinator.decree is not None
+    if is_kept_elsewhere:
+        assert (table.coordinator.decree.members, table.coordinator.decree.holders) == (("1.1",), ())
+    else:
+        assert table.coordinator.ended.startswith("no worker is left that has the parameters")
+
+
+def test_what_is_kept_elsewhere_waits_for_somebody_for_a_while_and_not_beside_members_that_may_live() -> None:
+    table = Table(2, is_kept_elsewhere=True)
+    table.begin("0.0", "1.0")
+    table.pass_time(15.0)  # neither is heard of any more, and nobody has seen them end
+    table.coordinator.join("2.0", table.now_s)
+    table.stand(Standing(member="2.0"))
+    assert table.coordinator.decree is not None
+    assert table.coordinator.decree.members == ("0.0", "1.0")
+    table.pass_time(25.0, "2.0")
+    assert table.coordinator.ended.startswith("most of the workers do not answer")
+    empty = Table(1, is_kept_elsewhere=True)
+    empty.begin("0.0")
+    empty.coordinator.lose("0.0", 1.0)
+    assert empty.coordinator.ended == ""
+    empty.pass_time(25.0)
+    assert empty.coordinator.ended == "0 workers are left, expected at least 1, and no other came within 20 s"
+
+
+def test_too_few_wait_for_others_and_then_end() -> None:
+    table = Table(3, least=2)
+    table.begin("0.0", "1.0", "2.0")
+    table.coordinator.lose("1.0", 0.0)
+    table.coordinator.lose("2.0", 0.0)
+    table.stand(holder("0.0"))
+    table.pass_time(21.0, "0.0")
+    assert table.coordinator.ended == "1 workers are left, expected at least 2, and no other came within 20 s"
+    assert table.coordinator.order_for("0.0").heir == "0.0"
+    assert Follower("0.0").take(table.coordinator.order_for("0.0")) == [
+        Out(reason=table.coordinator.ended, is_end=True, heir="0.0")
+    ]
+
+
+def test_of_those_who_are_too_few_the_one_that_is_furthest_saves_the_state() -> None:
+    table = Table(4, least=3)
+    table.begin("0.0", "1.0", "2.0", "3.0")
+    table.coordinator.lose("2.0", 0.0)
+    table.coordinator.lose("3.0", 0.0)
+    table.stand(holder("0.0", is_prepared=True, at_border=False), holder("1.0", committed=6))
+    assert table.coordinator.order_for("0.0").heir == "", "as long as others may come"
+    table.pass_time(21.0, "0.0", "1.0")
+    assert [table.coordinator.order_for(member).heir for member in ("0.0", "1.0", "2.1")] == ["1.0"] * 3
+
+
+def test_the_last_that_leaves_saves_the_state() -> None:
+    table = Table(2)
+    table.begin("0.0", "1.0")
+    for member in ("0.0", "1.0"):
+        table.coordinator.leave(holder(member, is_leaving=True), 0.0, is_finished=False)
+    table.stand(holder("0.0", is_leaving=True), holder("1.0", is_leaving=True))
+    assert (table.coordinator.ended, table.coordinator.order_for("1.0").heir) == ("all workers have left", "0.0")
+
+
+def test_without_the_state_there_is_nothing_to_go_on_with() -> None:
+    table = Table(2)
+    table.begin("0.0", "1.0")
+    table.coordinator.lose("0.0", 1.0)
+    table.stand(holder("1.0"))
+    table.coordinator.lose("1.0", 2.0)
+    table.coordinator.join("0.1", 2.0)
+    table.stand(Standing(member="0.1"))
+    assert table.coordinator.ended == "no worker is left that has the parameters: go on from the last checkpoint"
+
+
+def test_when_all_of_the_first_epoch_die_nobody_begins_anew_unasked() -> None:
+    table = Table(2)
+    table.begin("0.0", "1.0")
+    for member in ("0.0", "1.0"):
+        table.coordinator.lose(member, 1.0)
+    for member in ("0.1", "1.1"):
+        table.coordinator.join(member, 2.0)
+    table.stand(Standing(member="0.1"), Standing(member="1.1"))
+    assert table.coordinator.ended == "no worker is left that has the parameters: go on from the last checkpoint"
+
+
+def test_who_is_left_of_an_epoch_that_never_stood_begins_anew() -> None:
+    """Without all members no step was done."""
+    table = Table(2)
+    table.begin("0.0", "1.0")
+    table.coordinator.lose("0.0", 1.0)
+    table.stand(Standing(member="1.0"))
+    assert table.coordinator.decree is not None
+    assert (table.coordinator.ended, table.coordinator.decree.members) == ("", ("1.0",))
+
+
+def test_the_last_one_that_has_the_state_is_waited_for_longer_than_others() -> None:
+    table = Table(2)
+    table.begin("0.0", "1.0")
+    table.pass_time(3.0, "0.0", "1.0")
+    table.coordinator.lose("1.0", table.now_s)
+    table.stand(holder("0.0"))
+    table.coordinator.join("1.1", table.now_s)
+    table.pass_time(15.0, "1.1")
+    assert table.coordinator.present == ("0.0", "1.1")
+    table.pass_time(10.0, "1.1")
+    assert table.coordinator.present == ("1.1",), "but not for ever"

@@ -1,0 +1,256 @@
+"""What a server makes of rings that lose members: nobody waits for them, and whoever speaks for them is answered."""
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringweave import wire
+from ringweave.errors import DeadlineError, RefusedError, TrainingError
+from ringweave.params.flat import Flat
+from ringweave.params.messages import (
+    Group,
+    Leave,
+    Meet,
+    Pause,
+    Pull,
+    Push,
+    Seated,
+    Seek,
+    Setup,
+    Start,
+    Take,
+    TensorSpec,
+)
+from ringweave.params.serving import attending
+from ringweave.params.serving.optimizers import options_of
+from ringweave.params.serving.service import ParameterService
+from ringweave.wire import Answer, Call
+
+SPECS = [TensorSpec(name="weight", shape=[4], dtype="float64")]
+OPTIONS = options_of(torch.optim.SGD([torch.zeros(1)], lr=1.0).param_groups[0])
+RINGS = [[0, 3], [1, 2]]
+SHARES = [[6, 5], [7, 6]]
+LONG_S = 60.0
+
+
+class Job:
+    """A server with two rings, called as their members call it."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.service = ParameterService(clock=lambda: self.now_s)
+        self._handlers = {each.message: each for each in self.service.handlers()}
+
+    def start(self) -> None:
+        setup = Setup(
+            tensors=SPECS,
+            optimizer="SGD",
+            groups=[Group(parameters=[0], options=OPTIONS)],
+            rings=RINGS,
+            overlaps=False,
+            compensation=0.0,
+            shares=SHARES,
+        )
+        self.call("0.0", Start(term=0, setup=setup), Flat(SPECS, [torch.zeros(4, dtype=torch.float64)]).buffers())
+
+    def call(self, who: str, message: wire.Message, buffers: Any = (), limit_s: float = LONG_S) -> Any:
+        peer = wire.Identity(job="test", role="worker", name=who)
+        call = Call(peer=peer, message=message, buffers=buffers, deadline_s=time.monotonic() + limit_s)
+        answer = self._handlers[type(message)].handle(call)
+        return answer.message if isinstance(answer, Answer) else answer
+
+    def push(self, who: str, ring: int, sequence: int, base: int) -> Any:
+        content = Flat(SPECS, [torch.ones(4, dtype=torch.float64)])
+        push = Push(
+            term=0,
+            ring=ring,
+            sequence=sequence,
+            base_version=base,
+            content="gradient",
+            num_samples=1,
+            batch_share=0.5,
+            options=[OPTIONS],
+        )
+        return self.call(who, push, content.buffers())
+
+    def hang_up(self, who: str) -> None:
+        self.service.attendance.hung_up(wire.Identity(job="test", role="worker", name=who))
+
+
+@pytest.fixture
+def job() -> Job:
+    found = Job()
+    found.start()
+    return found
+
+
+def test_a_worker_finds_its_ring_and_where_that_stands() -> None:
+    job = Job()
+    assert job.call("2.0", Seek(term=0, slot=2)) == Seated(rings=[])
+    job.start()
+    base = job.call("1.0", Pull(term=0, ring=1, after_sequence=0)).version
+    job.push("1.0", 1, 1, base)
+    job.call("1.0", Take(term=0, ring=1, number=1, epoch=3, num_samples=5, epoch_samples=50))
+    job.call("1.0", Leave(term=0, ring=1, is_for_good=False))
+    seated = job.call("2.7", Seek(term=0, slot=2))
+    assert seated == Seated(rings=RINGS, shares=SHARES, num_pushed=1, num_tickets=1, num_meetings=0, epoch=3)
+    assert job.call("9.0", Seek(term=0, slot=9)).rings == RINGS, "it is in none, and can see that"
+
+
+def test_any_incarnation_of_a_ring_s_slots_speaks_for_it_and_nobody_else(job: Job) -> None:
+    assert job.call("3.5", Pull(term=0, ring=0, after_sequence=0)).version == 0
+    with pytest.raises(RefusedError, match=r"caller for ring 0: '1\.0', expected one of its ranks 0, 3"):
+        job.call("1.0", Pause(term=0, ring=0))
+    with pytest.raises(RefusedError, match="caller for ring 0: 'x', expected one of its ranks 0, 3"):
+        job.call("x", Pause(term=0, ring=0))
+
+
+@pytest.mark.parametrize("is_said", [True, False])
+def test_nobody_waits_for_a_ring_that_forms_anew(job: Job, is_said: bool) -> None:
+    base = job.call("0.0", Pull(term=0, ring=0, after_sequence=0)).version
+    if is_said:
+        job.call("0.0", Pause(term=0, ring=0))
+    else:
+        job.hang_up("0.0")
+    for sequence in range(1, 30):
+        version = job.call("1.0", Pull(term=0, ring=1, after_sequence=sequence - 1)).version
+        job.push("1.0", 1, sequence, version)
+    late = job.push("3.0", 0, 1, base)
+    assert (late.version, late.staleness_versions) == (30, 29)
+    assert late.damping < 1.0
+
+
+def test_a_ring_that_is_whole_is_waited_for(job: Job) -> None:
+    job.call("0.0", Pull(term=0, ring=0, after_sequence=0))
+    for sequence in range(1, 9):
+        version = job.call("1.0", Pull(term=0, ring=1, after_sequence=sequence - 1)).version
+        job.push("1.0", 1, sequence, version)
+    with pytest.raises(DeadlineError, match="parameters for ring 1"):
+        job.call("1.0", Pull(term=0, ring=1, after_sequence=8), limit_s=0.05)
+
+
+def test_rings_meet_without_one_of_which_nobody_is_heard_for_long(job: Job) -> None:
+    job.hang_up("0.0")
+    met: list[Any] = []
+    asking = threading.Thread(target=lambda: met.append(job.call("1.0", Meet(term=0, ring=1, number=1, said="b"))))
+    asking.start()
+    with job.service.changed:
+        assert job.service.job is not None
+        assert job.service.job.meetings.answer(1, ()) is None
+    job.now_s += attending.ABSENT_S + 1.0
+    with job.service.changed:
+        job.service.changed.notify_all()
+    asking.join(LONG_S)
+    assert met[0].said == {"1": "b"}
+
+
+def test_a_ring_that_is_heard_of_again_is_waited_for(job: Job) -> None:
+    job.hang_up("0.0")
+    job.call("3.0", Pull(term=0, ring=0, after_sequence=0))
+    job.now_s += attending.ABSENT_S + 1.0
+    with pytest.raises(DeadlineError, match="meeting 1 of the rings: 'not all of them', expected all that are there"):
+        job.call("1.0", Meet(term=0, ring=1, number=1, said=""), limit_s=0.05)
+    job.call("3.0", Meet(term=0, ring=0, number=1, said="a"))
+    assert job.call("2.0", Meet(term=0, ring=1, number=1, said="other words")).said == {"0": "a", "1": ""}
+
+
+def test_a_ring_that_is_begun_again_is_not_held_to_a_push_that_never_came(job: Job) -> None:
+    base = job.call("0.0", Pull(term=0, ring=0, after_sequence=0)).version
+    job.push("0.0", 0, 1, base)
+    with pytest.raises(DeadlineError, match="its push 2 applied"):
+        job.call("0.0", Pull(term=0, ring=0, after_sequence=2), limit_s=0.05)
+    job.hang_up("0.0")
+    assert job.call("3.1", Seek(term=0, slot=3, begins=True)).num_pushed == 1
+    assert job.call("3.1", Pull(term=0, ring=0, after_sequence=1)).version == 1
+
+
+def test_who_hangs_up_after_it_has_left_is_missed_by_nobody(job: Job) -> None:
+    job.call("0.0", Leave(term=0, ring=0, is_for_good=True))
+    job.hang_up("0.0")
+    assert job.call("1.0", Meet(term=0, ring=1, number=1, said="b")).said == {"1": "b"}
+    assert job.service.job is not None
+    assert not job.service.job.away_s
+
+
+def test_whoever_hangs_up_before_the_job_has_begun_changes_nothing() -> None:
+    job = Job()
+    job.hang_up("0.0")
+    with pytest.raises(TrainingError, match="job: 'none yet'"):
+        job.call("0.0", Pause(term=0, ring=0))
+
+
+class Representatives:
+    """Those of one ring, one after the other: each says again what the one before may have said already."""
+
+    def __init__(self, job: Job, ring: int, deaths: list[int]) -> None:
+        self._job, self._ring, self._deaths = job, ring, deaths
+        self._names = [f"{slot}.0" for slot in RINGS[ring]]
+        self.tickets: list[tuple[int, int]] = []
+        self._num_calls = 0
+        self._base, self._num_pushed = 0, 0
+
+    def run(self, epoch_samples: int) -> None:
+        """One epoch: each step is a ticket and a push; whoever dies leaves the step to the next."""
+        self._base = self._again(self._pull)
+        while (ticket := self._again(lambda: self._take(epoch_samples)))[1]:
+            self.tickets.append(ticket)
+            self._base = self._again(self._exchange)
+            self._num_pushed += 1
+
+    def _again(self, fetch: Any) -> Any:
+        while True:
+            try:
+                return fetch()
+            except InterruptedError:
+                self._job.hang_up(self._names[0])
+                self._names.append(self._names.pop(0))
+
+    def _said(self) -> None:
+        """A call was answered: the representative may die before anybody else knows."""
+        self._num_calls += 1
+        if self._num_calls in self._deaths:
+            raise InterruptedError
+
+    def _pull(self) -> int:
+        pull = Pull(term=0, ring=self._ring, after_sequence=self._num_pushed)
+        found = self._job.call(self._names[0], pull).version
+        self._said()
+        return found
+
+    def _take(self, epoch_samples: int) -> tuple[int, int]:
+        number = len(self.tickets) + 1
+        take = Take(term=0, ring=self._ring, number=number, epoch=0, num_samples=3, epoch_samples=epoch_samples)
+        found = self._job.call(self._names[0], take)
+        self._said()
+        return found.first, found.num_samples
+
+    def _exchange(self) -> int:
+        self._job.push(self._names[0], self._ring, self._num_pushed + 1, self._base)
+        self._said()
+        pull = Pull(term=0, ring=self._ring, after_sequence=self._num_pushed + 1)
+        found = self._job.call(self._names[0], pull).version
+        self._said()
+        return found
+
+
+@settings(deadline=None, max_examples=50)
+@given(deaths=st.lists(st.integers(1, 60), max_size=12), num_samples=st.integers(1, 60))
+def test_whoever_dies_after_whatever_call_each_push_counts_once_and_each_sample_is_on_one_ticket(
+    deaths: list[int], num_samples: int
+) -> None:
+    job = Job()
+    job.start()
+    rings = [Representatives(job, ring, deaths[ring::2]) for ring in range(2)]
+    for ring in rings:
+        ring.run(num_samples)
+        job.call(f"{RINGS[rings.index(ring)][0]}.0", Leave(term=0, ring=rings.index(ring), is_for_good=False))
+    tickets = [ticket for ring in rings for ticket in ring.tickets]
+    drawn = [sample for first, count in tickets for sample in range(first, first + count)]
+    assert sorted(drawn) == list(range(num_samples))
+    assert job.service.version == len(tickets)
+    assert sum(job.service.counts.pushes.values()) == len(tickets)

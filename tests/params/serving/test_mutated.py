@@ -1,0 +1,149 @@
+"""Messages with something wrong, thousands of them, at the server's session itself: no process, no handshake for each.
+
+`test_attacks` sends some of them to a real process over TLS.
+"""
+
+import contextlib
+import json
+import random
+import socket
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from ringweave import wire
+from ringweave.errors import WireError
+from ringweave.params.messages import Pull, Start
+from ringweave.params.serving.service import ParameterService
+from ringweave.wire.calls import Budget
+from ringweave.wire.framing import frames
+from ringweave.wire.framing.channels import Channel
+from ringweave.wire.framing.frames import FrameKind
+from ringweave.wire.sessions import Session
+from tests.params.serving.test_attacks import PUSH, SETUP
+from tests.wire.parts import frame
+from tests.wire.test_bad_bytes import mutated
+
+FIRST = torch.arange(50.0)
+GRADIENT = torch.ones(50).numpy().tobytes()
+GOOD = frame(PUSH, 1, GRADIENT)
+BODY = json.loads(PUSH.model_dump_json())
+GROUP = BODY["options"][0]
+WRONG: dict[str, tuple[Any, ...]] = {
+    "term": (1, -1, "0", None, 0.5),
+    "ring": (0, 2, 10**12, -1, None),
+    "sequence": (0, 2, -5, 1.5, 2**70),
+    "base_version": (1, 10**9, -1, None),
+    "content": ("", "gradients", 1, None),
+    "num_samples": (-1, 1.5, "4", None),
+    "batch_share": (-0.1, float("nan"), float("inf"), "0.5", None),
+    "absent": ([1], [10**9], [-1], [0.5], "0", None),
+    "options": (
+        *([], [{}], [GROUP, GROUP], "SGD", None, [None]),
+        *([GROUP | {name: value}] for name in ("lr", "momentum", "weight_decay") for value in ("x", None, [1.0])),
+        *([GROUP | {"nesterov": value}] for value in ("x", None, [1.0])),
+        [{name: value for name, value in GROUP.items() if name != "lr"}],
+    ),
+    "unknown": (0,),
+}
+"""What no push of this job may say, field by field."""
+
+
+class Server:
+    """A parameter server whose ring 1 has been granted a push, so that the right one would be applied."""
+
+    def __init__(self) -> None:
+        self.service = ParameterService()
+        self.crashes: list[Exception] = []
+        self._handlers = {handler.message.kind: handler for handler in self.service.handlers()}
+        self.hear(frame(Start(term=0, setup=SETUP), 1, FIRST.numpy().tobytes()), "0")
+        self.service.follow_grant(1, 0, 0.0)
+
+    def hear(self, data: bytes, rank: str = "1") -> None:
+        """Let a worker of the job send these bytes and hang up; returns when all that comes of it is over."""
+        own, others = socket.socketpair()
+        peer = wire.Identity(job="job1", role="worker", name=rank)
+        with others:
+            others.sendall(data)
+            others.shutdown(socket.SHUT_WR)
+            session = Session(
+                Channel(own, wire.Limits(), "here"), peer, self._handlers, Budget(2 << 30), self._complain
+            )
+            with contextlib.suppress(WireError):
+                session.run()
+            assert session.wait_idle(60.0)
+
+    def parameters(self) -> torch.Tensor:
+        """As ring 0 is given them now."""
+        peer = wire.Identity(job="job1", role="worker", name="0")
+        pull = Pull(term=0, ring=0, after_sequence=0)
+        call = wire.Call(peer=peer, message=pull, buffers=(), deadline_s=time.monotonic() + 60.0)
+        answer = self._handlers[Pull.kind].handle(call)
+        assert isinstance(answer, wire.Answer)
+        return torch.frombuffer(bytearray(answer.buffers[0]), dtype=torch.float32)
+
+    def _complain(self, peer: wire.Identity, kind: str, error: Exception) -> None:
+        self.crashes.append(error)
+
+
+def test_what_the_mutations_are_made_of_is_right() -> None:
+    server = Server()
+    server.hear(GOOD)
+    assert server.service.version == 1
+    assert torch.equal(server.parameters(), FIRST - 0.5 * 0.5)  # half a train step, at a rate of a half
+
+
+def damaged(rng: random.Random) -> bytes:
+    """Bytes of a push with some of them wrong."""
+    while (data := mutated(rng, GOOD)).startswith(GOOD):
+        pass
+    return data
+
+
+def lying(rng: random.Random) -> bytes:
+    """A frame whose checks are right, of a push that says what it may not, or has other buffers than it should."""
+    body, name, buffers = dict(BODY), PUSH.kind, [GRADIENT]
+    match rng.randrange(8):
+        case 0:
+            buffers = rng.choice(([], [b""], [GRADIENT, b""], [GRADIENT[:-4]], [GRADIENT + bytes(4)], [bytes(1 << 16)]))
+        case 1:
+            name = rng.choice(("params.pushed", "params.start", "params.regroup", "params.nothing", "", "done"))
+        case 2:
+            body.pop(rng.choice([name for name, field in type(PUSH).model_fields.items() if field.is_required()]))
+        case _:
+            field = rng.choice(list(WRONG))
+            body[field] = rng.choice(WRONG[field])
+    text = json.dumps(body).encode()
+    sizes = list(map(len, buffers))
+    head = frames.pack(FrameKind.CALL, call=1, name=name, body=text, sizes=sizes)
+    tail = frames.pack_check(frames.check(*buffers)) if buffers else b""
+    return b"".join((head, *buffers, tail))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("make", [damaged, lying])
+def test_five_thousand_mutated_pushes_change_nothing(make: Any) -> None:
+    rng, server = random.Random(11), Server()
+    for _ in range(5000):
+        data = make(rng)
+        server.hear(data)
+        assert (server.service.version, server.crashes) == (0, []), data
+    assert torch.equal(server.parameters(), FIRST)
+    server.hear(GOOD)  # an honest push counts as ever
+    assert server.service.version == 1
+    assert torch.equal(server.parameters(), FIRST - 0.5 * 0.5)
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_no_field_of_a_push_may_say_anything_else(field: str) -> None:
+    for value in WRONG[field]:
+        server = Server()
+        text = json.dumps(BODY | {field: value}).encode()
+        head = frames.pack(FrameKind.CALL, call=1, name=PUSH.kind, body=text, sizes=[len(GRADIENT)])
+        server.hear(head + GRADIENT + frames.pack_check(frames.check(GRADIENT)))
+        assert (server.service.version, server.crashes) == (0, []), (field, value)
+        server.hear(GOOD)
+        assert torch.equal(server.parameters(), FIRST - 0.5 * 0.5), (field, value)

@@ -1,0 +1,80 @@
+"""What the script has once what it began counts: the session's own thread may be late with handing it over."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ringweave.membership.rules.records import Decree, Standing
+from ringweave.training.elastic.kept import Spread
+from ringweave.training.elastic.session import Session
+
+NOTE = '{"store": "127.0.0.1 9"}'
+PATIENCE_S = 60.0
+
+
+class Groups:
+    store_place = "127.0.0.1 9"
+    num_aborts = 0
+    reducing = None
+
+    def abort(self) -> None:
+        pass
+
+    def form(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+class Crew:
+    is_between_steps = True
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: {} if name == "note" else None
+
+
+class Agent:
+    """The only member of its job: the first epoch is begun at once."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def start(self) -> None:
+        self._session.form(Decree(ballot=(1, 1), standings=(Standing(member="0.0", note=NOTE),)))
+
+    def accuse(self, *_: Any) -> None:
+        pass
+
+    def leave(self, **_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    made = Session("0.0", Groups(), Crew(), buffers=list, is_mean=True)  # pyrefly: ignore - what it asks of them
+    made.start(Agent(made))  # pyrefly: ignore - likewise
+    yield made
+    made.close()
+    dist.destroy_process_group()
+
+
+def test_the_script_goes_on_when_what_counts_was_handed_over(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, may_hand_over, resolve = threading.Event(), threading.Event(), Spread.resolve
+
+    def late(self: Spread, *args: Any, **named: Any) -> None:
+        counts.set()
+        assert may_hand_over.wait(PATIENCE_S)
+        resolve(self, *args, **named)
+
+    monkeypatch.setattr(Spread, "resolve", late)
+    heard: list[Any] = []
+    script = threading.Thread(target=lambda: heard.append(session.spread(lambda: {"version": 4})))
+    script.start()
+    assert counts.wait(PATIENCE_S)
+    script.join(0.2)
+    assert heard == [], "it counts, and nobody has it yet"
+    may_hand_over.set()
+    script.join(PATIENCE_S)
+    assert heard == [{"version": 4}]

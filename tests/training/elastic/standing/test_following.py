@@ -1,0 +1,247 @@
+"""A session whose member follows, with a coordinator, a group and a donor that do as the test says."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringweave.errors import ConnectionLostError, RingweaveError, TrainingError
+from ringweave.membership.rules.records import Decree, Standing
+from ringweave.training.elastic.joining import catching
+from ringweave.training.elastic.rows import Commit, Row
+from ringweave.training.elastic.session import Session
+
+OWN = "1.1"
+NOTE = '{"store": "127.0.0.1 9", "state": "127.0.0.1 9", "buckets": [[3, "float32", "cpu"]]}'
+
+
+class Groups:
+    """Whose collectives wait until they are aborted, or until the others have come."""
+
+    store_place, reducing = "127.0.0.1 9", None
+
+    def __init__(self) -> None:
+        self.num_aborts = 0
+        self.aborted, self.others = threading.Event(), threading.Semaphore(0)
+
+    def form(self, *_: Any, **__: Any) -> None:
+        self.aborted = threading.Event()
+
+    def abort(self) -> None:
+        self.num_aborts += 1
+        self.aborted.set()
+
+    def all_reduce(self, summed: torch.Tensor, **_: Any) -> "Work":
+        return Work(self, self.aborted, summed)
+
+    def all_gather(self, gathered: list[torch.Tensor], own: torch.Tensor, **_: Any) -> None:
+        gathered[0].copy_(torch.tensor(Row(num_planned=4).to_list()))
+        gathered[1].copy_(own)
+
+
+class Work:
+    """The others' part is as they come."""
+
+    def __init__(self, groups: Groups, aborted: threading.Event, summed: torch.Tensor) -> None:
+        self._groups, self._aborted, self._summed = groups, aborted, summed
+
+    def wait(self) -> None:
+        while not self._groups.others.acquire(timeout=0.01):
+            if self._aborted.is_set():
+                raise RuntimeError("aborted")
+        self._summed += 8.0
+
+
+class Crew:
+    """Reads the state as the test says."""
+
+    is_between_steps = True
+
+    def __init__(self, pull: Callable[[int], None]) -> None:
+        self._pull, self.num_pulls = pull, 0
+        self.seen: list[Any] = []
+
+    def note(self) -> dict[str, Any]:
+        return {}
+
+    def check(self, *_: Any) -> None: ...
+
+    def row(self) -> Row:
+        return Row()
+
+    def begin(self, decree: Decree, _: Any, *, is_newcomer: bool, followers: frozenset[str]) -> None:
+        self.seen.append((decree.ballot, is_newcomer, sorted(followers)))
+
+    def withdraw(self) -> None: ...
+
+    def commit(self, commit: Commit) -> None:
+        self.seen.append((commit.number, commit.level))
+
+    def pull(self, *_: Any) -> None:
+        self.num_pulls += 1
+        self._pull(self.num_pulls)
+
+
+def decree(number: int, *, committed: int, own: Standing | None = None) -> Decree:
+    holder = Standing(member="0.0", has_state=True, committed=committed, note=NOTE)
+    return Decree(ballot=(1, number), standings=(holder, own or Standing(member=OWN, note=NOTE)))
+
+
+class Coordinator:
+    """The first epoch begins at once; after an accusation comes the next, in which the member stands as it says."""
+
+    def __init__(self) -> None:
+        self.session: Any = None
+        self.accused: list[tuple[int, int]] = []
+        self.stood: list[Standing] = []
+        self.left: list[bool] = []
+
+    def leave(self, *, is_finished: bool) -> None:
+        self.left.append(is_finished)
+
+    def start(self) -> None:
+        self.session.form(decree(1, committed=4))
+
+    def accuse(self, ballot: tuple[int, int], suspects: list[str]) -> None:
+        assert suspects == [], "nobody is to blame"
+        self.accused.append(ballot)
+        self.stood.append(self.session.freeze(is_urgent=True))
+        self.session.form(decree(ballot[1] + 1, committed=6))
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> Groups:
+    made = Groups()
+    monkeypatch.setattr(dist, "all_reduce", made.all_reduce)
+    monkeypatch.setattr(dist, "all_gather", made.all_gather)
+    monkeypatch.setattr(catching, "_HEAD_START_S", 0.0)
+    return made
+
+
+def joined(groups: Any, crew: Any) -> tuple[Session, Coordinator]:
+    coordinator: Any = Coordinator()
+    coordinator.session = session = Session(OWN, groups, crew, buffers=list, is_mean=False)
+    return session, coordinator
+
+
+def backward(session: Session, groups: Groups | None = None) -> float:
+    """What a backward pass of one bucket gives, with others who come when it has been handed in."""
+    future = session.reduce(torch.ones(3), is_last=True)
+    if groups is not None:
+        groups.others.release()
+    session.wait_counted()
+    return future.value()[0].item()
+
+
+def test_its_script_does_what_counted_before_it_had_the_state_and_then_is_level(groups: Groups) -> None:
+    is_read = threading.Event()
+
+    def read(_: int) -> None:
+        assert is_read.wait(60)
+
+    crew = Crew(read)
+    session, coordinator = joined(groups, crew)
+    for _ in range(2):
+        groups.others.release()
+    agent: Any = coordinator
+    thread = threading.Thread(target=session.start, args=(agent,))
+    thread.start()
+    wait_until(lambda: session.standing().committed == 6)
+    standing = session.standing()
+    assert (standing.has_state, standing.is_following, standing.at_border) == (False, True, True)
+    assert session.num_committed == 4, "its script has done none of them"
+    assert session.beat(0.0).is_waiting, "for its donor"
+    is_read.set()
+    thread.join(60)
+    drawn: list[int] = []
+    for number in (5, 6):
+        session.border(lambda: drawn.append(1))
+        assert backward(session) == 8.0
+        assert session.num_committed == number
+    session.border(lambda: drawn.append(1))
+    assert backward(session, groups) == 8.0
+    assert drawn == [1, 1, 1]
+    assert crew.seen == [((1, 1), True, [OWN]), (5, ()), (6, ()), (7, (OWN,))]
+    assert session.standing().has_state
+    assert not session.standing().is_following
+    assert backward(session, groups) == 9.0, "its own gradient is in it"
+    session.close()
+
+
+def test_who_could_not_read_the_state_is_a_newcomer_again(groups: Groups) -> None:
+    def fail_once(number: int) -> None:
+        if number == 1:
+            raise ConnectionLostError("the donor is gone")
+
+    crew = Crew(fail_once)
+    session, coordinator = joined(groups, crew)
+    agent: Any = coordinator
+    assert session.start(agent).ballot == (1, 2)
+    assert coordinator.accused == [(1, 1)]
+    assert [(each.has_state, each.is_following, each.committed) for each in coordinator.stood] == [(False, False, 0)]
+    assert session.standing().is_following
+    assert session.num_committed == 6
+    assert crew.seen == [((1, 2), True, [OWN])]
+    session.close()
+
+
+def test_an_epoch_that_takes_it_for_a_follower_when_it_is_none_any_more_is_refused(groups: Groups) -> None:
+    crew = Crew(lambda _: None)
+    session, coordinator = joined(groups, crew)
+    following = Standing(member=OWN, is_following=True, committed=4, note=NOTE)
+    coordinator.start = lambda: session.form(decree(1, committed=4, own=following))
+    agent: Any = coordinator
+    assert session.start(agent).ballot == (1, 2)
+    assert coordinator.accused == [(1, 1)]
+    session.close()
+
+
+@pytest.mark.parametrize(
+    ("failure", "text"),
+    [
+        (TrainingError("what goes along with the state: []"), "what goes along with the state"),
+        (ConnectionLostError("the donor is gone"), "the donor is gone"),
+    ],
+)
+def test_it_gives_up_after_a_few_times_or_where_another_time_is_of_no_use(
+    groups: Groups, failure: RingweaveError, text: str
+) -> None:
+    def fail(_: int) -> None:
+        raise failure
+
+    crew = Crew(fail)
+    session, coordinator = joined(groups, crew)
+    agent: Any = coordinator
+    with pytest.raises(RingweaveError, match=text):
+        session.start(agent)
+    assert crew.num_pulls == (1 if isinstance(failure, TrainingError) else 6)
+    session.close()
+
+
+def test_who_is_asked_to_leave_goes_at_once(groups: Groups) -> None:
+    crew = Crew(lambda _: None)
+    session, coordinator = joined(groups, crew)
+    agent: Any = coordinator
+    session.start(agent)
+    for _ in range(2):
+        groups.others.release()
+    wait_until(lambda: session.standing().committed == 6)
+    session.border(lambda: None)
+    session.ask_to_leave()
+    assert coordinator.left == [False]
+    with pytest.raises(SystemExit) as raised:
+        backward(session)
+    assert raised.value.code == 143, "whatever it could still do"
+    session.close()
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    done = threading.Event()
+    for _ in range(6000):
+        if is_true():
+            return
+        done.wait(0.01)
+    raise AssertionError("it never was")

@@ -1,0 +1,81 @@
+"""What workers in rings that may lose members run."""
+
+import os
+import signal
+import time
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ringweave
+from ringweave.params.ring.client import RingClient
+from ringweave.testing.elastic import own_member, say
+from ringweave.training import Asynchronous
+from ringweave.training.choosing import trials
+from ringweave.training.choosing.trials import Trial
+
+NUM_SAMPLES, BATCH, WIDTH = 240, 24, 6
+Faults = Mapping[str, tuple[int, str]]
+"""Member -> (its step, moment) of its death."""
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+
+
+def make_data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(NUM_SAMPLES, WIDTH, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, torch.sin(inputs.sum(1, keepdim=True)), torch.arange(NUM_SAMPLES))
+
+
+def kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(
+    num_epochs: int, rings: int, faults: Faults, pause_s: float = 0.0, until: Collection[tuple[str, ...]] = ()
+) -> dict[str, Any]:
+    """Train, telling what is done; the accounts of all epochs and the parameters at the end.
+
+    A ring with the members that `until` has ends with the third epoch in which these are its members: all of them know.
+    """
+    trials.measure = lambda *_, **__: Trial()  # on a busy machine it would form other rings
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    data = DataLoader(make_data(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
+    asynchronous = Asynchronous(rings=rings)
+    model, optimizer, loader = ringweave.prepare(model, optimizer, data, mode="ps-hra", asynchronous=asynchronous)
+    at, moment = faults.get(own_member(), (-1, ""))
+    say(("prepared", loader.members, loader.ring_place.num_pushed))
+    accounts, num_steps, num_whole = [], 0, 0
+    for _ in loader.epochs(num_epochs):
+        for inputs, targets, _ in loader:
+            num_steps += 1
+            if num_steps == at:
+                arm(moment, model)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            say(("done", num_steps, loader.members))
+            time.sleep(pause_s)
+        accounts.append(loader.account)
+        num_whole += loader.members in until
+        if num_whole == 3:
+            break
+    return {"parameters": [each.detach().numpy().copy() for each in model.module.parameters()], "accounts": accounts}
+
+
+def arm(moment: str, model: Any) -> None:
+    """Die when that moment of the present step comes."""
+    if moment == "backward":
+        model.module[2].register_full_backward_hook(lambda *_: kill_self())
+    elif moment in ("exchange", "take", "meet"):  # of the representative: the server has heard it, nobody else has
+        real = getattr(RingClient, moment)
+        setattr(RingClient, moment, lambda *args, **more: (real(*args, **more), kill_self()))
+    else:
+        raise AssertionError(moment)

@@ -1,0 +1,139 @@
+"""Workers get their places in rings, though the first of them may die before it has begun the job."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from ringweave.errors import ConnectionLostError, MembershipError, RemoteError
+from ringweave.membership.rules.follower import Out
+from ringweave.membership.rules.records import Decree
+from ringweave.params.messages import Seated
+from ringweave.training.rings.elastic import lobby
+from ringweave.training.rings.elastic.lobby import Lobby
+
+
+class Server:
+    """The part of the parameter server that is asked, as its client."""
+
+    def __init__(self, rings: list[list[int]] | None = None) -> None:
+        self.rings = rings or []
+        self.is_closed = False
+
+    def seek(self, _slot: int) -> Seated:
+        return Seated(rings=self.rings, shares=[[1] * len(ring) for ring in self.rings])
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Agent:
+    """Says what it is told to, and nothing of its own."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def start(self) -> None:
+        self.heard.append("start")
+
+    def leave(self, *, is_finished: bool) -> None:
+        self.heard.append(f"leave {is_finished}")
+
+    def close(self, *, says_goodbye: bool) -> None:
+        self.heard.append(f"close {says_goodbye}")
+
+
+def epoch(number: int, *rooms: Lobby) -> Decree:
+    return Decree(ballot=(1, number), standings=tuple(each.standing() for each in rooms))
+
+
+def take(hall: Lobby, agent: Agent, server: Server, member: str, begin: Any, sleep: Any) -> Any:
+    anything: Any = (hall, agent, server)
+    return lobby.take_seat(*anything, member, begin, sleep=sleep)
+
+
+def nobody(_slots: Sequence[int], _said: Sequence[dict[str, Any]]) -> None:
+    raise AssertionError("it is not for this worker to begin")
+
+
+def test_the_first_one_begins_with_what_everybody_says_of_itself() -> None:
+    first, other = Lobby("2.0", {"speed": 1.0}), Lobby("5.0", {"speed": 0.5})
+    first.form(epoch(1, first, other))
+    server, agent, begun = Server(), Agent(), []
+
+    def begin(slots: Sequence[int], said: Sequence[dict[str, Any]]) -> None:
+        begun.append((list(slots), list(said)))
+        server.rings = [[5], [2]]
+
+    seat, num_rings = take(first, agent, server, "2.0", begin, sleep=None)
+    assert begun == [([2, 5], [{"speed": 1.0}, {"speed": 0.5}])]
+    assert (seat.ring, num_rings) == (1, 2)
+    assert agent.heard == ["start", "leave True", "close True"]
+    assert server.is_closed
+
+
+def test_the_next_one_begins_when_the_first_has_died_and_nobody_waits_for_a_decree_it_has_missed() -> None:
+    first, other = Lobby("0.0", {}), Lobby("1.0", {})
+    other.form(epoch(1, first, other))
+    server, num_looks = Server(), 0
+
+    def sleep(_s: float) -> None:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 3:
+            other.form(epoch(2, other))
+
+    def begin(slots: Sequence[int], _said: Sequence[dict[str, Any]]) -> None:
+        server.rings = [list(slots)]
+
+    seat, _ = take(other, Agent(), server, "1.0", begin, sleep)
+    assert (seat.slots, num_looks) == ((1,), 3)
+
+
+def test_who_comes_later_asks_the_server_alone() -> None:
+    agent = Agent()
+    seat, _ = take(Lobby("3.4", {}), agent, Server([[0, 1], [2, 3]]), "3.4", nobody, sleep=None)
+    assert (seat.ring, agent.heard) == (1, [])
+
+
+def test_a_job_that_another_one_was_faster_to_begin_is_taken() -> None:
+    hall, server, begun = Lobby("0.0", {}), Server(), []
+    hall.form(epoch(1, hall))
+
+    def begin(slots: Sequence[int], _said: Sequence[dict[str, Any]]) -> None:
+        begun.append(slots)
+        server.rings = [[0, 1]]
+        raise RemoteError("job on the parameter server: another one", error="TrainingError")
+
+    seat, _ = take(hall, Agent(), server, "0.0", begin, sleep=None)
+    assert (seat.slots, len(begun)) == ((0, 1), 1)
+
+
+def test_a_job_that_has_begun_without_this_worker_is_over_for_it() -> None:
+    text = r"job is over for worker: 4, expected one of \[0, 1\]\. Nothing: the job goes on without it"
+    with pytest.raises(MembershipError, match=text):
+        take(Lobby("4.1", {}), Agent(), Server([[1], [0]]), "4.1", nobody, sleep=None)
+
+
+def test_who_is_put_out_of_the_lobby_hears_why_and_leaves_nothing_behind() -> None:
+    hall, agent, server = Lobby("0.0", {}), Agent(), Server()
+    hall.end(Out(reason="too few came", is_end=True))
+    with pytest.raises(MembershipError, match="job is over: too few came"):
+        take(hall, agent, server, "0.0", nobody, sleep=None)
+    assert agent.heard[-1] == "close True"
+    assert server.is_closed
+
+
+class Ended(Server):
+    """That answers nobody any more."""
+
+    def seek(self, _slot: int) -> Seated:
+        raise ConnectionLostError("connection refused")
+
+
+def test_a_worker_that_comes_after_the_end_of_the_job_hears_so() -> None:
+    room: Any = (Lobby("1.1", {}), Agent(), Ended())
+    with pytest.raises(MembershipError, match=r"job is over: all workers are done\. Nothing is left to do\."):
+        lobby.take_seat(*room, "1.1", nobody, why_over=lambda: "all workers are done")
+    with pytest.raises(ConnectionLostError, match="connection refused"):
+        lobby.take_seat(*room, "1.1", nobody, why_over=lambda: "")

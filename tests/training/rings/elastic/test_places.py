@@ -1,0 +1,25 @@
+"""Which ring a worker belongs to, and how much of it is left."""
+
+from ringweave.params.messages import Seated
+from ringweave.training.rings.elastic.places import RingPlace, Seat
+
+SEATED = Seated(rings=[[0, 3], [1, 2]], shares=[[6, 5], [7, 6]], num_pushed=9, num_tickets=10, num_meetings=2, epoch=1)
+
+
+def test_the_server_knows_a_slot_s_ring() -> None:
+    seat = Seat.of(2, SEATED)
+    assert seat is not None
+    assert (seat.ring, seat.slots) == (1, (1, 2))
+    assert Seat.of(7, SEATED) is None
+
+
+def test_a_ring_that_has_lost_a_member_takes_fewer_samples() -> None:
+    seat = Seat.of(0, SEATED)
+    assert seat is not None
+    assert (seat.samples_of(["0.0", "3.2"]), seat.samples_of(["3.2"])) == (11, 5)
+
+
+def test_a_newcomer_takes_the_ring_s_place_over() -> None:
+    before, after = RingPlace(ring=1, num_pushed=4, base_version=7, num_tickets=5, num_meetings=2), RingPlace(ring=1)
+    after.load(before.to_words())
+    assert after == before

@@ -1,0 +1,46 @@
+"""What happens between epochs of rings: one breaks off, or all are formed anew; a real server, real processes."""
+
+from pathlib import Path
+
+import pytest
+
+from ringweave.environment import EVENTS
+from ringweave.params.messages import Status
+from ringweave.telemetry.events import read
+from ringweave.testing.ranks import Ranks
+from tests.params.ring.test_rings import TIMEOUT_S, serving
+from tests.training.rings import ring_training
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(2 * TIMEOUT_S)]
+
+
+def run(folder: Path, function: object, num_ranks: int, *settings: object) -> tuple[list[dict], Status]:
+    """What was noted, and what the server says of itself; all ranks have the same parameters at the end."""
+    environ = {EVENTS: str(folder / "events.jsonl")}
+    with (
+        serving(folder, num_ranks) as (server, service),
+        Ranks(
+            function, num_ranks, server.port, str(folder / "keys"), *settings, timeout_s=TIMEOUT_S, environ=environ
+        ) as ranks,
+    ):
+        weights = ranks.values(timeout_s=TIMEOUT_S)
+        assert all(each == weights[0] for each in weights)
+        return list(read(folder / "events.jsonl")), service.status()
+
+
+def test_a_ring_that_breaks_off_its_epochs_holds_nobody_up(tmp_path: Path) -> None:
+    events, _ = run(tmp_path, ring_training.break_off, 2)
+    accounts = [event for event in events if event["kind"] == "samples_accounted"]
+    assert [(each["epoch"], each["samples"], each["exact"]) for each in accounts] == [(2, 400, True)]
+
+
+def test_rings_are_formed_anew_when_speeds_drift(tmp_path: Path) -> None:
+    speeds = [(1, 4, 1, 4), (1, 1, 4, 4), (4, 4, 1, 1), (4, 4, 1, 1)]
+    events, status = run(tmp_path, ring_training.drift, 4, speeds)
+    accounts = [event for event in events if event["kind"] == "samples_accounted"]
+    assert [(each["samples"], each["exact"]) for each in accounts] == [(480, True)] * 4
+    formed = [sorted(map(sorted, event["rings"])) for event in events if event["kind"] == "rings_formed"]
+    # The first ones follow a trial; from (1, 1, 4, 4) to (4, 4, 1, 1) ranks stay with those who are as fast.
+    assert formed[-1] == [[0, 1], [2, 3]]
+    assert formed.count([[0, 2], [1, 3]]) == 1
+    assert (status.samples, status.most_peers <= 4) == (1920, True)
