@@ -9,8 +9,6 @@ bytes pushed per second, processor seconds per GB on each side, and how much the
 
 # Longer than a file should be: every library has its server and client here, so that one can be read beside the other.
 
-# One file, though long: each library is a server and a client of a few lines that are read beside those of the others.
-
 import argparse
 import asyncio
 import contextlib

@@ -9,24 +9,8 @@ its own that was used before. Two numbers of each round:
   delivered, as the root of a star does, as a fraction of their time. Even streams: 0.
 """
 
-import argparse
-import json
-import math
-import os
-import statistics
-import subprocess
-import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
+import streams
 
-from ringweave import lab, topology, units
-from ringweave.benchmarks import machine
-from ringweave.lab import Lab
-
-CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
-PORT = "5002"
 TAKE = """
 import json, select, socket, sys, time
 address, port, count, size, rounds = sys.argv[1], *map(int, sys.argv[2:])
@@ -66,64 +50,7 @@ with socket.create_connection((address, port)) as peer:
 """
 
 
-def main() -> None:
-    """Measure each size, print and write what was found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cluster", type=Path, default=CLUSTERS / "eight-nodes.yaml")
-    parser.add_argument("--sizes", default="1MB,5MB,25MB", help="what each stream carries in a round")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
-    options = parser.parse_args()
-    place = lab.up(topology.load(options.cluster), f"incast-{os.getpid()}", quotas="never")
-    try:
-        sizes = [units.parse_bytes(size) for size in options.sizes.split(",")]
-        rows = [row for size in sizes for row in measure(place, size, options.rounds)]
-    finally:
-        lab.down(place.name)
-    found = {
-        "kind": "measured",
-        "cluster": place.cluster.name,
-        "unevenness": statistics.median(row["unevenness"] for row in rows),
-        "rounds": rows,
-        **machine.describe(),
-    }
-    for row in rows:
-        print(row)
-    print(f"unevenness, median of {len(rows)} rounds: {found['unevenness']:.2f}")
-    if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
-
-
-def measure(place: Lab, size: int, num_rounds: int) -> list[dict[str, Any]]:
-    """All rounds of one size."""
-    taker, *senders = (node.name for node in place.cluster.nodes)
-    address = place.addresses[taker][0]
-
-    def start(node: str, program: str, *arguments: object) -> "subprocess.Popen[str]":
-        argv = [sys.executable, "-c", program, address, PORT, *map(str, arguments)]
-        return stack.enter_context(subprocess.Popen(place.command(node, argv), stdout=subprocess.PIPE, text=True))
-
-    with ExitStack() as stack:
-        taking = start(taker, TAKE, len(senders), size, num_rounds)
-        assert taking.stdout is not None
-        assert taking.stdout.readline() == "ready\n"
-        for sender in senders:
-            start(sender, SEND, size, num_rounds)
-        return [{"bytes": size, **judged(json.loads(line), size)} for line in taking.stdout]
-
-
-def judged(progress: Sequence[tuple[float, list[int]]], size: int) -> dict[str, float]:
-    """The two numbers of a round, from the seconds and what each stream has delivered by then."""
-    seconds, count = progress[-1][0], len(progress[-1][1])
-    bytes_per_s = count * size / seconds
-    at_first = next(got for _, got in progress if max(got) >= size)
-    ends_s = [now_s + (size - min(got)) * count / bytes_per_s for now_s, got in progress]
-    return {
-        "seconds": round(seconds, 4),
-        "unevenness": round(statistics.stdev(math.log(max(1, got)) for got in at_first), 3),
-        "late": round(max(ends_s) / seconds - 1, 3),
-    }
-
-
 if __name__ == "__main__":
-    main()
+    streams.measure(
+        "incast", streams.Programs(hub=TAKE, others=SEND), streams.parser(__doc__, "1MB,5MB,25MB").parse_args()
+    )

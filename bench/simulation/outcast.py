@@ -5,23 +5,8 @@ that was used before, and they throw it away. With `--duplex` they send as much 
 round are those of incast.py, of what the sender's kernel knows to be acknowledged.
 """
 
-import argparse
-import json
-import os
-import statistics
-import subprocess
-import sys
-from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
+import streams
 
-from incast import CLUSTERS, judged
-
-from ringweave import lab, topology, units
-from ringweave.benchmarks import machine
-from ringweave.lab import Lab
-
-PORT = "5003"
 GIVE = """
 import json, select, socket, struct, sys, time
 address, port, count, size, rounds, duplex = sys.argv[1], *map(int, sys.argv[2:])
@@ -83,55 +68,12 @@ with socket.create_connection((address, port)) as peer:
 
 
 def main() -> None:
-    """Measure each size, print and write what was found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cluster", type=Path, default=CLUSTERS / "eight-nodes.yaml")
-    parser.add_argument("--node", help="who sends; default: the first")
-    parser.add_argument("--sizes", default="1MB,5MB", help="what each stream carries in a round")
-    parser.add_argument("--rounds", type=int, default=6)
+    """As incast.py."""
+    parser = streams.parser(__doc__, "1MB,5MB")
     parser.add_argument("--duplex", action="store_true", help="the others send as much back")
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
     options = parser.parse_args()
-    place = lab.up(topology.load(options.cluster), f"outcast-{os.getpid()}", quotas="never")
-    try:
-        sizes = [units.parse_bytes(size) for size in options.sizes.split(",")]
-        rows = [row for size in sizes for row in measure(place, size, options)]
-    finally:
-        lab.down(place.name)
-    found = {
-        "kind": "measured",
-        "cluster": place.cluster.name,
-        "node": options.node or place.cluster.nodes[0].name,
-        "duplex": options.duplex,
-        "unevenness": statistics.median(row["unevenness"] for row in rows),
-        "rounds": rows,
-        **machine.describe(),
-    }
-    for row in rows:
-        print(row)
-    print(f"unevenness, median of {len(rows)} rounds: {found['unevenness']:.2f}")
-    if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
-
-
-def measure(place: Lab, size: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All rounds of one size."""
-    names = [node.name for node in place.cluster.nodes]
-    giver = options.node or names[0]
-    takers = [name for name in names if name != giver]
-    address, own = place.addresses[giver][0], (size, options.rounds, int(options.duplex))
-
-    def start(node: str, program: str, *arguments: object) -> "subprocess.Popen[str]":
-        argv = [sys.executable, "-c", program, address, PORT, *map(str, arguments)]
-        return stack.enter_context(subprocess.Popen(place.command(node, argv), stdout=subprocess.PIPE, text=True))
-
-    with ExitStack() as stack:
-        giving = start(giver, GIVE, len(takers), *own)
-        assert giving.stdout is not None
-        assert giving.stdout.readline() == "ready\n"
-        for taker in takers:
-            start(taker, THROW_AWAY, *own)
-        return [{"bytes": size, **judged(json.loads(line), size)} for line in giving.stdout]
+    programs = streams.Programs(hub=GIVE, others=THROW_AWAY)
+    streams.measure("outcast", programs, options, duplex=int(options.duplex))
 
 
 if __name__ == "__main__":

@@ -33,11 +33,6 @@ CALL_S = 60.0
 
 
 @pytest.fixture
-def authority() -> wire.Authority:
-    return wire.Authority("test")
-
-
-@pytest.fixture
 def headquarters(authority: wire.Authority) -> Iterator[Headquarters]:
     found = Headquarters(authority, settings())
     yield found
