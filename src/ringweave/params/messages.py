@@ -140,6 +140,7 @@ class Take(wire.Message):
     number: pydantic.PositiveInt
     epoch: Count
     num_samples: pydantic.PositiveInt
+    least: pydantic.PositiveInt
     epoch_samples: Count
 
 

@@ -91,6 +91,25 @@ def test_who_gets_nothing_in_an_epoch_is_tried_again() -> None:
     assert not all(took_part)
 
 
+def test_what_a_dead_ring_would_have_taken_is_for_the_others() -> None:
+    """A fast ring dies in the midst of an epoch that it would have ended."""
+    rings = Rings([Kind(samples_per_s=90, wants=90), Kind(samples_per_s=10, wants=10)])
+    rings.epoch(0, 1000)
+    office, now_s, taken = rings.office, rings.now_s, 0
+    rings.numbers[0] += 1
+    taken += office.take(0, rings.numbers[0], 1, 90, 300).num_samples
+    office.away(0)
+    while True:
+        rings.numbers[1] += 1
+        samples = office.take(1, rings.numbers[1], 1, 10, 300).num_samples
+        if not samples:
+            break
+        taken += samples
+        rings.now_s += samples / 10
+        office.pushed(1, samples)
+    assert (taken, rings.now_s > now_s + 20) == (300, True)
+
+
 @given(
     st.lists(st.tuples(st.floats(1, 1e4), st.integers(1, 500), st.floats(0, 20)), min_size=1, max_size=5),
     st.lists(st.integers(1, 3000), min_size=1, max_size=4),

@@ -42,6 +42,24 @@ def test_a_ring_that_is_not_paused_holds_the_others_up_at_the_bound() -> None:
     assert ledger.can_grant(1)
 
 
+def test_what_it_held_may_be_pushed_however_old_after_it_was_heard_of_again() -> None:
+    """With overlap a ring holds two grants; the first push after a pause ends the pause, the second is as old."""
+    ledger = Ledger(StalenessPolicy(num_rings=2, overlaps=True))
+    ledger.grant(1)
+    ledger.push(0, 1, ledger.grant(0))
+    ledger.grant(0)
+    ledger.pause(0)
+    for sequence in range(1, 31):
+        ledger.push(1, sequence, ledger.base(1) or 0)
+        assert ledger.can_grant(1)
+        ledger.grant(1)
+    ledger.grant(0)
+    assert not ledger.is_paused(0)
+    receipt = ledger.push(0, 2, ledger.base(0) or 0)
+    assert receipt.staleness_versions > ledger.policy.most_versions
+    assert receipt.damping == ledger.policy.damping(receipt.staleness_versions)
+
+
 def test_once_it_has_parameters_again_the_bound_holds_for_it() -> None:
     ledger = Ledger(StalenessPolicy(num_rings=2))
     ledger.grant(0)

@@ -20,12 +20,13 @@ def test_every_sample_is_on_exactly_one_ticket(calls, epoch_samples):
 
 
 @given(
-    st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 9)), min_size=1, max_size=4),
     st.lists(st.tuples(st.integers(0, 3), st.floats(0.001, 5.0), st.booleans()), max_size=80),
     st.integers(1, 500),
 )
-def test_rings_at_any_pace_take_all_and_never_more_than_they_want(wanted, turns, epoch_samples):
-    """A ring computes what it has asked for, and has no room for more."""
+def test_rings_at_any_pace_take_all_and_never_more_or_less_than_suits_them(asked, turns, epoch_samples):
+    """A ring computes what it has asked for, and has no room for more; nor can it share less than it says."""
+    wanted, least = zip(*asked, strict=True)
     now_s, rings = 0.0, len(wanted)
     office, numbers, given_out, going = TicketOffice(rings, clock=lambda: now_s), [0] * rings, [], set(range(rings))
     rest = [(ring, 0.5, True) for ring in range(rings)] * epoch_samples
@@ -34,9 +35,12 @@ def test_rings_at_any_pace_take_all_and_never_more_than_they_want(wanted, turns,
         if ring not in going:
             continue
         numbers[ring] += 1
-        ticket = office.take(ring, numbers[ring], 0, wanted[ring], epoch_samples)
+        left = epoch_samples - office.taken(0)
+        ticket = office.take(ring, numbers[ring], 0, wanted[ring], epoch_samples, least[ring])
         given_out += range(ticket.first, ticket.first + ticket.num_samples)
         assert ticket.num_samples <= wanted[ring]
+        if rings > 1 and ticket.num_samples:
+            assert ticket.num_samples >= min(least[ring], wanted[ring], left)
         if ticket.num_samples == 0:
             going.remove(ring)
             office.rested(ring)
@@ -66,8 +70,18 @@ def test_one_ring_has_whole_tickets_and_a_last_one():
 def test_a_rest_that_is_too_small_for_a_ticket_is_made_larger_where_it_does_not_fit_into_the_last():
     """Two rings that want 22 and 2 of 26: the second has no room for the four that the first leaves."""
     office = TicketOffice(2)
-    tickets = [office.take(0, 1, 0, 22, 26), office.take(1, 1, 0, 2, 26), office.take(1, 2, 0, 2, 26)]
+    tickets = [office.take(ring, number, 0, want, 26, 2) for ring, number, want in ((0, 1, 22), (1, 1, 2), (1, 2, 2))]
     assert [ticket.num_samples for ticket in tickets] == [20, 2, 2]
+
+
+def test_ranks_of_rings_that_end_an_epoch_have_two_samples_each():
+    """Two rings of four ranks with four samples each, and five whole tickets for them."""
+    office, numbers, found = TicketOffice(2), [0, 0], []
+    for turn in range(10):
+        ring = turn % 2
+        numbers[ring] += 1
+        found.append(office.take(ring, numbers[ring], 0, 16, 80, 8).num_samples)
+    assert found == [16, 16, 16, 16, 8, 8, 0, 0, 0, 0]
 
 
 def test_the_last_tickets_are_parts_of_what_is_left():

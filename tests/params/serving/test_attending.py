@@ -95,7 +95,7 @@ def test_a_worker_finds_its_ring_and_where_that_stands() -> None:
     job.start()
     base = job.call("1.0", Pull(term=0, ring=1, after_sequence=0)).version
     job.push("1.0", 1, 1, base)
-    job.call("1.0", Take(term=0, ring=1, number=1, epoch=3, num_samples=5, epoch_samples=50))
+    job.call("1.0", Take(term=0, ring=1, number=1, epoch=3, num_samples=5, least=1, epoch_samples=50))
     job.call("1.0", Leave(term=0, ring=1, is_for_good=False))
     seated = job.call("2.7", Seek(term=0, slot=2))
     assert seated == Seated(rings=RINGS, shares=SHARES, num_pushed=1, num_tickets=1, num_meetings=0, epoch=3)
@@ -224,7 +224,9 @@ class Representatives:
 
     def _take(self, epoch_samples: int) -> tuple[int, int]:
         number = len(self.tickets) + 1
-        take = Take(term=0, ring=self._ring, number=number, epoch=0, num_samples=3, epoch_samples=epoch_samples)
+        take = Take(
+            term=0, ring=self._ring, number=number, epoch=0, num_samples=3, least=1, epoch_samples=epoch_samples
+        )
         found = self._job.call(self._names[0], take)
         self._said()
         return found.first, found.num_samples

@@ -60,8 +60,10 @@ def test_the_job_goes_on_with_what_it_has_learnt():
 
     say(0, Start(term=0, setup=SETUP), Flat(SPECS, [torch.zeros(4)]).buffers())
     before = push(0, 0)
-    for _ in range(2):  # said again on a new connection, it changes nothing
-        say(0, Regroup(term=0, ring=0, rings=[[3, 0], [1], [2]]))
+    for rings in ([[1, 2, 3], [0]], [[0, 1, 2, 3]], [[3, 0], [1], [2]]):
+        ring = next(index for index, each in enumerate(service.started_job().setup.rings) if 0 in each)
+        for _ in range(2):  # said again on a new connection, it changes nothing, whatever ring the caller is in by then
+            say(0, Regroup(term=0, ring=ring, rings=rings))
     assert service.version == 1
     torch.testing.assert_close(push(3, 0), before - 0.5)
     assert service.version == 2

@@ -73,6 +73,14 @@ def test_a_disk_that_is_full_leaves_the_last_one(tmp_path, monkeypatch):
     assert snapshots.load(path).version == 1
 
 
+def test_what_the_library_says_of_a_disk_is_an_error_of_the_disk(tmp_path):
+    """It cannot write where a folder is."""
+    path = tmp_path / "server.safetensors"
+    path.with_name(path.name + ".partial").mkdir()
+    with pytest.raises(OSError, match=r"server\.safetensors\.partial"):
+        snapshots.save(snapshots.take(trained("SGD", {"lr": 0.1}, 1), 1, {}), path)
+
+
 def test_every_flipped_bit_is_found(tmp_path):
     path, rng = tmp_path / "server.safetensors", random.Random(6)
     snapshots.save(snapshots.take(trained("AdamW", {"lr": 0.1}, 1), 1, {}), path)

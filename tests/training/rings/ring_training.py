@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.utils.data import DataLoader, TensorDataset
 
 import ringweave
@@ -132,6 +133,25 @@ def break_off(port: int, keys: str) -> list[float]:
     return weights_of(model).tolist()
 
 
+def look_first(port: int, keys: str) -> list[tuple[int, int, bool]]:
+    """Takes a batch to look at, and then trains from epoch 0 on; (epoch, samples, exact) of each account."""
+    meet_server(port, keys)
+    model, optimizer, loader = ringweave.prepare(*make_regression(100, 10), mode="ps-hra")
+    first = iter(loader)
+    next(first)
+    dist.barrier()  # all have one: who breaks off ends the pass for all
+    first.close()
+    seen = []
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        for x, y in loader:
+            take_step(model, optimizer, x, y)
+        account = loader.account
+        seen.append((account.epoch, account.expected.num_samples, account.is_exact) if account else (-1, 0, False))
+    loader._parts.places.leave()
+    return seen
+
+
 def drift(port: int, keys: str, epochs: Sequence[Sequence[float]]) -> list[float]:
     """Two rings, and how many seconds each rank takes for a sample in each epoch.
 
@@ -142,12 +162,13 @@ def drift(port: int, keys: str, epochs: Sequence[Sequence[float]]) -> list[float
     triple = make_regression(480, 96, nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     model, optimizer, loader = ringweave.prepare(*triple, mode="ps-hra", asynchronous=Asynchronous(rings=2))
     shares = loader._parts.shares
-    measure = shares.meet
+    measure, num_groups = shares.meet, len(distributed_c10d._world.pg_map)
     for seconds in epochs:
         told = [Speed(s_per_sample=each_s) for each_s in seconds]
         shares.meet = lambda told=told: (measure(), told)[1]
         for x, y in loader:
             take_step(model, optimizer, x, y)
+    assert len(distributed_c10d._world.pg_map) == num_groups, "rings that are left leave no groups behind"
     loader._parts.places.leave()
     return weights_of(model).tolist()
 

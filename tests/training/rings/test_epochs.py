@@ -34,6 +34,12 @@ def test_a_ring_that_breaks_off_its_epochs_holds_nobody_up(tmp_path: Path) -> No
     assert [(each["epoch"], each["samples"], each["exact"]) for each in accounts] == [(2, 400, True)]
 
 
+def test_an_epoch_may_be_begun_anew_after_a_look_at_its_first_batch(tmp_path: Path) -> None:
+    events, _ = run(tmp_path, ring_training.look_first, 2)
+    accounts = [event for event in events if event["kind"] == "samples_accounted"]
+    assert [(each["epoch"], each["samples"], each["exact"]) for each in accounts] == [(0, 100, True), (1, 100, True)]
+
+
 def test_rings_are_formed_anew_when_speeds_drift(tmp_path: Path) -> None:
     speeds = [(1, 4, 1, 4), (1, 1, 4, 4), (4, 4, 1, 1), (4, 4, 1, 1)]
     events, status = run(tmp_path, ring_training.drift, 4, speeds)

@@ -132,11 +132,13 @@ class RingClient:
 
         return self._call(once)
 
-    def take(self, epoch: int, num_samples: int, epoch_samples: int, *, number: int | None = None) -> tuple[int, int]:
+    def take(
+        self, epoch: int, num_samples: int, epoch_samples: int, *, least: int = 1, number: int | None = None
+    ) -> tuple[int, int]:
         """The samples that the ring computes next, as (first, how many); none when the epoch is used up.
 
-        `number` is that of the ticket among the ring's, where another client may have asked for it already; None
-        counts this client's.
+        It gets `least` if there are so many; `number` is that of the ticket among the ring's, where another client may
+        have asked for it already; None counts this client's.
         """
         self._num_tickets = wanted = self._num_tickets + 1 if number is None else number
 
@@ -147,6 +149,7 @@ class RingClient:
                 number=wanted,
                 epoch=epoch,
                 num_samples=num_samples,
+                least=least,
                 epoch_samples=epoch_samples,
             )
             taken = client.call(message, timeout_s=self._patience_s).message

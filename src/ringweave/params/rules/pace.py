@@ -80,6 +80,10 @@ class Pace:
             state.lingered_s.popleft()
         state.epoch, state.last = None, None
 
+    def away(self, ring: int) -> None:
+        """The ring has lost a member: it is counted in again with its next ticket."""
+        self._rings[ring].epoch = None
+
     def part(self, ring: int, epoch: int, left: int, now_s: float) -> float | None:
         """What the ring should still take of what is left, for all to come to rest at once; None if that is not known.
 

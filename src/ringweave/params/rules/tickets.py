@@ -48,6 +48,8 @@ class TicketOffice:
         self._taken: dict[int, int] = dict(taken or {})
         self._wanted: dict[int, int] = {}
         """What each ring asked for last."""
+        self._least: dict[int, int] = {}
+        """Its smallest ticket, likewise."""
         for ticket in last:
             self._last[ticket.ring] = ticket
 
@@ -68,7 +70,7 @@ class TicketOffice:
         self._last[ticket.ring] = ticket
         self._taken[ticket.epoch] = max(self._taken.get(ticket.epoch, 0), ticket.first + ticket.num_samples)
 
-    def take(self, ring: int, number: int, epoch: int, num_samples: int, epoch_samples: int) -> Ticket:
+    def take(self, ring: int, number: int, epoch: int, num_samples: int, epoch_samples: int, least: int = 1) -> Ticket:
         """The ring's next ticket; the same again if it asks for the last one again.
 
         Args:
@@ -77,6 +79,7 @@ class TicketOffice:
             epoch: Which epoch the ring is in; rings may be in different ones.
             num_samples: How many samples it wants; it gets fewer at the end, but for one that wants all there are.
             epoch_samples: Samples of the epoch.
+            least: Fewer do not suit the ring, if there are so many.
 
         Raises:
             TrainingError: Tickets are asked for out of their order.
@@ -97,6 +100,7 @@ class TicketOffice:
         first = self._taken.get(epoch, 0)
         left = max(0, epoch_samples - first)
         self._wanted[ring] = num_samples
+        self._least[ring] = min(num_samples, max(least, -(-num_samples // FINEST)))
         fitting = num_samples if num_samples >= epoch_samples else self._fitting(ring, epoch, left)
         ticket = Ticket(ring=ring, number=number, epoch=epoch, first=first, num_samples=min(fitting, left))
         self._pace.take(ring, epoch, ticket.num_samples, self._clock())
@@ -107,13 +111,13 @@ class TicketOffice:
     def _fitting(self, ring: int, epoch: int, left: int) -> int:
         """The ring's part of what is left, once that is less than it wants; none where the rest is for others.
 
-        No rest is left that is smaller than the smallest ticket: ranks of a ring that share two samples have one each,
-        which a batch norm refuses. One ring alone takes batches of a synchronous training.
+        No rest is left that is smaller than any ring's smallest ticket. One ring alone takes the batches of a
+        synchronous training.
         """
         wanted = self._wanted[ring]
         if len(self._last) == 1:
             return wanted
-        least = min(wanted, _least(wanted))
+        least, smallest = self._least[ring], max(self._least.values())
         part = self._pace.part(ring, epoch, left, self._clock())
         if part is None:
             found = max(-(-wanted * left // sum(self._wanted.values())), least)
@@ -122,7 +126,7 @@ class TicketOffice:
         else:
             found = math.ceil(max(part, least)) if math.isfinite(part) else wanted
         found = min(found, wanted, left)
-        rest, smallest = left - found, max(map(_least, self._wanted.values()))
+        rest = left - found
         if rest == 0 or rest >= smallest:
             return found
         return left if left <= wanted else max(least, left - smallest)
@@ -135,11 +139,10 @@ class TicketOffice:
         """The ring takes no more tickets of the epoch."""
         self._pace.rest(ring, self._clock())
 
+    def away(self, ring: int) -> None:
+        """Nobody knows when the ring takes a ticket again: what is left is for the others."""
+        self._pace.away(ring)
+
     def taken(self, epoch: int) -> int:
         """Samples of that epoch that are on tickets."""
         return self._taken.get(epoch, 0)
-
-
-def _least(wanted: int) -> int:
-    """Samples of the smallest ticket of a ring that wants so many on a whole one."""
-    return max(2, -(-wanted // FINEST))

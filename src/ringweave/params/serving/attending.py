@@ -49,6 +49,7 @@ class Attendance:
             if job is None or ring is None or ring in job.gone:
                 return
             job.ledger.pause(ring)
+            job.tickets.away(ring)
             job.away_s[ring] = self._clock()
             self._desk.changed.notify_all()
 

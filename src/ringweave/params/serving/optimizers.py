@@ -12,8 +12,8 @@ from ringweave.params.messages import Group, Option
 
 NAMES = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta")
 """Those of torch.optim that need no more than gradients."""
-_OF_THE_MACHINE = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
-"""How and where to compute is each process's own affair."""
+_OF_THE_MACHINE = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+"""How and where to compute is each process's own affair, and so is what a script calls its parameters."""
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 """Those with one pass over the memory on the CPU, without temporary copies of the size of the model."""
 _SAME_SCRIPT = "Run the same script on all ranks"
@@ -67,7 +67,7 @@ def check(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, Optio
     Raises:
         TrainingError: They belong to other groups, or one is no value of its kind.
     """
-    if len(options) != len(optimizer.param_groups) or not all(isinstance(each.get("lr"), float) for each in options):
+    if len(options) != len(optimizer.param_groups) or not all(_is_number(each.get("lr")) for each in options):
         raise TrainingError(
             explain(
                 "options of the optimizer's groups",
@@ -110,9 +110,13 @@ def _is_of_its_kind(value: Option, known: object) -> bool:
         return True
     if isinstance(known, (tuple, list)):
         return isinstance(value, list) and len(value) == len(known)
-    if isinstance(known, (int, float)) and not isinstance(known, bool):
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if _is_number(known):
+        return _is_number(value)
     return isinstance(value, type(known))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _taken(options: Mapping[str, Option]) -> dict[str, Any]:
@@ -122,7 +126,7 @@ def _taken(options: Mapping[str, Option]) -> dict[str, Any]:
 def _plain(name: str, value: object) -> Option:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list)) and all(map(_is_number, value)):
         return [float(each) for each in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

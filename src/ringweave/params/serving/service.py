@@ -50,6 +50,8 @@ class ParameterService:
         self.changed = threading.Condition()
         """Guards all that changes, and tells who waits."""
         self._turn = threading.Lock()
+        self._ticketing = threading.Lock()
+        """The standby hears of tickets in the order in which they are given out: of each it keeps how far it goes."""
         self._copying_bytes = 0
         self.job: Job | None = None
         """What it has, once the job has begun."""
@@ -267,7 +269,8 @@ class ParameterService:
             # The standby reads what the next push is compensated by itself: by the same pushes as here.
             with self._turn if is_between_pushes else nullcontext():
                 with self.changed:
-                    granted = jobs.grant(job, pull, room) if jobs.is_due(job, pull) else None
+                    may_go_on = self._is_wanted(job, call) and jobs.is_due(job, pull)
+                    granted = jobs.grant(job, pull, room) if may_go_on else None
                 if granted is not None:  # else another ring was faster, and this one waits again
                     version, ahead = granted
                     self.counts.sent_bytes += sum(map(len, room))
@@ -279,7 +282,7 @@ class ParameterService:
         """Memory for the answer, once the ring may go on; an error if that is too late, or nobody waits any more."""
         pull: Pull = call.message
         while True:
-            is_wanted = not call.cancelled.is_set() and pull.after_sequence == job.pulled_after.get(pull.ring)
+            is_wanted = self._is_wanted(job, call)
             room = self._sending_room(job, pull) if is_wanted else None
             if room is not None:
                 return room
@@ -294,6 +297,12 @@ class ParameterService:
                 )
             self.changed.wait(min(_ROOM_LOOK_S if jobs.is_due(job, pull) else _LOOK_S, max(0.0, call.left_s())))
 
+    @staticmethod
+    def _is_wanted(job: Job, call: Call) -> bool:
+        """Whether the caller still waits for these parameters, and has not asked for later ones."""
+        pull: Pull = call.message
+        return not call.cancelled.is_set() and pull.after_sequence == job.pulled_after.get(pull.ring)
+
     def _sending_room(self, job: Job, pull: Pull) -> list[memoryview] | None:
         """Memory for the answer; None as long as the ring may not go on, or all of it is on its way to others."""
         return job.sending.of(is_slow=job.tempo.is_slow(pull.ring)).take_nowait() if jobs.is_due(job, pull) else None
@@ -301,9 +310,12 @@ class ParameterService:
     def _take(self, call: Call) -> Taken:
         take: Take = call.message
         job = self.find(take.term, take.ring, call.peer)
-        with self.changed:
-            ticket = job.tickets.take(take.ring, take.number, take.epoch, take.num_samples, take.epoch_samples)
-        self._replica.ticketed(ticket)
+        with self._ticketing:
+            with self.changed:
+                ticket = job.tickets.take(
+                    take.ring, take.number, take.epoch, take.num_samples, take.epoch_samples, take.least
+                )
+            self._replica.ticketed(ticket)
         return Taken(first=ticket.first, num_samples=ticket.num_samples)
 
     def _leave(self, call: Call) -> Done:
@@ -319,10 +331,12 @@ class ParameterService:
 
     def _regroup(self, call: Call) -> Done:
         message: Regroup = call.message
-        job = self.find(message.term, message.ring, call.peer)
+        self._replica.check_term(message.term)
         with self.changed:
-            setup = regrouping.regrouped(job.setup, message.rings, job.ledger.computing)
-            if setup != job.setup:  # else it is said again, on a new connection
+            job = self.started_job()
+            if message.rings != job.setup.rings:  # else it is said again, on a new connection, for a ring of before
+                attending.check_speaker(job, message.ring, call.peer)
+                setup = regrouping.regrouped(job.setup, message.rings, job.ledger.computing)
                 self.job = jobs.regrouped(job, setup, self._clock)
         self._replica.started()
         return Done()
@@ -341,5 +355,6 @@ class ParameterService:
         self._replica.check_term(term)
         job = self.started_job()
         attending.check_speaker(job, ring, peer)
-        job.away_s.pop(ring, None)
+        with self.changed:
+            job.away_s.pop(ring, None)
         return job

@@ -109,7 +109,10 @@ def save(snapshot: Snapshot, path: Path) -> None:
     tensors, metadata = _packed(snapshot)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    save_file(tensors, partial, metadata=metadata)
+    try:
+        save_file(tensors, partial, metadata=metadata)
+    except SafetensorError as cause:  # the library's word for what the disk says
+        raise OSError(f"{partial}: {cause}") from cause
     with partial.open("rb") as file:
         durable.sync(file)
     partial.replace(path)

@@ -34,3 +34,12 @@ def portion(batch: Indices, shares: Shares, rank: int) -> Portion:
     if len(batch) != sum(shares):
         shares = balancing.scale(shares, len(batch))
     return Portion(indices=batch[balancing.cut(shares, rank)], num_total=len(batch), stand_ins=stand_ins(batch))
+
+
+def least_of(shares: Shares) -> int:
+    """Samples of the smallest batch that, cut in proportion, leaves no rank a single one: what batch norms refuse.
+
+    A whole batch is small enough for anybody.
+    """
+    whole = sum(shares)
+    return min(whole, -(-2 * whole // min(share for share in shares if share)))

@@ -18,7 +18,7 @@ from ringweave.training.control import AccountExchange, Control
 from ringweave.training.loading import orders, sources
 from ringweave.training.loading.loader import EpochAccount, subset
 from ringweave.training.loading.orders import Reading
-from ringweave.training.loading.portions import Portion, portion
+from ringweave.training.loading.portions import Portion, least_of, portion
 from ringweave.training.loading.prepared import PreparedLoader
 from ringweave.training.reducing import SampleWeights
 from ringweave.training.rings.seating import Seating
@@ -63,6 +63,8 @@ class RingLoader(PreparedLoader):
         self._tickets = _Tickets(self._draw)
         self._source = sources.with_batch_sampler(loader, self._tickets)
         self._next_epoch = 0
+        self._num_passes = 0
+        """Passes that were begun, on all ranks alike. Tickets are of one: an epoch may be begun anew."""
         self._running: object = None
         """Stands for the pass that has not ended."""
         self._broken: AccountExchange | None = None
@@ -90,9 +92,10 @@ class RingLoader(PreparedLoader):
         self._leave_behind()
         epoch = self._next_epoch
         self._next_epoch += 1
+        self._num_passes += 1
         indices = orders.indices_of(self._loader, self._reading, self._seed, epoch, self._parts.control.broadcast)
         expected = indices[: self._epoch_samples]
-        self._tickets.begin(epoch, expected)
+        self._tickets.begin(self._num_passes, expected)
         self._parts.shares.begin_pass()
         given, own_pass = Account(), object()
         self._running = own_pass
@@ -152,7 +155,7 @@ class RingLoader(PreparedLoader):
         """
         self._running = None
         self._parts.pushed.break_off()
-        self._parts.places.use_up(self._next_epoch - 1, self._epoch_samples)
+        self._parts.places.use_up(self._num_passes, self._epoch_samples)
         self._broken = self._parts.control.start_accounts(None)
 
     def _leave_behind(self) -> None:
@@ -164,10 +167,10 @@ class RingLoader(PreparedLoader):
             self._broken = None
             self._parts.places.seat.member.refresh()
 
-    def _draw(self, epoch: int, indices: Indices) -> tuple[int, Portion] | None:
+    def _draw(self, number: int, indices: Indices) -> tuple[int, Portion] | None:
         parts = self._parts
         shares = parts.shares.of_ring
-        first, count = parts.places.take(epoch, sum(shares), len(indices))
+        first, count = parts.places.take(number, sum(shares), len(indices), least_of(shares))
         if count == 0:
             return None
         parts.shares.drawn()
@@ -198,14 +201,14 @@ class _Tickets(Iterable[list[int]]):
 
     def __init__(self, draw: Callable[[int, Indices], tuple[int, Portion] | None]) -> None:
         self._draw = draw
-        self._epoch, self._indices = 0, np.empty(0, np.int64)
+        self._number, self._indices = 0, np.empty(0, np.int64)
         self.given: deque[tuple[int, Portion]] = deque()
 
-    def begin(self, epoch: int, indices: Indices) -> None:
-        self._epoch, self._indices = epoch, indices
+    def begin(self, number: int, indices: Indices) -> None:
+        self._number, self._indices = number, indices
         self.given.clear()
 
     def __iter__(self) -> Iterator[list[int]]:
-        while (drawn := self._draw(self._epoch, self._indices)) is not None:
+        while (drawn := self._draw(self._number, self._indices)) is not None:
             self.given.append(drawn)
             yield drawn[1].to_load

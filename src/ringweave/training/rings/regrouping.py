@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ringweave.params.ring.optimizer import PushedOptimizer
@@ -52,6 +53,7 @@ class Regrouping:
         return better_rings(present, speeds, self.settings.rings) if self.follows else None
 
     def _move(self, rings: tuple[Ring, ...], speeds: Sequence[Speed]) -> None:
+        left = self.places.seat.groups
         self.places.move(rings)
         seat = self.places.seat
         self.reducer.process_group = seat.process_group
@@ -60,4 +62,6 @@ class Regrouping:
         relative = [1 / speed.s_per_sample for speed in speeds]
         self.optimizer.move(seat.member, local_steps_of(self.settings, rings, relative)[seat.index])
         self.shares.sit(seat.ring, seat.speeds)
+        for group in left:  # on all ranks in this order, once nothing uses them any more
+            dist.destroy_process_group(group)
         self.recorder.rings_formed(rings=rings, most_versions=StalenessPolicy(num_rings=len(rings)).most_versions)

@@ -28,14 +28,22 @@ class Seat:
     rings: tuple[Ring, ...]
     index: int
     """Of this rank's ring."""
-    process_group: dist.ProcessGroup
-    small_group: dist.ProcessGroup
-    """For tickets, that shall not queue behind tensors."""
+    groups: Groups
     speeds: Control
     """For speeds, that may be told earlier or later among tickets, as ranks load ahead."""
     client: RingClient | None
     """Only the representative has it."""
     member: Member
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """For tensors."""
+        return self.groups[0]
+
+    @property
+    def small_group(self) -> dist.ProcessGroup:
+        """For tickets, that shall not queue behind tensors."""
+        return self.groups[1]
 
     @property
     def ring(self) -> Ring:
@@ -89,17 +97,17 @@ class Seating:
         self.has_left = True
         self.seat.member.leave()
 
-    def take(self, epoch: int, wanted: int, total: int) -> tuple[int, int]:
-        """The ring's next ticket: the representative asks the server, and tells its ring."""
+    def take(self, number: int, wanted: int, total: int, least: int) -> tuple[int, int]:
+        """The ring's next ticket of the pass of that number: the representative asks the server, and tells its ring."""
         seat = self.seat
-        drawn = torch.tensor(seat.client.take(epoch, wanted, total) if seat.client else (0, 0))
+        drawn = torch.tensor(seat.client.take(number, wanted, total, least=least) if seat.client else (0, 0))
         dist.broadcast(drawn, seat.ring[0], group=seat.small_group)
         return int(drawn[0]), int(drawn[1])
 
-    def use_up(self, epoch: int, total: int) -> None:
-        """Take all that is left of an epoch, for nobody: other rings are through with it too. Waits for no rank."""
+    def use_up(self, number: int, total: int) -> None:
+        """Take all that is left of a pass, for nobody: other rings are through with it too. Waits for no rank."""
         if self.seat.client and not self.has_left:
-            self.seat.client.take(epoch, total, total)
+            self.seat.client.take(number, total, total)
 
     def _take(self, rings: tuple[Ring, ...], groups: Groups) -> Seat:
         rank = self._control.rank
@@ -109,8 +117,7 @@ class Seating:
         return Seat(
             rings=rings,
             index=index,
-            process_group=groups[0],
-            small_group=groups[1],
+            groups=groups,
             speeds=Control(groups[2]),
             client=client,
             member=Member(place, self._parameters, overlaps=self._overlaps),

@@ -109,6 +109,17 @@ def test_a_job_that_another_one_was_faster_to_begin_is_taken() -> None:
     assert (seat.slots, len(begun)) == ((0, 1), 1)
 
 
+def test_what_the_server_refuses_is_said() -> None:
+    hall, server = Lobby("0.0", {}), Server()
+    hall.form(epoch(1, hall))
+
+    def begin(_slots: Sequence[int], _said: Sequence[dict[str, Any]]) -> None:
+        raise RemoteError("optimizer: LBFGS, expected one of SGD", error="TrainingError")
+
+    with pytest.raises(RemoteError, match=r"^optimizer: LBFGS"):
+        take(hall, Agent(), server, "0.0", begin, sleep=None)
+
+
 def test_a_job_that_has_begun_without_this_worker_is_over_for_it() -> None:
     text = r"job is over for worker: 4, expected one of \[0, 1\]\. Nothing: the job goes on without it"
     with pytest.raises(MembershipError, match=text):

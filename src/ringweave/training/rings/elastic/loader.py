@@ -16,7 +16,7 @@ from ringweave.training.elastic.session import Session
 from ringweave.training.loading import orders
 from ringweave.training.loading.loader import subset
 from ringweave.training.loading.orders import Reading
-from ringweave.training.loading.portions import Portion, stand_ins
+from ringweave.training.loading.portions import Portion, least_of, stand_ins
 from ringweave.training.loading.prepared import PreparedLoader
 from ringweave.training.reducing import SampleWeights
 from ringweave.training.rings.elastic import accounts
@@ -148,7 +148,7 @@ class KeptRingLoader(PreparedLoader):
         parts, crew = self._parts, self._parts.crew
         crew.end_step()
         parts.session.border(lambda: None)
-        first, count = parts.member.take(epoch, sum(self.shares), len(indices))
+        first, count = parts.member.take(epoch, sum(self.shares), len(indices), least_of(self.shares))
         if count == 0:
             return None
         parts.timer.begin()

@@ -139,7 +139,12 @@ def _wait_seated(
             sleep(_LOOK_S)
             continue
         done = decree
-        _begin_first(decree, begin)
+        try:
+            begin([slot_of(each)[0] for each in decree.members], [json.loads(each.note) for each in decree.standings])
+        except RemoteError as error:
+            was_faster = error.error == TrainingError.__name__ and bool(_seek(client, slot, why_over).rings)
+            if not was_faster:  # what the server refuses of one it refuses of all
+                raise
     return seated
 
 
@@ -169,12 +174,3 @@ def _seek(client: RingClient, slot: int, why_over: Callable[[], str]) -> Seated:
         if reason := why_over():  # the server has ended with the job
             raise MembershipError(f"job is over: {reason}. Nothing is left to do.") from error
         raise
-
-
-def _begin_first(decree: Decree, begin: Begin) -> None:
-    slots = [slot_of(each)[0] for each in decree.members]
-    try:
-        begin(slots, [json.loads(each.note) for each in decree.standings])
-    except RemoteError as error:
-        if error.error != TrainingError.__name__:  # else another first member was faster
-            raise

@@ -81,12 +81,13 @@ class RingMember:
         crew.ring_place.num_pushed += 1
         samples.clear()
 
-    def take(self, epoch: int, wanted: int, total: int) -> tuple[int, int]:
+    def take(self, epoch: int, wanted: int, total: int, least: int) -> tuple[int, int]:
         """The ring's next ticket, as (first, how many)."""
         place = self._crew().ring_place
 
         def ask() -> Said:
-            first, count = self._client_of().take(epoch, wanted, total, number=place.num_tickets + 1)
+            number = place.num_tickets + 1
+            first, count = self._client_of().take(epoch, wanted, total, least=least, number=number)
             return {"first": first, "count": count}
 
         said = self._spread(ask)

@@ -1,0 +1,28 @@
+"""Options of torch's optimizers as scripts write them."""
+
+import pytest
+import torch
+from torch import nn
+
+from ringweave.errors import TrainingError
+from ringweave.params.serving.optimizers import adjust, check, options_of
+
+
+def test_a_whole_number_is_a_learning_rate():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1)
+    options = [options_of(optimizer.param_groups[0])]
+    check(optimizer, options)
+    adjust(optimizer, options, 0.5)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_names_of_parameters_stay_with_the_script():
+    """Torch keeps them where an optimizer is made from `named_parameters`."""
+    optimizer = torch.optim.SGD([("0.weight", nn.Parameter(torch.zeros(1)))], lr=0.1)
+    assert optimizer.param_groups[0]["param_names"] == ["0.weight"]
+    assert "param_names" not in options_of(optimizer.param_groups[0])
+
+
+def test_a_list_of_other_things_than_numbers_is_refused():
+    with pytest.raises(TrainingError, match=r"^option betas of the optimizer: \['a', 0\.9\], expected a number"):
+        options_of({"lr": 0.1, "betas": ["a", 0.9]})
