@@ -65,7 +65,8 @@ def test_a_failure_at_any_boundary_leaves_the_old_partition() -> None:
     """Sender or receiver; the bits are those of no move, and the same move then succeeds."""
     failures = [
         ("packing", 0), ("packing", 1), ("making room", 1), ("making room", 2), ("copying", 0), ("copying", 2),
-        ("changes", 1), ("arrived", 2), ("updated", 0), ("updated", 2),
+        ("changes", 1), ("arrived", 2), ("filling", 1), ("filling", 2), ("updating", 1), ("updating", 2),
+        ("updated", 0), ("updated", 2),
     ]  # fmt: skip
     start, other = (2, 5), (1, 3)
     settings = {"backend": "gloo", "timeout_s": 60, "wait_s": WAIT_S}
