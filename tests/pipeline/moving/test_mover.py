@@ -82,6 +82,17 @@ def test_a_failure_at_any_boundary_leaves_the_old_partition() -> None:
         assert all_bits(moved) == bits
 
 
+@LONG
+def test_a_failure_is_told_of_the_rank_that_had_it() -> None:
+    """Not of the one that waits for its block, though that one stands before it."""
+    failures = [("packing", 1), ("changes", 2)]
+    found = run_ranks(functions.train_with_failures, 3, (1, 3), (2, 5), failures, backend="gloo", wait_s=WAIT_S)
+    for place, (boundary, rank) in enumerate(failures):
+        for _, after in found:
+            assert after[place].outcomes[0].cause == f"rank {rank}: MemoryError('no room at {boundary}')"
+            assert after[place].outcomes[1].is_done
+
+
 @pytest.mark.parametrize(
     ("boundary", "rank"),
     [("packing", 0), ("making room", 1), ("copying", 0), ("changes", 0), ("arrived", 1), ("updated", 0)],

@@ -247,17 +247,18 @@ class Mover:
         return contents.digest(self._pipeline.blocks[block], self._pipeline.optimizer.of(block))
 
     def _exchange_headers(self, pending: _Pending, pack: Callable[[int], Sending]) -> dict[int, parcels.Header]:
-        """Of all blocks that come here; a sender that fails says so in its header."""
+        """Of the blocks that come here, but of those whose sender has failed: it says so itself in the next vote."""
         self._finish_sending(pending)
         for move in pending.sent.values():
             sending = self._try(pending, lambda m=move: pack(m.block)) or Sending(None, error=pending.cause)
             pending.sending.append(sending)
             dst = self._rank_of(move.dst)
             pending.works += self._talk(lambda s=sending, d=dst: s.send_header(d, self._group))
-        return {
+        headers = {
             number: self._talk(lambda m=move: parcels.receive_header(self._rank_of(m.src), self._group))
             for number, move in pending.received.items()
         }
+        return {number: header for number, header in headers.items() if not header["error"]}
 
     def _start_large(self, pending: _Pending) -> None:
         for sending, move in zip(pending.sending, pending.sent.values(), strict=True):
