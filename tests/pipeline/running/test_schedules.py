@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringweave.errors import UsageError
+from ringweave.errors import ScheduleError, UsageError
 from ringweave.pipeline.running import schedules
 from ringweave.sim import pipelines
 from ringweave.sim.pipelines import Action, Kind
@@ -36,6 +36,13 @@ def test_orders_that_do_not_fit() -> None:
         "Cut the batch finer, or take gpipe or 1f1b-overlap."
     )
     assert schedules.order_of("1f1b-overlap", 4, 3).num_microbatches == 3
+
+
+def test_an_order_whose_stages_wait_for_each_other_is_refused() -> None:
+    order = pipelines.parse_order("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1")
+    with pytest.raises(ScheduleError) as caught:
+        schedules.order_of(order, 2, 2)
+    assert "stage 0 waits for 0RECV_B0; stage 1 waits for 1RECV_F1" in str(caught.value)
 
 
 def test_receives_stand_ready_from_the_start_and_results_leave_at_once() -> None:

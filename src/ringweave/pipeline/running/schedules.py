@@ -28,12 +28,14 @@ def order_of(schedule: str | Order, num_stages: int, num_microbatches: int) -> O
 
     Raises:
         UsageError: An unknown name; fewer microbatches than stages for `1f1b`; an order for another number of stages.
+        ScheduleError: An order whose stages wait for each other for ever.
     """
     if isinstance(schedule, Order):
         if schedule.num_stages != num_stages:
             do = "Generate it for this number, or start as many workers"
             got, expected = schedule.num_stages, f"{num_stages}, as the pipeline has"
             raise UsageError(explain("stages of the order", got=got, expected=expected, do=do))
+        pipelines.Course(schedule)
         return schedule
     if schedule == "1f1b" and num_microbatches < num_stages:
         expected = f"at least {num_stages}, the number of stages, for 1f1b"
