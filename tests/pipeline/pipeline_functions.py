@@ -215,7 +215,7 @@ def train_replicas(splits: tuple[int, ...], num_replicas: int, num_steps: int) -
 
 def train_plainly(num_steps: int) -> tuple[dict[int, list[float]], float]:
     """The same training by a plain loop."""
-    model = _plain_model()
+    model = plain_model()
     optimizer = make_optimizer(model)
     loss = torch.tensor(0.0)
     for step in range(num_steps):
@@ -239,36 +239,36 @@ def accumulate(
         settings = Settings(num_microbatches=3, schedule=schedule, splits=splits, reduction=reduction)
         example = torch.empty(samples, FEATURES, dtype=torch.float64)
         loss_fn = nn.CrossEntropyLoss(reduction=reduction)
-        pipeline = Pipeline(list(_plain_model()), loss_fn, make_optimizer, example, settings)
+        pipeline = Pipeline(list(plain_model()), loss_fn, make_optimizer, example, settings)
         first = pipeline.layout.replica_of(pipeline.rank) * samples
         own, losses = slice(first, first + samples), []
         for step in range(3):
             x, y = batch_of(step)
             losses.append(pipeline.forward_backward(x[own].double(), target=y[own]).item())
             pipeline.evaluate(x[own].double(), target=y[own])
-        found.append((_gradients_of(pipeline.blocks, pipeline.blocks.held), losses))
+        found.append((gradients_of(pipeline.blocks, pipeline.blocks.held), losses))
     return found
 
 
 def accumulate_plainly(reduction: str) -> tuple[dict[int, list[float]], list[float]]:
     """The same on one device, by torch alone."""
-    model, losses = _plain_model(), []
+    model, losses = plain_model(), []
     for step in range(3):
         x, y = batch_of(step)
         loss = nn.functional.cross_entropy(model(x.double()), y, reduction=reduction)
         loss.backward()
         losses.append(loss.item())
-    return _gradients_of(model, range(len(model))), losses
+    return gradients_of(model, range(len(model))), losses
 
 
-def _plain_model() -> nn.Sequential:
+def plain_model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(FEATURES, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, CLASSES)
     ).double()
 
 
-def _gradients_of(blocks: Any, indices: Iterable[int]) -> dict[int, list[float]]:
+def gradients_of(blocks: Any, indices: Iterable[int]) -> dict[int, list[float]]:
     found = {}
     for index in indices:
         gradients = [parameter.grad.flatten() for parameter in blocks[index].parameters()]

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from ringweave.testing.ranks import run_ranks
-from tests.pipeline import pipeline_functions
+from tests.pipeline import order_functions, pipeline_functions
 from tests.pipeline.pipeline_functions import Case
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -14,6 +14,10 @@ WAIT_S = 300.0
 """For ranks that train many times, on a busy machine."""
 SCHEDULES = ["gpipe", "1f1b", "1f1b-overlap"]
 PARTITIONS = [(1, 3), (2, 4), (0, 3), (2, 2), (3, 5)]
+ORDERS = [
+    ((2,), "0F0,0F1,0B0,0B1 1F1,1B1,1F0,1B0"),
+    ((1, 3), "0F0,0F1,0F2,0B0,0B1,0B2 1F2,1F0,1F1,1B1,1B2,1B0 2F1,2B1,2F0,2F2,2B2,2B0"),
+]
 UNEQUAL_WIDTHS = (pipeline_functions.FEATURES, 16, 8, 12, 16)
 
 
@@ -81,6 +85,20 @@ def test_batches_add_up_with_replicas() -> None:
         for ((held, their_losses),) in run_ranks(pipeline_functions.accumulate, 4, (2,), 2, ["1f1b"], reduction):
             _check_close(held, alone)
             assert their_losses == pytest.approx(losses, rel=1e-12)
+
+
+@pytest.mark.parametrize(("splits", "order"), ORDERS, ids=["two stages", "three stages"])
+def test_every_stage_may_take_microbatches_in_an_order_of_its_own(splits: tuple[int, ...], order: str) -> None:
+    """What arrives, losses and outputs are those of the microbatch that they are taken for."""
+    num_stages, text = len(splits) + 1, order.replace(" ", "\n")
+    alone = order_functions.run_plainly(len(order.split(maxsplit=1)[0].split(",")) // 2)
+    found = run_ranks(order_functions.run, num_stages, text, splits)
+    for each in found:
+        _check_close(each.gradients, {index: alone.gradients[index] for index in each.gradients})
+        assert each.losses == pytest.approx(alone.losses, rel=1e-12)
+        assert each.held_out == pytest.approx(alone.held_out, rel=1e-12)
+    assert found[-1].output == pytest.approx(alone.output, rel=1e-9, abs=1e-12)
+    assert all(each.output is None for each in found[:-1])
 
 
 def _check_close(held: dict[int, list[float]], alone: dict[int, list[float]]) -> None:

@@ -21,7 +21,8 @@ class Settings:
     num_microbatches: int
     """Parts that a batch is cut into; the batch divides by it."""
     schedule: str | Order = "1f1b"
-    """`gpipe`, `1f1b`, `1f1b-overlap`, or any order in which each stage has each microbatch's forward and backward."""
+    """`gpipe`, `1f1b`, `1f1b-overlap`, or any order in which each stage has each microbatch's forward and backward
+    and no stage waits for ever."""
     splits: tuple[int, ...] | None = None
     """Last blocks, from 1, of all stages but the last, as `ringweave partition` prints them; None means as many blocks
     in each stage."""

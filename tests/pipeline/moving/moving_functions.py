@@ -157,25 +157,49 @@ def train_comparing(splits: tuple[int, ...], partitions: list[tuple[int, ...]]) 
 
 
 class Refusing:
-    """Raises at one boundary on one rank, once."""
+    """Raises at one boundary on one rank, once; looks that behind the update nothing is held of what arrived there.
+
+    Beside those of the mover there is "filling": one value of a block's optimizer is there, others are not.
+    """
 
     def __init__(self, boundary: str, rank: int, pipeline: Pipeline) -> None:
-        self.boundary, self.is_due = boundary, pipeline.rank == rank
+        self.boundary, self.pipeline, self.is_due = boundary, pipeline, pipeline.rank == rank
+        self.is_update_due = False
+        pipeline.optimizer.register_step_post_hook(lambda *_: self._after_update())
 
     def __call__(self, boundary: str) -> None:
         if self.is_due and boundary == self.boundary:
-            self.is_due = False
+            self.is_due, self.is_update_due = False, boundary in ("arrived", "filling", "updating")
             raise MemoryError(f"no room at {boundary}")
+
+    def fill(self, optimizer: torch.optim.Optimizer | None, arrived: Contents) -> None:
+        """As the mover does it, with the boundary between the first value and the others."""
+        first = dict(list(arrived.facts["optimizer"].items())[:1])
+        _FILL(optimizer, Contents(arrived.tensors, arrived.facts | {"optimizer": first}))
+        self("filling")
+        _FILL(optimizer, arrived)
+
+    def _after_update(self) -> None:
+        """Before the mover's own hook, which was registered later."""
+        if self.is_update_due:
+            assert self.pipeline.blocks.held == tuple(self.pipeline.layout.ranges[self.pipeline.stage])
+            self.is_update_due = False
 
 
 def train_with_failures(
     splits: tuple[int, ...], other: tuple[int, ...], failures: list[tuple[str, int]]
 ) -> tuple[Trained, list[Trained]]:
     """Without moves; and for each failure with a move that fails and one behind it."""
-    plain = train(splits, [], num_steps=5)
-    return plain, [
-        train(splits, [other, other], lambda p, b=b, r=r: Refusing(b, r, p), num_steps=5) for b, r in failures
-    ]
+    plain, found = train(splits, [], num_steps=5), []
+    for boundary, rank in failures:
+
+        def refuse(pipeline: Pipeline, boundary: str = boundary, rank: int = rank) -> Refusing:
+            refusing = Refusing(boundary, rank, pipeline)
+            mover.contents.fill_state = refusing.fill  # type: ignore[assignment]
+            return refusing
+
+        found.append(train(splits, [other, other], refuse, num_steps=5))
+    return plain, found
 
 
 def die(boundary: str, rank: int, splits: tuple[int, ...], other: tuple[int, ...]) -> dict[str, Any]:

@@ -65,11 +65,11 @@ def test_a_failure_at_any_boundary_leaves_the_old_partition() -> None:
     """Sender or receiver; the bits are those of no move, and the same move then succeeds."""
     failures = [
         ("packing", 0), ("packing", 1), ("making room", 1), ("making room", 2), ("copying", 0), ("copying", 2),
-        ("changes", 1), ("arrived", 2), ("updated", 0), ("updated", 2),
+        ("changes", 1), ("arrived", 2), ("filling", 1), ("filling", 2), ("updating", 1), ("updating", 2),
+        ("updated", 0), ("updated", 2),
     ]  # fmt: skip
     start, other = (2, 5), (1, 3)
-    settings = {"backend": "gloo", "timeout_s": 60, "wait_s": WAIT_S}
-    found = run_ranks(functions.train_with_failures, 3, start, other, failures, **settings)
+    found = run_ranks(functions.train_with_failures, 3, start, other, failures, backend="gloo", wait_s=WAIT_S)
     bits, losses = all_bits([plain for plain, _ in found]), found[0][0].losses
     for place, (boundary, rank) in enumerate(failures):
         moved = [after[place] for _, after in found]
@@ -81,12 +81,23 @@ def test_a_failure_at_any_boundary_leaves_the_old_partition() -> None:
         assert all_bits(moved) == bits
 
 
+@LONG
+def test_a_failure_is_told_of_the_rank_that_had_it() -> None:
+    """Not of the one that waits for its block, though that one stands before it."""
+    failures = [("packing", 1), ("changes", 2)]
+    found = run_ranks(functions.train_with_failures, 3, (1, 3), (2, 5), failures, backend="gloo", wait_s=WAIT_S)
+    for place, (boundary, rank) in enumerate(failures):
+        for _, after in found:
+            assert after[place].outcomes[0].cause == f"rank {rank}: MemoryError('no room at {boundary}')"
+            assert after[place].outcomes[1].is_done
+
+
 @pytest.mark.parametrize(
     ("boundary", "rank"),
     [("packing", 0), ("making room", 1), ("copying", 0), ("changes", 0), ("arrived", 1), ("updated", 0)],
 )
 def test_a_rank_that_is_killed_leaves_the_others_with_the_old_partition(boundary: str, rank: int) -> None:
-    with Ranks(functions.die, 3, boundary, rank, (2, 5), (1, 3), backend="gloo", timeout_s=20) as ranks:
+    with Ranks(functions.die, 3, boundary, rank, (2, 5), (1, 3), backend="gloo") as ranks:
         outcomes = ranks.outcomes()
     assert outcomes[rank].exit_code == -9
     for survivor in {0, 1, 2} - {rank}:

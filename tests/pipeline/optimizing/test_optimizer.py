@@ -1,5 +1,7 @@
 """Optimizers of blocks behind one front, without any process."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -71,6 +73,39 @@ def test_a_block_comes_with_its_state_and_goes() -> None:
     blocks.drop(2)
     assert [len(group["params"]) for group in front.param_groups] == [1, 1]
     assert blocks[2].weight.is_meta
+
+
+def test_a_block_that_is_taken_for_a_trial_may_fail_alone() -> None:
+    blocks = HeldBlocks(three_blocks(), [0], HOST)
+    front = BlockOptimizers(make, blocks)
+    blocks.hold(2).load_state_dict(three_blocks()[2].state_dict())
+    failures: list[str] = []
+
+    def attempt(update: Callable[[], None]) -> None:
+        try:
+            update()
+        except KeyError as cause:
+            failures.append(str(cause))
+
+    taken = front.take(2, attempt=attempt)
+    assert taken is not None
+    for group in front.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    taken.state[blocks[2].weight]["step"] = torch.zeros(())
+    before = blocks[0].weight.clone()
+    front.step()
+    assert failures == ["'exp_avg'"]
+    assert not torch.equal(blocks[0].weight, before)
+    front.keep(2)
+    with pytest.raises(KeyError):
+        front.step()
+    front.take(2, attempt=attempt)
+    front.release(2)
+    front.step()
+    front.take(2)
+    front.step()
+    assert len(failures) == 1
 
 
 def test_the_state_of_all_blocks_is_saved_and_loaded() -> None:

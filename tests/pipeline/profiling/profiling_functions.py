@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ringweave.pipeline import Pipeline, Settings, profiling
+from ringweave.pipeline.adapting import adapt
 from ringweave.pipeline.profiling import Link
 from ringweave.pipeline.virtual import TimedBlock, VirtualDevice
 from tests.pipeline.adapting.adapting_functions import Ticks
@@ -37,6 +38,18 @@ def measure() -> dict[str, Any]:
         "step_s": profiling.predict(profile, links, pipeline.layout.splits, pipeline.order).step_s,
         "best": profiling.partition(profile, links, num_microbatches=3).splits,
     }
+
+
+def measure_under_autocast() -> profiling.Profile:
+    """Of two blocks that give another type than their parameters have; a pipeline of them then adapts and trains."""
+    torch.manual_seed(0)
+    blocks: list[nn.Module] = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    settings = Settings(num_microbatches=NUM, autocast=torch.bfloat16)
+    pipeline = Pipeline(blocks, nn.MSELoss(), make_optimizer, torch.empty(4 * NUM, 8), settings)
+    profile = profiling.profile(pipeline, make_optimizer, rounds=1)
+    adapt(pipeline, make_optimizer, profile_rounds=1)
+    assert pipeline.train_step(torch.ones(4 * NUM, 8), target=torch.zeros(4 * NUM, 8)) > 0
+    return profile
 
 
 def rehearse(schedule: str) -> dict[str, Any]:

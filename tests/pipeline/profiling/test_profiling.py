@@ -40,6 +40,17 @@ def test_kinds_are_measured_once_on_each_device_and_nothing_moves() -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
+def test_blocks_are_measured_under_autocast() -> None:
+    """In the precision in which they train: bfloat16 crosses, and inputs and weights are kept as bfloat16."""
+    first, second = run_ranks(profiling_functions.measure_under_autocast, 2)
+    assert first == second
+    samples, two_bytes = 4, 2
+    assert first.blocks[0].forward_bytes == samples * 8 * two_bytes
+    assert first.blocks[1].stash_bytes == (samples * 8 + 8 * 8) * two_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "1f1b-overlap"])
 def test_a_rehearsal_finds_what_actions_take_beside_their_blocks(schedule: str) -> None:
     found = run_ranks(profiling_functions.rehearse, 2, schedule)

@@ -1,8 +1,10 @@
 """What torch's schedules are given, without any process."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ringweave.errors import UsageError
+from ringweave.errors import ScheduleError, UsageError
 from ringweave.pipeline.running import schedules
 from ringweave.sim import pipelines
 from ringweave.sim.pipelines import Action, Kind
@@ -36,11 +38,55 @@ def test_orders_that_do_not_fit() -> None:
     assert schedules.order_of("1f1b-overlap", 4, 3).num_microbatches == 3
 
 
+def test_an_order_whose_stages_wait_for_each_other_is_refused() -> None:
+    order = pipelines.parse_order("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1")
+    with pytest.raises(ScheduleError) as caught:
+        schedules.order_of(order, 2, 2)
+    assert "stage 0 waits for 0RECV_B0; stage 1 waits for 1RECV_F1" in str(caught.value)
+
+
 def test_receives_stand_ready_from_the_start_and_results_leave_at_once() -> None:
     order = pipelines.generate("1f1b-overlap", 3, 2)
-    lowered = [schedules._with_transfers(stage, actions, 3) for stage, actions in enumerate(order.stages)]
+    lowered = [schedules._with_transfers(stage, order) for stage in range(3)]
     assert [" ".join(map(str, actions)) for actions in lowered] == [
         "0RECV_B0 0RECV_B1 0F0 0SEND_F0 0F1 0SEND_F1 0B0 0B1 0REDUCE_GRAD",
         "1RECV_F0 1RECV_F1 1RECV_B0 1RECV_B1 1F0 1SEND_F0 1F1 1SEND_F1 1B0 1SEND_B0 1B1 1SEND_B1 1REDUCE_GRAD",
         "2RECV_F0 2RECV_F1 2F0 2B0 2SEND_B0 2F1 2B1 2SEND_B1 2REDUCE_GRAD",
     ]
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> pipelines.Order:
+    """Each stage has its own: of a microbatch's two places the first is its forward's."""
+    num_stages, num_microbatches = draw(st.integers(2, 4)), draw(st.integers(1, 5))
+    stages = []
+    for stage in range(num_stages):
+        places = draw(st.permutations([*range(num_microbatches)] * 2))
+        kinds = [Kind.BACKWARD if index in places[:at] else Kind.FORWARD for at, index in enumerate(places)]
+        stages.append(tuple(Action(stage, kind, index) for kind, index in zip(kinds, places, strict=True)))
+    return pipelines.Order(tuple(stages))
+
+
+@given(orders())
+def test_receives_come_in_the_order_of_what_the_neighbour_sends(order: pipelines.Order) -> None:
+    """Transfers between two ranks are matched by nothing but their order."""
+    lowered = [[str(each) for each in schedules._with_transfers(stage, order)] for stage in range(order.num_stages)]
+
+    def microbatches(stage: int, what: str) -> list[str]:
+        start = f"{stage}{what}"
+        return [text.removeprefix(start) for text in lowered[stage] if text.startswith(start)]
+
+    every = [str(index) for index in range(order.num_microbatches)]
+    for stage in range(order.num_stages - 1):
+        for sent, received in (
+            (microbatches(stage, "SEND_F"), microbatches(stage + 1, "RECV_F")),
+            (microbatches(stage + 1, "SEND_B"), microbatches(stage, "RECV_B")),
+        ):
+            assert sent == received
+            assert sorted(sent) == every
+    assert not any("RECV_F" in text for text in lowered[0])
+    assert not any("RECV_B" in text for text in lowered[-1])
+
+
+def test_values_of_microbatches_as_the_batch_has_them() -> None:
+    assert schedules.in_batch_order((2, 0, 1), ["c", "a", "b"]) == ["a", "b", "c"]

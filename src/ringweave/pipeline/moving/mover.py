@@ -10,8 +10,9 @@
 ```
 
 Up to the last vote the senders' blocks are those that train, untouched by the move; a rank that fails says so in the
-next vote, and all drop what has arrived. A rank that dies ends the vote with an error on the others, who then hold the
-old partition whole.
+next vote, and all drop what has arrived. It frees at once what has arrived on itself: the update of its own blocks may
+come before that vote, and then has the memory that it has without a move. A rank that dies ends the vote with an error
+on the others, who then hold the old partition whole.
 """
 
 import copy
@@ -32,7 +33,7 @@ from ringweave.pipeline.moving.voting import compare, vote
 from ringweave.pipeline.pipeline import Pipeline
 from ringweave.planning.repartitioning import Move, moves
 
-BOUNDARIES = ("packing", "making room", "copying", "changes", "arrived", "updated", "voted")
+BOUNDARIES = ("packing", "making room", "copying", "changes", "arrived", "updating", "updated", "voted")
 """Names of the moments at which a test may let a rank fail: they are handed to `at_boundary`."""
 
 
@@ -167,7 +168,10 @@ class Mover:
         self._start_large(pending)
         self._wait(pending)
         for number, move in pending.received.items():
-            self._try(pending, lambda n=number, m=move: self._install(pending, m.block, states[n], n))
+            if not pending.cause:
+                self._try(pending, lambda n=number, m=move: self._install(pending, m.block, states[n], n))
+        if pending.cause:
+            self._free(pending)
         pending.is_whole = True
 
     def _after_update(self) -> None:
@@ -177,7 +181,7 @@ class Mover:
     def _commit(self, pending: _Pending) -> None:
         """Compare, vote for the last time, and go over to the new partition."""
         sent, arrived = {}, {}
-        for numbers, moved in ((sent, pending.sent), (arrived, pending.received)):
+        for numbers, moved in () if pending.cause else ((sent, pending.sent), (arrived, pending.received)):
             for number, move in moved.items():
                 self._try(pending, lambda into=numbers, n=number, m=move: into.update({n: self._digest(m.block)}))
         self._try(pending, lambda: self._at_boundary("updated"))
@@ -191,6 +195,8 @@ class Mover:
             return
         self._at_boundary("voted")
         self._pending = None
+        for move in pending.received.values():
+            self._pipeline.optimizer.keep(move.block)
         self._pipeline.repartition(pending.layout.splits)
         pause = torch.tensor([pending.spent_s + self._clock() - pending.begun_s], dtype=torch.float64)
         self._talk(lambda: dist.all_reduce(pause, op=dist.ReduceOp.MAX, group=self._group))
@@ -223,23 +229,36 @@ class Mover:
             module.get_parameter(name).requires_grad_(requires_grad)
         contents.fill_changes(module, changes.arrived)
         self._pipeline.blocks.put(block, module)
-        contents.fill_state(self._pipeline.optimizer.take(block), state.arrived)
+        optimizer = self._pipeline.optimizer.take(block, attempt=lambda update: self._update(pending, update))
+        contents.fill_state(optimizer, state.arrived)
+
+    def _update(self, pending: _Pending, update: Callable[[], None]) -> None:
+        """Make the update of a block that has arrived; unlike that of this stage's own blocks it may fail."""
+
+        def make() -> None:
+            self._at_boundary("updating")
+            update()
+
+        self._try(pending, make)
+        if pending.cause:
+            self._free(pending)
 
     def _digest(self, block: int) -> int:
         return contents.digest(self._pipeline.blocks[block], self._pipeline.optimizer.of(block))
 
     def _exchange_headers(self, pending: _Pending, pack: Callable[[int], Sending]) -> dict[int, parcels.Header]:
-        """Of all blocks that come here; a sender that fails says so in its header."""
+        """Of the blocks that come here, but of those whose sender has failed: it says so itself in the next vote."""
         self._finish_sending(pending)
         for move in pending.sent.values():
             sending = self._try(pending, lambda m=move: pack(m.block)) or Sending(None, error=pending.cause)
             pending.sending.append(sending)
             dst = self._rank_of(move.dst)
             pending.works += self._talk(lambda s=sending, d=dst: s.send_header(d, self._group))
-        return {
+        headers = {
             number: self._talk(lambda m=move: parcels.receive_header(self._rank_of(m.src), self._group))
             for number, move in pending.received.items()
         }
+        return {number: header for number, header in headers.items() if not header["error"]}
 
     def _start_large(self, pending: _Pending) -> None:
         for sending, move in zip(pending.sending, pending.sent.values(), strict=True):
@@ -277,8 +296,13 @@ class Mover:
 
     def _forget(self) -> None:
         pending, self._pending = self._pending, None
+        if pending is not None:
+            self._free(pending)
+
+    def _free(self, pending: _Pending) -> None:
+        """Give up the memory of all that has arrived here."""
         own = self._pipeline.layout.ranges[self._pipeline.stage]
-        for block in pending.blocks if pending else ():
+        for block in pending.blocks:
             if block not in own:
                 self._pipeline.optimizer.release(block)
                 self._pipeline.blocks.drop(block)

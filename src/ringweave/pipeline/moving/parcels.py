@@ -55,10 +55,8 @@ class Receiving:
         """Make room.
 
         Raises:
-            TrainingError: The sender failed, or what comes does not fit the block.
+            TrainingError: What comes does not fit the block.
         """
-        if header["error"]:
-            raise TrainingError(header["error"])
         self.arrived = Contents(facts=header["facts"])
         self._large: list[tuple[Tensor, Tensor]] = []
         for name, part in header["parts"].items():

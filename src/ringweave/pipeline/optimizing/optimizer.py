@@ -6,6 +6,7 @@ parameters (SGD, Adam, AdamW, Muon, ...) are.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from ringweave.pipeline.models.holding import HeldBlocks
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 """Makes the optimizer of a block: `lambda block: torch.optim.AdamW(block.parameters(), lr=1e-3)`."""
+Attempt = Callable[[Callable[[], None]], None]
+"""Makes the update that it is given, and may keep an error of it to itself."""
 
 
 class BlockOptimizers(Optimizer):
@@ -33,6 +36,8 @@ class BlockOptimizers(Optimizer):
     def __init__(self, make: MakeOptimizer, blocks: HeldBlocks) -> None:
         self._make, self._blocks = make, blocks
         self._optimizers: dict[int, Optimizer] = {}
+        self._attempts: dict[int, Attempt] = {}
+        """Of the blocks whose updates may fail."""
         form = next((block for block in blocks if has_parameters(block)), None)
         if form is None:
             do = "Give a model that can be trained"
@@ -47,22 +52,32 @@ class BlockOptimizers(Optimizer):
         """A held block's optimizer; None where it has nothing to train."""
         return self._optimizers.get(block)
 
-    def take(self, block: int, state: dict[str, Any] | None = None) -> Optimizer | None:
+    def take(
+        self, block: int, state: dict[str, Any] | None = None, *, attempt: Attempt | None = None
+    ) -> Optimizer | None:
         """Begin to update a block that is held since just now.
 
         Args:
             block: Its index.
             state: Of the optimizer that updated it before, as `of(block).state_dict()` gave it; None: a new one.
+            attempt: Makes the block's updates until `keep`; None: an update that fails is an error of `step`.
         """
         self._add(block)
+        if attempt is not None:
+            self._attempts[block] = attempt
         optimizer = self._optimizers.get(block)
         if optimizer is not None and state is not None:
             load_as_saved(optimizer, state)
         self._gather()
         return optimizer
 
+    def keep(self, block: int) -> None:
+        """Update a block like all others from now on, without an attempt."""
+        self._attempts.pop(block, None)
+
     def release(self, block: int) -> None:
         """Stop updating a block, and forget its state."""
+        self.keep(block)
         self._optimizers.pop(block, None)
         self._gather()
 
@@ -76,7 +91,11 @@ class BlockOptimizers(Optimizer):
             do = "Take an optimizer that needs none"
             raise TrainingError(explain("closure of a pipeline's optimizer", got=closure, expected="none", do=do))
         for block in sorted(self._optimizers):
-            self.step_block(block)
+            attempt = self._attempts.get(block)
+            if attempt is None:
+                self.step_block(block)
+            else:
+                attempt(partial(self.step_block, block))
 
     def step_block(self, block: int) -> None:
         """Update one block, with the settings of now."""

@@ -146,7 +146,7 @@ class _Bench:
             given = sides.wanted(block, side)
             laps = [self._lap(block, values, given) for _ in range(self._rounds + 1)]
             update_s, state = self._update(block)
-            num_bytes = _Bytes(state=state, stash=_stash_bytes(block, values, given))
+            num_bytes = _Bytes(state=state, stash=self._stash_bytes(block, values, given))
         forward, backward = zip(*laps[1:], strict=True)
         return (statistics.median(forward), statistics.median(backward), update_s), num_bytes
 
@@ -181,19 +181,18 @@ class _Bench:
         action()
         return self._now_s() - begun_s
 
+    def _stash_bytes(self, block: nn.Module, values: tuple[Tensor, ...], side: dict[str, Tensor]) -> int:
+        """Bytes of what forward keeps for backward and would not be there without it."""
+        own = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), *block.buffers())}
+        kept: dict[int, int] = {}
 
-def _stash_bytes(block: nn.Module, values: tuple[Tensor, ...], side: dict[str, Tensor]) -> int:
-    """Bytes of what forward keeps for backward and would not be there without it."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), *block.buffers())}
-    kept: dict[int, int] = {}
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
 
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        output = block(*values, **side)
-    del output
-    return sum(kept.values())
+        with self._pipeline.precision.apply(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            output = block(*values, **side)
+        del output
+        return sum(kept.values())

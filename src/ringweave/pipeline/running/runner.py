@@ -39,6 +39,7 @@ class Runner:
         self._crossing: tuple[Boundary, ...] = ()
         self._scale = 1.0
         self._losses: list[Tensor] = []
+        """In the order in which they are computed."""
         self._schedule: _PipelineSchedule
         self._stage: PipelineStage
 
@@ -78,7 +79,7 @@ class Runner:
         self._begin(train_step, side)
         given, targets = self._given(inputs, target)
         self._schedule.step(*given, target=targets, return_outputs=False)
-        return self._losses
+        return self._losses_of_batch()
 
     @torch.no_grad()
     def evaluate(
@@ -89,13 +90,16 @@ class Runner:
         self._begin(0, side)
         given, targets = self._given(inputs, target)
         output = self._schedule.eval(*given, target=targets)
-        return self._losses, output
+        return self._losses_of_batch(), output
 
     def _begin(self, train_step: int, side: Mapping[str, Tensor]) -> None:
         self._losses = []
         on_device = {name: value.to(self._device) for name, value in side.items()}
         parts = sides.parts(on_device, self._settings.num_microbatches)
         self.module.begin(train_step, self._microbatches, parts)
+
+    def _losses_of_batch(self) -> list[Tensor]:
+        return schedules.in_batch_order(self._microbatches, self._losses) if self._stage.is_last else []
 
     def _given(self, inputs: tuple[Tensor, ...], target: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
         given = tuple(value.to(self._device) for value in inputs) if self._stage.is_first else ()

@@ -6,7 +6,8 @@ computing, so a transfer begins when its data is there. NCCL keeps the order of 
 the device until it is done; there torch's own lowering puts each receive near its use.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from ringweave.sim import pipelines
 from ringweave.sim.pipelines import Action, Kind, Order
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
+_Value = TypeVar("_Value")
 
 
 def order_of(schedule: str | Order, num_stages: int, num_microbatches: int) -> Order:
@@ -26,12 +28,14 @@ def order_of(schedule: str | Order, num_stages: int, num_microbatches: int) -> O
 
     Raises:
         UsageError: An unknown name; fewer microbatches than stages for `1f1b`; an order for another number of stages.
+        ScheduleError: An order whose stages wait for each other for ever.
     """
     if isinstance(schedule, Order):
         if schedule.num_stages != num_stages:
             do = "Generate it for this number, or start as many workers"
             got, expected = schedule.num_stages, f"{num_stages}, as the pipeline has"
             raise UsageError(explain("stages of the order", got=got, expected=expected, do=do))
+        pipelines.Course(schedule)
         return schedule
     if schedule == "1f1b" and num_microbatches < num_stages:
         expected = f"at least {num_stages}, the number of stages, for 1f1b"
@@ -56,9 +60,10 @@ def build(schedule: str | Order, order: Order, stage: PipelineStage, loss_fn: Lo
         return ScheduleGPipe(stage, num, loss_fn=loss_fn, scale_grads=False)
     if schedule == "1f1b":
         return Schedule1F1B(stage, num, loss_fn=loss_fn, scale_grads=False)
-    runtime = _PipelineScheduleRuntime([stage], num, loss_fn=loss_fn, scale_grads=False)
+    runtime = _Runtime([stage], num, loss_fn=loss_fn, scale_grads=False)
+    runtime.microbatches = microbatches_of(order, stage.stage_index)
     if stage.device.type == "cpu":
-        lowered = {rank: _with_transfers(rank, actions, order.num_stages) for rank, actions in enumerate(order.stages)}
+        lowered = {rank: _with_transfers(rank, order) for rank in range(order.num_stages)}
         runtime._prepare_schedule_with_comms(lowered, format="compute_comms")
     else:
         plain = {
@@ -68,22 +73,65 @@ def build(schedule: str | Order, order: Order, stage: PipelineStage, loss_fn: Lo
     return runtime
 
 
-def microbatches_of(order: Order, stage_index: int) -> tuple[int, ...]:
-    """The microbatches of a stage's forwards, in their order."""
-    actions = order.stages[stage_index]
-    return tuple(action.microbatch_index for action in actions if action.kind == Kind.FORWARD)
+def microbatches_of(order: Order, stage_index: int, kind: Kind = Kind.FORWARD) -> tuple[int, ...]:
+    """The microbatches of a stage's forwards (or backwards), in their order."""
+    return tuple(action.microbatch_index for action in order.stages[stage_index] if action.kind == kind)
 
 
-def _with_transfers(stage: int, actions: Sequence[Action], num_stages: int) -> list[_Action | None]:
-    """All receives at the start, in the order of their use; each result is sent as soon as it is there."""
-    receives, rest = [], []
-    for action in actions:
+def in_batch_order(microbatches: Sequence[int], values: Sequence[_Value]) -> list[_Value]:
+    """Values of microbatches as the batch has them.
+
+    Args:
+        microbatches: In the order in which the values came.
+        values: One for each.
+    """
+    by_index: Mapping[int, _Value] = dict(zip(microbatches, values, strict=True))
+    return [by_index[index] for index in sorted(by_index)]
+
+
+class _Runtime(_PipelineScheduleRuntime):
+    """Torch's runtime, for a last stage with its microbatches in any order.
+
+    Torch's own takes the first loss and output that is computed for that of microbatch 0, and so on.
+    """
+
+    microbatches: tuple[int, ...]
+    """In the order of the stage's forwards."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._losses: dict[int, Tensor] = {}
+        """Of the microbatches whose backward is still to come."""
+
+    def _maybe_compute_loss(
+        self, stage: Any, output: Any, target_mbs: Any, mb_index: int, loss_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        if self._should_compute_loss(stage):
+            self._losses[mb_index] = self._compute_loss(output, target_mbs[mb_index], loss_kwargs)
+
+    def _maybe_get_loss(self, stage: Any, mb_index: int) -> Tensor | None:
+        return self._losses.pop(mb_index) if self._should_compute_loss(stage) else None
+
+    def _merge_outputs(self, output_chunks: list[Any]) -> Any:
+        return super()._merge_outputs(in_batch_order(self.microbatches, output_chunks))
+
+
+def _with_transfers(stage: int, order: Order) -> list[_Action | None]:
+    """All receives at the start; each result is sent as soon as it is there.
+
+    Nothing on its way says of which microbatch it is: what a neighbour sends first is what the first receive gets. So
+    receives come in the order in which that neighbour sends, which need not be that of their use.
+    """
+    is_first, is_last = stage == 0, stage == order.num_stages - 1
+    forwards = () if is_first else microbatches_of(order, stage - 1)
+    backwards = () if is_last else microbatches_of(order, stage + 1, Kind.BACKWARD)
+    receives = [Action(stage, Kind.RECEIVE_FORWARD, index) for index in forwards]
+    receives += [Action(stage, Kind.RECEIVE_BACKWARD, index) for index in backwards]
+    rest = []
+    for action in order.stages[stage]:
         is_forward = action.kind == Kind.FORWARD
-        if stage > 0 if is_forward else stage < num_stages - 1:
-            kind = Kind.RECEIVE_FORWARD if is_forward else Kind.RECEIVE_BACKWARD
-            receives.append(Action(stage, kind, action.microbatch_index))
         rest.append(action)
-        if stage < num_stages - 1 if is_forward else stage > 0:
+        if not (is_last if is_forward else is_first):
             kind = Kind.SEND_FORWARD if is_forward else Kind.SEND_BACKWARD
             rest.append(Action(stage, kind, action.microbatch_index))
     texts = [*map(str, receives), *map(str, rest), f"{stage}REDUCE_GRAD"]
