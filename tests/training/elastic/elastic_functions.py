@@ -38,10 +38,12 @@ def train(
     num_epochs: int = 2,
     faults: Mapping[str, tuple[int, str]] | None = None,
     pause_s: float = 0.0,
+    awaited: str = "",
 ) -> dict[str, Any]:
     """Train, telling what is drawn and done.
 
-    `faults` are member -> (step, moment) of its death.
+    `faults` are member -> (step, moment) of its death. Until the member that is `awaited` has joined, pauses are five
+    times as long.
     """
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -49,7 +51,7 @@ def train(
     model, optimizer, loader = ringweave.prepare(model, optimizer, data, mode="sync", ddp={"bucket_cap_mb": 0.001})
     say(("prepared",))
     at, moment = (faults or {}).get(own_member(), (-1, ""))
-    accounts = []
+    accounts, has_come = [], not awaited
     for epoch in loader.epochs(num_epochs):
         for number, (inputs, targets, indices) in enumerate(loader, start=loader.state_dict()["position"] // BATCH):
             step = epoch * (NUM_SAMPLES // BATCH) + number
@@ -61,7 +63,8 @@ def train(
             loss.backward()
             optimizer.step()
             say(("done", step, loader.members))
-            time.sleep(pause_s)
+            has_come = has_come or awaited in loader.members
+            time.sleep(pause_s if has_come else 5 * pause_s)
         accounts.append(loader.account)
     return {"parameters": [each.detach().numpy().copy() for each in model.module.parameters()], "accounts": accounts}
 
