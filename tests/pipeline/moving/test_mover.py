@@ -68,7 +68,7 @@ def test_a_failure_at_any_boundary_leaves_the_old_partition() -> None:
         ("changes", 1), ("arrived", 2), ("updated", 0), ("updated", 2),
     ]  # fmt: skip
     start, other = (2, 5), (1, 3)
-    settings = {"backend": "gloo", "timeout_s": 60, "wait_s": WAIT_S}
+    settings = {"backend": "gloo", "wait_s": WAIT_S}
     found = run_ranks(functions.train_with_failures, 3, start, other, failures, **settings)
     bits, losses = all_bits([plain for plain, _ in found]), found[0][0].losses
     for place, (boundary, rank) in enumerate(failures):
@@ -86,7 +86,7 @@ def test_a_failure_at_any_boundary_leaves_the_old_partition() -> None:
     [("packing", 0), ("making room", 1), ("copying", 0), ("changes", 0), ("arrived", 1), ("updated", 0)],
 )
 def test_a_rank_that_is_killed_leaves_the_others_with_the_old_partition(boundary: str, rank: int) -> None:
-    with Ranks(functions.die, 3, boundary, rank, (2, 5), (1, 3), backend="gloo", timeout_s=20) as ranks:
+    with Ranks(functions.die, 3, boundary, rank, (2, 5), (1, 3), backend="gloo") as ranks:
         outcomes = ranks.outcomes()
     assert outcomes[rank].exit_code == -9
     for survivor in {0, 1, 2} - {rank}:
