@@ -70,20 +70,38 @@ def explain_to_one_that_aborts() -> str:
     return ""
 
 
-def close_while_both_lanes_wait(timeout_s: float) -> float:
-    """Rank 0 closes its engine while each of its lanes waits for rank 1; the seconds that this takes."""
+def close_while_both_lanes_wait(timeout_s: float) -> tuple[float, list[float]]:
+    """Rank 0 closes its engine while each of its lanes waits for rank 1.
+
+    Returns:
+        The seconds that this takes, and the limits of those waits for lanes that came to nothing.
+    """
     group: Any = dist.group.WORLD
     dist.all_reduce(torch.ones(_OTHER))
     if dist.get_rank() == 1:
         group._store.wait(["closed"], timedelta(seconds=300))
-        return 0.0
+        return 0.0, []
     works: list[Any] = [dist.all_reduce(torch.ones(_OTHER), async_op=True) for _ in range(2)]
+    limits_s: list[float] = []
+    for lane in group._engine._lanes:
+        _note_vain_joins(lane._thread, limits_s)
     started = time.monotonic()
     group._engine.close(timeout_s)
     taken_s = time.monotonic() - started
     group._store.set("closed", "1")
     assert all(work.exception() is not None for work in works)
-    return taken_s
+    return taken_s, limits_s
+
+
+def _note_vain_joins(thread: threading.Thread, limits_s: list[float]) -> None:
+    join = thread.join
+
+    def note(limit_s: float) -> None:
+        join(limit_s)
+        if thread.is_alive():
+            limits_s.append(limit_s)
+
+    thread.join = note  # type: ignore
 
 
 def _stall() -> list[str]:

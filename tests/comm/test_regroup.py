@@ -61,8 +61,9 @@ def test_an_abort_ends_the_search_for_who_is_to_blame() -> None:
 
 def test_closing_gives_all_lanes_one_limit_together() -> None:
     with Ranks(aborting_functions.close_while_both_lanes_wait, 2, 8.0, timeout_s=200, nodes=NODES) as ranks:
-        taken_s = ranks.values(timeout_s=200)[0]
-    assert 8.0 <= taken_s < 15.5  # one after the other: 16
+        taken_s, limits_s = ranks.values(timeout_s=200)[0]
+    assert taken_s >= 8.0
+    assert sum(limits_s) <= 8.0, "each lane has its own"
 
 
 def test_a_script_that_fails_with_a_collective_under_way_ends_with_its_own_error(tmp_path: Path) -> None:
@@ -80,7 +81,7 @@ def test_a_script_that_fails_with_a_collective_under_way_ends_with_its_own_error
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_lost_rank_of_the_same_node_is_named_by_all_others(number: signal.Signals) -> None:
     arguments = (fault_functions.reduce_until_failure, 4, 2_000_000)
-    with Ranks(*arguments, timeout_s=10 if number == signal.SIGSTOP else 300, nodes=["a0"] * 4) as ranks:
+    with Ranks(*arguments, timeout_s=30 if number == signal.SIGSTOP else 300, nodes=["a0"] * 4) as ranks:
         ranks.wait_for(*(f"reducing/{rank}" for rank in range(4)))
         ranks.signal(2, number)
         text = "is gone" if number == signal.SIGKILL else "does not answer"

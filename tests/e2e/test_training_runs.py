@@ -26,16 +26,36 @@ TWO_IN_A_RING = [*RINGWEAVE, "--workers", "2", "--schedule", "ring", "--run-dir"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 TWO_BY_GLOO = [*TORCHRUN, "--nproc-per-node=2"]
 PNG_SIGNATURE = b"\x89PNG"
+PACED = f"""
+import runpy, sys, time
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+from support.report import Report
+step = Report.step
+def step_and_pause(report, train_step, *more):
+    step(report, train_step, *more)
+    time.sleep(0.5 if train_step >= {KILL_AFTER} else 0)
+Report.step = step_and_pause
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+"""
+"""The script, which goes on slowly once it can be killed: it would else be through before a busy machine does that."""
 
 
-def start(command: list[str], out: Path, *more: str, num_steps: int = STEPS) -> subprocess.Popen[str]:
+def start(
+    command: list[str], out: Path, *more: str, num_steps: int = STEPS, script: Path = SCRIPT
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*command, str(SCRIPT), *SETTINGS, "--steps", str(num_steps), "--out", str(out), *more],
+        [*command, str(script), *SETTINGS, "--steps", str(num_steps), "--out", str(out), *more],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def start_paced(command: list[str], out: Path) -> subprocess.Popen[str]:
+    script = out / "paced.py"
+    script.write_text(PACED)
+    return start(command, out, script=script)
 
 
 def finish(process: subprocess.Popen[str]) -> str:
@@ -124,7 +144,7 @@ def test_unequal_nodes_have_the_losses_of_gloo_within_rounding_by_a_planned_sche
 
 def test_a_worker_is_killed_and_the_resumed_run_repeats_the_uninterrupted_one(by_ring: Path, tmp_path: Path) -> None:
     command = [*TWO_IN_A_RING, str(tmp_path)]
-    process = start(command, tmp_path)
+    process = start_paced(command, tmp_path)
     with ended(process):
         wait_for_steps(process, tmp_path)
         started = [event for event in read(tmp_path / "events.jsonl") if event["kind"] == "worker_started"]
@@ -144,7 +164,7 @@ def test_under_torchrun_the_resumed_run_repeats_the_uninterrupted_one(
     by_gloo: tuple[Path, str], tmp_path: Path
 ) -> None:
     (tmp_path / "run.json").write_text('{"written_by": "another program"}')
-    process = start(TWO_BY_GLOO, tmp_path)
+    process = start_paced(TWO_BY_GLOO, tmp_path)
     with ended(process):
         wait_for_steps(process, tmp_path)
         psutil.Process(process.pid).children()[-1].send_signal(signal.SIGKILL)

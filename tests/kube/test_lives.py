@@ -250,7 +250,7 @@ def test_kubectl_applies_waits_gets_and_deletes(kube: Kube, operator: OperatorPr
         YAML(typ="safe", pure=True).dump(body, file)
     assert "trainingjob.ringweave.dev/typed created" in kube.kubectl("apply", "-f", str(path))
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(kube.kubectl, "wait", "--for=condition=Running", "tj/typed", "--timeout=80s")
+        waiting = pool.submit(kube.kubectl, "wait", "--for=condition=Running", "tj/typed", "--timeout=240s")
         kube.play("typed", waiting.done)
     assert "condition met" in waiting.result()
     shown = kube.kubectl("get", "tj", "typed")

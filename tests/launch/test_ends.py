@@ -11,6 +11,17 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 WAIT = "print('up'); time.sleep(1000)"
 
 
+def patient(**seconds: float) -> str:
+    """`ringweave` that waits so long before harder measures; see `supervision.Patience`."""
+    return f"""
+import functools
+from ringweave.cli import main
+from ringweave.launch import supervision
+supervision.Patience = functools.partial(supervision.Patience, **{seconds})
+main.main()
+"""
+
+
 def test_a_killed_worker_is_named_and_all_the_others_are_ended(start, script, all_gone) -> None:
     run = start("--workers", "3,1", script(WAIT))
     run.wait_printed("up", times=4)
@@ -30,13 +41,25 @@ def test_an_exception_is_reported_before_those_that_followed_from_it(start, scri
         "--workers",
         "3",
         script("""
+            import pathlib
+            up, raised = pathlib.Path("up"), pathlib.Path("raised")
+
+            def wait_for(path):
+                while not path.exists():
+                    time.sleep(0.01)
+
             if rank == 0:
+                wait_for(up)
+                raised.touch()
                 raise ConnectionResetError("Connection reset by peer")
             if rank == 2:
+                up.touch()
+                wait_for(raised)
                 time.sleep(0.15)
                 raise KeyError("no such layer")
             time.sleep(1000)
         """),
+        program=patient(grace_s=5.0),
     )
     assert run.wait_ended() == 1
     report = run.stderr[run.stderr.index("ringweave: failed") :]
@@ -66,7 +89,8 @@ def test_an_interrupt_ends_all(start, script, all_gone, how: signal.Signals) -> 
 
 def test_a_worker_may_end_well_when_interrupted(start, script) -> None:
     run = start(
-        script("signal.signal(signal.SIGTERM, lambda *_: (print('saved'), sys.exit(0))); print('up'); time.sleep(99)")
+        script("signal.signal(signal.SIGTERM, lambda *_: (print('saved'), sys.exit(0))); print('up'); time.sleep(99)"),
+        program=patient(interrupt_s=1000.0),
     )
     run.wait_printed("up")
     run.process.send_signal(signal.SIGTERM)
@@ -92,19 +116,10 @@ def test_who_ignores_signals_is_killed(start, script, all_gone) -> None:
     all_gone(list(run.pids().values()))
 
 
-PATIENT = """
-import functools
-from ringweave.cli import main
-from ringweave.launch import supervision
-supervision.Patience = functools.partial(supervision.Patience, interrupt_s=1000.0)
-main.main()
-"""
-
-
 def test_a_second_interrupt_does_not_wait(start, script) -> None:
     run = start(
         script("signal.signal(signal.SIGINT, lambda *_: print('heard')); print('up')\nwhile True: time.sleep(9)"),
-        program=PATIENT,
+        program=patient(interrupt_s=1000.0),
     )
     run.wait_printed("up")
     run.process.send_signal(signal.SIGINT)

@@ -130,7 +130,7 @@ def test_ten_thousand_nodes_at_100_gigabits() -> None:
     # In a process of its own: this one has the memory of the tests before.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as own:
         ring, matrix, taken_s, most_kib = own.submit(simulate_ten_thousand).result()
-    assert taken_s < 60
+    assert taken_s < 300
     assert most_kib < 2 * 2**20
     assert ring.seconds == pytest.approx(0.216, rel=0.01)
     assert matrix.seconds == pytest.approx(0.020, rel=0.01)

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import math
 import multiprocessing
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ import ringweave
 from ringweave.errors import DisagreementError
 from ringweave.planning.balancing import Change
 from ringweave.training import SharedLoader
+from ringweave.training.timing import HostTimeline
 
 FEATURES = 6
 
@@ -147,15 +147,24 @@ def assert_same_everywhere(weights: Tensor) -> None:
     assert all(torch.equal(other, weights) for other in everywhere)
 
 
-def train_balanced(slow_rank: int, sleep_s: float, num_steps: int) -> tuple[list[tuple[int, ...]], float]:
-    """Shares at each step where one rank sleeps for each sample, and how far the weights are from one process."""
+def train_balanced(slow_rank: int, sample_s: float, num_steps: int) -> tuple[list[tuple[int, ...]], float]:
+    """Shares at each step where one rank is slow, and how far the weights are from one process.
+
+    The clock stands still but for samples, which take `sample_s` each, on the slow rank four times as long.
+    """
     case = Case(num_samples=480, batch=48, num_steps=num_steps)
     model, optimizer, loader = make(case)
     train(model, optimizer, loader, case)
     alone = weights_of(model)
     model, optimizer, loader = make(case)
-    slowness = 4 if dist.get_rank() == slow_rank else 1
-    model[0].register_forward_hook(lambda _layer, inputs, _output: time.sleep(sleep_s * slowness * len(inputs[0])))
+    now_s, each_s = 0.0, sample_s * (4 if dist.get_rank() == slow_rank else 1)
+
+    def pass_time(_layer: nn.Module, inputs: tuple[Tensor, ...], _output: Tensor) -> None:
+        nonlocal now_s
+        now_s += each_s * len(inputs[0])
+
+    HostTimeline.mark = lambda _: (now_s, 0.0)  # pyrefly: ignore
+    model[0].register_forward_hook(pass_time)
     parallel, optimizer, shared = ringweave.prepare(model, optimizer, loader, mode="balanced")
     seen: list[tuple[int, ...]] = []
     parallel.register_forward_pre_hook(lambda *_: seen.append(shared.shares))

@@ -144,8 +144,8 @@ def consult_and_survey(phases: list[list[tuple[int, int, int]]]) -> tuple[list[s
     group: Any = dist.group.WORLD
     members, door = group.members, group._doors[1]
     assert isinstance(door, Door)
-    transport = SocketTransport(door, 1, members, timedelta(seconds=60))
-    council = Council(members, transport, tag=7, timeout_s=60)
+    transport = SocketTransport(door, 1, members, timedelta(seconds=300))
+    council = Council(members, transport, tag=7, timeout_s=300)
     own = float(dist.get_rank())
     texts = [
         council.consult([own, -own, float("nan"), own if own else float("nan")], lambda numbers: f"{numbers}"),
@@ -153,7 +153,7 @@ def consult_and_survey(phases: list[list[tuple[int, int, int]]]) -> tuple[list[s
         council.consult([own], lambda numbers: "x" * 100_000),
     ]
     streams = [[Stream(*stream) for stream in phase] for phase in phases]
-    found = survey(streams, members, council, transport, tag=7, timeout_s=60)
+    found = survey(streams, members, council, transport, tag=7, timeout_s=300)
     texts.append(council.consult(found, lambda rates: str([rate > 0 for rate in rates])))
     transport.close()
     return texts, found

@@ -27,27 +27,37 @@ def events(environ: dict[str, str], kind: str) -> list[dict]:
     return [event for event in read(Path(environ["RINGWEAVE_RUN_DIR"]) / "events.jsonl") if event["kind"] == kind]
 
 
+def first_tuned(environ: dict[str, str]) -> list[dict]:
+    """By the first plan: on a busy machine a group may take its links for others, plan anew and tune again."""
+    return [event for event in events(environ, "schedule_tuned") if event["version"] == 1]
+
+
+def winners(environ: dict[str, str]) -> set[str]:
+    """By any plan."""
+    return {event["schedule"] for event in events(environ, "schedule_tuned")}
+
+
 def test_candidates_are_tried_once_and_the_next_run_knows(environ: dict[str, str]) -> None:
     function = adapting_functions.reduce_many
     counts = run_ranks(function, 4, 60, 100_000, 30_000, nodes=NODES, environ=environ)
     assert all(count == counts[0] for count in counts)
-    tuned = events(environ, "schedule_tuned")
+    tuned = first_tuned(environ)
     assert sorted(event["bytes"] for event in tuned) == [120_000, 400_000]
     assert all(len(event["measured_s"]) == 4 and "host" in event["measured_s"] for event in tuned)
-    won = {event["schedule"] for event in tuned}
+    won = winners(environ)
     assert {name for name, count in counts[0].items() if count > 25} <= won | {"host"}
     measured = events(environ, "schedule_measured")
     assert sum(event["rounds"] for event in measured) == 120
     assert all(event["measured_s"] > 0 for event in measured)
     (cached,) = (Path(environ["XDG_CACHE_HOME"]) / "ringweave" / "tuning").iterdir()
-    assert set(json.loads(cached.read_text())["ringweave-tuning-1"].values()) == won
+    assert set(json.loads(cached.read_text())["ringweave-tuning-1"].values()) == {event["schedule"] for event in tuned}
     again = run_ranks(function, 4, 10, 100_000, 30_000, nodes=NODES, environ=environ)
-    assert set(again[0]) <= won | {"host"}
-    assert len(events(environ, "schedule_tuned")) == 2
+    assert set(again[0]) <= winners(environ) | {"host"}
+    assert len(first_tuned(environ)) == 2
     sizes = (100_000, 30_000, 100_000)
     runs = [run_ranks(adapting_functions.digest_of_sums, 4, *sizes, nodes=NODES, environ=environ) for _ in range(2)]
     assert len({digest for run in runs for digest, _ in run}) == 1  # on all ranks, and from run to run
-    assert set(runs[0][0][1]) <= won
+    assert set(runs[0][0][1]) <= winners(environ)
 
 
 OFF, FORCED, ON = {"RINGWEAVE_TUNING": "0"}, {"RINGWEAVE_SCHEDULE": "ring"}, {"RINGWEAVE_TUNING": "1"}
@@ -65,7 +75,7 @@ def test_one_node_tunes_only_when_asked(environ: dict[str, str]) -> None:
     assert set(run_ranks(run, 3, 40, 100_000, environ=environ)[0]) == {"host"}  # below 3 MB
     counts = run_ranks(run, 3, 60, 100_000, environ=environ | {"RINGWEAVE_TUNING": "1"})
     assert len(counts[0]) > 2
-    assert len(events(environ, "schedule_tuned")) == 1
+    assert len(first_tuned(environ)) == 1
 
 
 def test_several_groups_tune_at_the_same_time_in_threads(environ: dict[str, str]) -> None:

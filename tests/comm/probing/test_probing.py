@@ -69,9 +69,10 @@ def part(sends_to: list[int], receives_from: list[int], timing: Timing = BRIEF) 
 
 
 def test_a_flow_in_both_directions(pair: Any) -> None:
-    got = at_once(*(lambda r=r: flowing.run_part(part([1 - r], [1 - r]), *pair[r]) for r in range(2)))
+    long = replace(BRIEF, window_s=0.5)
+    got = at_once(*(lambda r=r: flowing.run_part(part([1 - r], [1 - r], long), *pair[r]) for r in range(2)))
     assert [list(rates) for rates in got] == [[1], [0]]
-    assert all(rate > 1e6 for rates in got for rate in rates.values())
+    assert all(rate > 1e4 for rates in got for rate in rates.values())
 
 
 def test_a_flow_that_nobody_sends_is_an_error_in_time(pair: Any) -> None:

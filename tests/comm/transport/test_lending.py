@@ -174,6 +174,8 @@ def test_huge_pages_are_told_from_small_ones(advice: int) -> None:
     area[:] = bytes(len(area))
     whole = lending.address_of(np.frombuffer(area, dtype=np.uint8))
     page, pages, has_huge = -(-whole // HUGE_BYTES) * HUGE_BYTES, HugePages(), huge_bytes_at(whole) > 0
+    if has_huge and huge_bytes_at(whole) < (whole + 3 * HUGE_BYTES - page) // HUGE_BYTES * HUGE_BYTES:
+        pytest.skip("the kernel had not enough huge pages for all of the memory")
     if has_huge and not says_where_huge_pages_are():
         pytest.skip("Linux before 6.7 does not say where huge pages are")
     assert pages.hold(page, HUGE_BYTES) == has_huge

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -29,7 +30,7 @@ UNTIL_IT_IS_BACK = """
             nn.functional.mse_loss(model(given), wanted).backward()
             optimizer.step()
             time.sleep(0.02)
-            left -= "1.1" in loader.members
+            left -= any(each.startswith("1.") and each != "1.0" for each in loader.members)
             if left == 0:
                 break
         if left == 0:
@@ -62,13 +63,15 @@ def test_a_killed_worker_comes_back_and_the_others_go_on(start, script) -> None:
     run.wait_printed("joined as 1.0")
     os.kill(run.pids()[1], signal.SIGKILL)
     assert run.wait_ended() == 0, run.stderr + run.stdout
-    assert "joined as 1.1" in run.stdout
+    assert re.search(r"joined as 1\.[1-9]", run.stdout)
     sums = {line.split()[-1] for line in run.stdout.splitlines() if "sum" in line}
     assert len(sums) == 1, "both end with the same parameters"
     assert (run.record["outcome"], run.record["elastic"]) == ("done", "1:2")
     epochs = [event["members"] for event in events(run) if event["kind"] == "epoch_begun"]
-    assert (epochs[0], epochs[-1]) == (["0.0", "1.0"], ["0.0", "1.1"])
-    assert ["0.0"] in epochs, "it went on alone"
+    # Whoever stands still for long on a busy machine is put out, and replaced as well.
+    assert (epochs[0], [each.partition(".")[0] for each in epochs[-1]]) == (["0.0", "1.0"], ["0", "1"])
+    assert epochs[-1][1] != "1.0"
+    assert any(len(each) == 1 for each in epochs), "one went on alone"
     exits = [event["signal"] for event in events(run) if event["kind"] == "worker_exited"]
     assert (exits[0], exits[-1]) == ("SIGKILL", None)
     secrets = [path for path in run.run_dir.rglob("*") if path.is_file() and b"PRIVATE KEY" in path.read_bytes()]

@@ -69,7 +69,7 @@ def test_rings_train_beside_each_other(tmp_path):
     assert status.most_peers <= 3
     assert all(value["parameters"] == values[0]["parameters"] for value in values)  # bitwise, after the last refresh
     untrained = ring_functions.loss(ring_functions.model(), ring_functions.batch(0)).item()
-    assert all(value["loss"] < untrained / 4 for value in values)
+    assert all(value["loss"] < untrained / 2 for value in values)
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_changes_after_local_steps(tmp_path):
     assert service.status().pushes == {"0": 15, "1": 15}
     assert all(value["parameters"] == values[0]["parameters"] for value in values)
     untrained = ring_functions.loss(ring_functions.model(), ring_functions.batch(0)).item()
-    assert all(value["loss"] < untrained / 4 for value in values)
+    assert all(value["loss"] < untrained / 2 for value in values)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ringweave.errors import ConnectionLostError, RemoteError
-from ringweave.params.messages import Pull
+from ringweave.params.messages import Enter, Entered, Pull
 from ringweave.testing.servers import LIMIT_S, PairOfServers
 from tests.params.standby import training
 
@@ -36,8 +36,9 @@ def test_a_leader_and_a_standby_that_are_killed_lose_nothing(tmp_path: Path) -> 
         for thread in threads:
             thread.join(LIMIT_S)
         training.check(rings)
-        entered = pair.entered(0)
-        assert entered is not None
+        with pair.connect(0, 0) as client:
+            entered = client.call(Enter(), timeout_s=LIMIT_S).message
+        assert isinstance(entered, Entered)
         assert entered.leads
         assert entered.term == 2
         for ring in rings:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ringweave
+from ringweave.planning.balancing import Speed, SpeedEstimator
 from ringweave.testing.elastic import own_member, say
 
 NUM_SAMPLES, BATCH, WIDTH = 96, 12, 6
@@ -37,10 +38,12 @@ def train(
     num_epochs: int = 2,
     faults: Mapping[str, tuple[int, str]] | None = None,
     pause_s: float = 0.0,
+    awaited: str = "",
 ) -> dict[str, Any]:
     """Train, telling what is drawn and done.
 
-    `faults` are member -> (step, moment) of its death.
+    `faults` are member -> (step, moment) of its death. Until the member that is `awaited` has joined, pauses are five
+    times as long.
     """
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -48,7 +51,7 @@ def train(
     model, optimizer, loader = ringweave.prepare(model, optimizer, data, mode="sync", ddp={"bucket_cap_mb": 0.001})
     say(("prepared",))
     at, moment = (faults or {}).get(own_member(), (-1, ""))
-    accounts = []
+    accounts, has_come = [], not awaited
     for epoch in loader.epochs(num_epochs):
         for number, (inputs, targets, indices) in enumerate(loader, start=loader.state_dict()["position"] // BATCH):
             step = epoch * (NUM_SAMPLES // BATCH) + number
@@ -60,7 +63,8 @@ def train(
             loss.backward()
             optimizer.step()
             say(("done", step, loader.members))
-            time.sleep(pause_s)
+            has_come = has_come or awaited in loader.members
+            time.sleep(pause_s if has_come else 5 * pause_s)
         accounts.append(loader.account)
     return {"parameters": [each.detach().numpy().copy() for each in model.module.parameters()], "accounts": accounts}
 
@@ -69,8 +73,11 @@ def train_richly(num_members: int, num_steps: int, pause_s: float = 0.0) -> dict
     """With all that a script may make of gradients: accumulation, clipping, a schedule, layers with buffers.
 
     In every train step it sums over all members, in a collective of its own, what the step is. It ends when so many
-    members have had samples for so many steps.
+    members have had samples for so many steps. Speeds are told: measured ones could leave a member a single sample, of
+    which batch normalisation makes nothing.
     """
+    slot = int(own_member().partition(".")[0])
+    SpeedEstimator.speed = property(lambda _: Speed(s_per_sample=0.01 * (1 + slot % 2 / 2)))  # pyrefly: ignore
     torch.manual_seed(1)
     layers = [nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)]
     model = nn.Sequential(*layers).double()

@@ -117,7 +117,7 @@ def test_no_step_is_lost_and_the_mean_is_over_those_who_are_left(faults: dict[st
 
 def test_a_replacement_goes_on_with_the_state_of_the_others_and_one_that_is_asked_to_leaves() -> None:
     faults = {"1.0": (2, "backward")}
-    with ElasticJob(functions.train, 3, 16, faults, 0.1) as job:
+    with ElasticJob(functions.train, 3, 16, faults, 0.1, "1.1") as job:
         assert job.outcome("1.0").exit_code == -signal.SIGKILL
         newcomer = job.start(1, 1)
         job.wait_said(newcomer, lambda said: said[0] == "done")

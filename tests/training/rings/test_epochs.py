@@ -46,7 +46,7 @@ def test_rings_are_formed_anew_when_speeds_drift(tmp_path: Path) -> None:
     accounts = [event for event in events if event["kind"] == "samples_accounted"]
     assert [(each["samples"], each["exact"]) for each in accounts] == [(480, True)] * 4
     formed = [sorted(map(sorted, event["rings"])) for event in events if event["kind"] == "rings_formed"]
-    # The first ones follow a trial; from (1, 1, 4, 4) to (4, 4, 1, 1) ranks stay with those who are as fast.
+    # The first ones are of equal ranks; from (1, 1, 4, 4) to (4, 4, 1, 1) ranks stay with those who are as fast.
     assert formed[-1] == [[0, 1], [2, 3]]
     assert formed.count([[0, 2], [1, 3]]) == 1
     assert (status.samples, status.most_peers <= 4) == (1920, True)
