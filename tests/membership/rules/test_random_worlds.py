@@ -88,11 +88,11 @@ class RandomWorld(RuleBasedStateMachine):
     def start_over(self, data: st.DataObject) -> None:
         self.world.start_over(self._member(data))
 
-    @rule(data=st.data())
-    def rejoin(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), is_other=st.booleans())
+    def rejoin(self, data: st.DataObject, is_other: bool) -> None:
         member = self._member(data)
         if member.can_act:
-            self.world.rejoin(member)
+            self.world.rejoin(member, is_other=is_other)
 
     @rule(index=st.integers(0, 1))
     def hear(self, index: int) -> None:

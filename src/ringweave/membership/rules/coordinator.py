@@ -33,7 +33,8 @@ class Coordinator:
         """Of the job's two, 0 has odd terms and 1 even ones, whether it decides at first or, as a standby, later."""
         self._settings = settings
         self._term, self._has_even = 0 if is_standby else 1, index == 1
-        self._last_term, self._delays, self._away_until_s = self._term, Delays(now_s), now_s
+        self._reign = self._last_term = self._term
+        self._delays, self._away_until_s = Delays(now_s), now_s
         self._forget()
 
     def _forget(self) -> None:
@@ -60,8 +61,12 @@ class Coordinator:
 
     @property
     def term(self) -> int:
-        """Grows with every coordinator that takes over; 0 of one that has not."""
-        return self._term
+        """Grows with every coordinator that takes over; 0 of one that has not.
+
+        It has most of the members behind it: they have asked for it, or begun an epoch in it. Orders may be of a later
+        one already, which a single member that came back has made necessary, and which proves nothing.
+        """
+        return self._reign
 
     @property
     def has_finished(self) -> bool:
@@ -122,12 +127,12 @@ class Coordinator:
         self._presence.beat(member, beat, now_s)
 
     def hear_of(self, term: int) -> None:
-        """Somebody decides, or did, in that term. If it is greater than this coordinator's, its time is over.
+        """Most members have followed somebody in that term. If it is greater than this one's, its time is over.
 
         Members have chosen another one while this one was away or cut off: it becomes a standby that knows nothing.
         """
-        if term > self._term and self.is_active:
-            self._term = 0
+        if term > self._reign and self.is_active:
+            self._term = self._reign = 0
             self._forget()
 
     def part(self, member: str) -> None:
@@ -301,7 +306,7 @@ class Coordinator:
             self._accusations.clear()
         told, finished = without_doubles(staying, self._finished)
         self.decree = Decree(ballot=proposal.ballot, standings=told, finished=finished)
-        self._proposal, self._waiting_since_s = None, None
+        self._reign, self._proposal, self._waiting_since_s = proposal.ballot[0], None, None
         for each in standings:
             if each not in staying:
                 self._lose(each.member, "it has left")
@@ -330,7 +335,7 @@ class Coordinator:
         newest = self._election.decree
         assert newest is not None, "the election was won by its members"
         self._term, self._number = self._term_after(self._election.highest_ballot), 0
-        self._last_term = self._term
+        self._reign = self._last_term = self._term
         self.decree, self._waiting_since_s = newest, None
         for stranger in set(self._presence.here) - set(newest.members):
             self._lose(stranger, "the others went on without it")
