@@ -150,6 +150,16 @@ def test_a_standby_decides_nothing_until_most_members_ask_it_to() -> None:
     assert table.coordinator.decree.members == ("0.0", "1.0"), "the third has not come"
 
 
+def test_who_was_not_waited_for_any_longer_is_told_so_when_it_listens() -> None:
+    decree = Table(3).begin("0.0", "1.0", "2.0")
+    table = Table(3, index=1, is_standby=True)
+    for member in ("0.0", "1.0"):
+        table.coordinator.rejoin(Rejoining(standing=holder(member), decree=decree, promised=decree.ballot), 0.0)
+    assert not table.coordinator.order_for("2.0").is_out
+    table.pass_time(3.0, "0.0", "1.0")
+    assert table.coordinator.order_for("2.0").reason == "the others went on without it"
+
+
 def test_two_that_both_were_standbys_never_decide_in_the_same_term() -> None:
     """A coordinator that died is started again as a standby, whichever of the two it was."""
     decree = Table(3).begin("0.0", "1.0", "2.0")

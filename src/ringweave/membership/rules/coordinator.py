@@ -18,6 +18,7 @@ _STOPPED_S = 0.5
 _AWAY_S = 2.5
 """Between two ticks: more means that members may have gone to another coordinator meanwhile. A call that is not
 answered within three seconds makes them go."""
+_WITHOUT_IT = "the others went on without it"
 _MOST_ACCUSATIONS = 3
 """Without a reduction in between."""
 
@@ -224,7 +225,7 @@ class Coordinator:
         if self._election.is_waiting(now_s, self._settings.recovery_s, self._presence.here):
             return
         for member in self._election.take_absent(self._presence.here):
-            self._presence.lose(member, is_silent=True)
+            self._lose(member, _WITHOUT_IT, is_silent=True)
         if self._election.take_unsettled():  # the coordinator before was lost in the midst of a change
             self._propose(now_s, is_urgent=True)
         is_broken = self.decree is not None and self._is_broken(self.decree, now_s)
@@ -338,5 +339,5 @@ class Coordinator:
         self._reign = self._last_term = self._term
         self.decree, self._waiting_since_s = newest, None
         for stranger in set(self._presence.here) - set(newest.members):
-            self._lose(stranger, "the others went on without it")
+            self._lose(stranger, _WITHOUT_IT)
         self._election.await_rest(set(newest.members) - set(self._presence.here))
