@@ -76,6 +76,35 @@ def test_the_last_that_leaves_saves_the_state() -> None:
     assert (table.coordinator.ended, table.coordinator.order_for("1.0").heir) == ("all workers have left", "0.0")
 
 
+def too_few() -> Table:
+    """Two of three are left, which wait for a third."""
+    table = Table(3, least=3)
+    table.begin("0.0", "1.0", "2.0")
+    table.coordinator.lose("2.0", 0.0)
+    table.stand(holder("0.0", is_prepared=True, at_border=False), holder("1.0", committed=6))
+    return table
+
+
+def test_all_may_leave_while_they_wait_for_others_and_one_of_them_saves_the_state() -> None:
+    table = too_few()
+    table.coordinator.leave(holder("1.0", committed=6, is_leaving=True), 1.0, is_finished=False)
+    assert table.coordinator.ended == "", "one stays"
+    table.coordinator.leave(holder("0.0", is_leaving=True), 1.0, is_finished=False)
+    assert (table.coordinator.ended, table.coordinator.order_for("0.0").heir) == ("all workers have left", "1.0")
+
+
+def test_one_that_leaves_while_others_are_waited_for_is_out_once_they_have_come() -> None:
+    table = too_few()
+    table.coordinator.leave(holder("1.0", committed=6, is_leaving=True), 1.0, is_finished=False)
+    for member in ("2.1", "3.0"):
+        table.coordinator.join(member, 1.0)
+    table.stand(Standing(member="2.1"), Standing(member="3.0"))
+    table.stand(holder("0.0", committed=6), holder("1.0", committed=6, is_leaving=True))
+    table.stand(Standing(member="2.1"), Standing(member="3.0"))
+    assert table.coordinator.decree is not None
+    assert table.coordinator.decree.members == ("0.0", "2.1", "3.0")
+
+
 def test_without_the_state_there_is_nothing_to_go_on_with() -> None:
     table = Table(2)
     table.begin("0.0", "1.0")

@@ -4,6 +4,7 @@ It keeps nothing that its members do not know, so that another one can take its 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ringweave.membership.rules import quorum
 from ringweave.membership.rules.electing import Election, Rejoining
@@ -18,6 +19,7 @@ _STOPPED_S = 0.5
 _AWAY_S = 2.5
 """Between two ticks: more means that members may have gone to another coordinator meanwhile. A call that is not
 answered within three seconds makes them go."""
+_ALL_LEFT = "all workers have left"
 _WITHOUT_IT = "the others went on without it"
 _MOST_ACCUSATIONS = 3
 """Without a reduction in between."""
@@ -159,10 +161,13 @@ class Coordinator:
 
     def leave(self, standing: Standing, now_s: float, *, is_finished: bool) -> None:
         """It wants to go at the next border; or, finished, has done all there is to do and takes part in no more."""
-        if standing.member in self._presence.here:
-            self._presence.leave(standing.member, now_s, is_finished=is_finished)
+        member = standing.member
+        if member in self._presence.here:
+            self._presence.leave(member, now_s, is_finished=is_finished)
             if is_finished:
                 self._finished.append(standing)
+            elif member in self._standings:  # it does not say again where it stands
+                self._standings[member] = replace(self._standings[member], is_leaving=True)
             self._consider(now_s)
 
     def give_up(self, reason: str) -> None:
@@ -228,7 +233,7 @@ class Coordinator:
             self._lose(member, _WITHOUT_IT, is_silent=True)
         if self._election.take_unsettled():  # the coordinator before was lost in the midst of a change
             self._propose(now_s, is_urgent=True)
-        is_broken = self.decree is not None and self._is_broken(self.decree, now_s)
+        is_broken = self.decree is not None and self._presence.misses(self.decree.members, now_s)
         if self._proposal is None or (is_broken and not self._proposal.is_urgent):
             self._consider_change(now_s, is_broken=is_broken)
         if self._proposal is not None:
@@ -248,14 +253,6 @@ class Coordinator:
             self._end("all workers are done")
         elif self._presence.leaving or self._newcomers():
             self._propose(now_s, is_urgent=False)
-
-    def _is_broken(self, decree: Decree, now_s: float) -> bool:
-        """A member is gone, or has finished before the others."""
-        presence = self._presence
-        is_left = any(member in presence.here for member in decree.members)
-        return any(
-            presence.is_gone(each) or (is_left and presence.is_long_finished(each, now_s)) for each in decree.members
-        )
 
     def _newcomers(self) -> list[str]:
         """Who waits to be let in, as far as there is room."""
@@ -288,7 +285,10 @@ class Coordinator:
             self._end("no worker is left that has the parameters: go on from the last checkpoint")
         elif self.decree and not quorum.is_majority(self.decree, holders or standings, self._presence.silent):
             self._wait_or_end(now_s, "most of the workers do not answer", holders)
-        elif len(standings) < self._settings.bounds.least:
+        elif self._is_too_few(len(standings)):
+            if standings and all(each.is_leaving for each in standings):
+                self._end(_ALL_LEFT, holders)
+                return
             least = self._settings.bounds.least
             self._wait_or_end(now_s, f"{len(standings)} workers are left, expected at least {least}", holders)
         else:
@@ -301,7 +301,7 @@ class Coordinator:
             standings = taking_part
         staying = [each for each in standings if not (each.is_leaving and each.at_border)]
         if not staying:
-            self._end("all workers have left", holders)
+            self._end(_ALL_LEFT, holders)
             return
         if self.decree is None or max(each.committed for each in staying) > self.decree.committed:
             self._accusations.clear()
@@ -313,6 +313,10 @@ class Coordinator:
                 self._lose(each.member, "it has left")
         self._presence.silent.clear()
         self._consider_change(now_s, is_broken=False)
+
+    def _is_too_few(self, num_members: int) -> bool:
+        """To go on; once somebody is through with the training the others end it as well, however few they are."""
+        return num_members < self._settings.bounds.least and not self._presence.has_finished
 
     def _is_out_of_patience(self, now_s: float) -> bool:
         return self._waiting_since_s is not None and now_s - self._waiting_since_s > self._settings.patience_s
