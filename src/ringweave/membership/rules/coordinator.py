@@ -240,6 +240,7 @@ class Coordinator:
             self._consider_begin(self._proposal, now_s)
 
     def _consider_change(self, now_s: float, *, is_broken: bool) -> None:
+        """Propose an epoch if there is a reason to; at once if this one cannot go on."""
         num_here, least = len(self._presence.here), self._settings.bounds.least
         if is_broken:
             self._propose(now_s, is_urgent=True)
@@ -295,7 +296,11 @@ class Coordinator:
             self._begin(proposal, standings, holders, now_s)
 
     def _begin(self, proposal: Proposal, standings: list[Standing], holders: list[Standing], now_s: float) -> None:
-        """Newcomers are let in, and leavers out, where all others are between two steps; else at the next border."""
+        """Newcomers are let in, and leavers out, where all others are between two steps; else at the next border.
+
+        Those who are left stand still at once where they are too few without the leavers; newcomers count as left.
+        """
+        num_left = sum(not (each.is_leaving and each.at_border) for each in standings)
         taking_part = [each for each in standings if each.has_state or each.is_following]
         if not all(each.at_border for each in taking_part):
             standings = taking_part
@@ -312,7 +317,7 @@ class Coordinator:
             if each not in staying:
                 self._lose(each.member, "it has left")
         self._presence.silent.clear()
-        self._consider_change(now_s, is_broken=False)
+        self._consider_change(now_s, is_broken=self._is_too_few(num_left))
 
     def _is_too_few(self, num_members: int) -> bool:
         """To go on; once somebody is through with the training the others end it as well, however few they are."""
