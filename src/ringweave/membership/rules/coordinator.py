@@ -19,6 +19,8 @@ _STOPPED_S = 0.5
 _AWAY_S = 2.5
 """Between two ticks: more means that members may have gone to another coordinator meanwhile. A call that is not
 answered within three seconds makes them go."""
+_ALL_DONE = "all workers are done"
+_NOBODY_LEFT = "no worker is left that has the parameters: go on from the last checkpoint"
 _ALL_LEFT = "all workers have left"
 _WITHOUT_IT = "the others went on without it"
 _MOST_ACCUSATIONS = 3
@@ -240,7 +242,6 @@ class Coordinator:
             self._consider_begin(self._proposal, now_s)
 
     def _consider_change(self, now_s: float, *, is_broken: bool) -> None:
-        """Propose an epoch if there is a reason to; at once if this one cannot go on."""
         num_here, least = len(self._presence.here), self._settings.bounds.least
         if is_broken:
             self._propose(now_s, is_urgent=True)
@@ -251,7 +252,7 @@ class Coordinator:
             elif is_late:
                 self._end(f"{num_here} workers came, expected at least {least}")
         elif not num_here and self._presence.has_finished:
-            self._end("all workers are done")
+            self._end(_ALL_DONE)
         elif self._presence.leaving or self._newcomers():
             self._propose(now_s, is_urgent=False)
 
@@ -279,11 +280,8 @@ class Coordinator:
             return
         standings = [self._standings[member] for member in wanted]
         holders = [each for each in standings if each.has_state]
-        # At the begin nobody has the state, and the first member's becomes it: no step was done without the others.
-        has_begun = self.decree is not None and not {each.member for each in standings} & set(self.decree.members)
-        is_lost = not holders and (has_begun or (self.decree is not None and self.decree.holders))
-        if is_lost and not self._settings.is_kept_elsewhere:
-            self._end("no worker is left that has the parameters: go on from the last checkpoint")
+        if quorum.is_lost(self.decree, standings) and not self._settings.is_kept_elsewhere:
+            self._end(_ALL_DONE if self._presence.has_finished else _NOBODY_LEFT)
         elif self.decree and not quorum.is_majority(self.decree, holders or standings, self._presence.silent):
             self._wait_or_end(now_s, "most of the workers do not answer", holders)
         elif self._is_too_few(len(standings)):

@@ -50,10 +50,17 @@ class Presence:
         return [each for each in self.here if slot_of(each)[0] == slot]
 
     def enter(self, member: str, now_s: float) -> None:
-        """It has come; at most once. Those of its slot before it have ended: only then is another one started."""
+        """It has come; at most once. Those of its slot before it have ended: only then is another one started.
+
+        And only if they were not through: a script that fails in its own way may have said so.
+        """
         if not self.knows(member):
             self.here[member] = Signs(now_s, self._silence)
             self.silent = {each for each in self.silent if not _is_followed(each, [member])}
+            failed = [each for each in self._finished if _is_followed(each, [member])]
+            self._gone.update(failed)
+            for each in failed:
+                del self._finished[each]
 
     def forget(self, member: str) -> None:
         """As if it had never come."""
