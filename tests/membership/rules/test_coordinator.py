@@ -216,7 +216,7 @@ def test_what_members_leave_to_those_who_are_behind_is_told_once_and_only_where_
 
 
 def test_an_order_to_a_thousand_members_fits_into_a_message() -> None:
-    """A note of 700 characters each, and a testament that grows with their number."""
+    """A note of 700 characters each, a testament that grows with their number, and a layout of thousands of buckets."""
     table = Table(1000, most=1000)
     names = [f"{slot}.0" for slot in range(1000)]
     for name in names:
@@ -225,7 +225,12 @@ def test_an_order_to_a_thousand_members_fits_into_a_message() -> None:
         proposal = table.coordinator.order_for(name).proposal
         assert proposal is not None
         standing = holder(
-            name, committed=6 - slot % 2, is_prepared=slot % 2 == 1, note="n" * 700, testament="t" * 10**5
+            name,
+            committed=6 - slot % 2,
+            is_prepared=slot % 2 == 1,
+            note="n" * 700,
+            layout="l" * 50000,
+            testament="t" * 10**5,
         )
         table.coordinator.stand(proposal.ballot, standing, 0.0)
     told = Told(serial=1, is_active=True, order=table.coordinator.order_for("0.0"))

@@ -28,7 +28,7 @@ class Groups:
 
 
 class Crew:
-    is_between_steps = True
+    is_between_steps = can_be_followed = True
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: {} if name == "note" else None
