@@ -121,9 +121,9 @@ class World:
         at = member.at
         if member.is_heard and not self.is_down[at] and (member.name, at) not in self.cut:
             coordinator, connection = self.coordinators[at], member.num_connections
-            order, known = coordinator.order_for(member.name), coordinator.decree
-            ballot = known.ballot if known else BEFORE_ALL
-            self.letters.append(lambda: self._hear_order(member, order, ballot, connection))
+            order = coordinator.order_for(member.name)
+            known = coordinator.decree.ballot if coordinator.decree else BEFORE_ALL
+            self.letters.append(lambda: self._hear_order(member, order, known, connection))
 
     def _hear_order(self, member: Member, order: Order, known: Ballot, connection: int) -> None:
         """It arrives. Whoever went on with others is not put out by a coordinator that does not know of them."""

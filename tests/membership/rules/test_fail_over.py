@@ -95,10 +95,10 @@ def test_of_two_coordinators_the_one_stays_that_most_members_went_to_whoever_cam
 
 def test_a_coordinator_that_was_left_hears_so_from_whoever_comes_from_the_other() -> None:
     first, _, decree = cut_in_two()
-    rejoining = Rejoining(standing=holder("0.0", committed=400), decree=decree, promised=decree.ballot)
+    rejoining = Rejoining(standing=holder("1.0", committed=400), decree=decree, promised=decree.ballot)
     first.coordinator.rejoin(rejoining, first.now_s)
     assert not first.coordinator.is_active
-    assert not first.coordinator.order_for("0.0").is_out
+    assert not first.coordinator.order_for("1.0").is_out
 
 
 def test_an_epoch_that_is_begun_for_all_has_its_term_acknowledged() -> None:
