@@ -109,7 +109,7 @@ class World:
     def _live(self, member: Member) -> None:
         if member.decree is None:
             self._send(member, lambda each, now_s: each.join(member.name, now_s))
-        if member.rejoining is not None and member.follower.promised[1] == 0:  # until it hears of it
+        if member.rejoining is not None and not member.is_heard:
             self._ask_back(member, member.rejoining)
         self._send(member, lambda each, now_s: each.beat(member.name, Beat(), now_s))
         if member.unstood is not None and member.is_frozen and member.forming is None:
@@ -159,6 +159,7 @@ class World:
                     if own.is_following and not member.standing.is_following:  # it began anew since then
                         self._accuse(member, action.decree)
                         continue
+                    own = replace(own, is_leaving=member.standing.is_leaving)  # said at any time
                     assert own == member.standing, "it stood still since it said where it stands"
                     member.decree = member.forming = action.decree
                     member.has_ended, member.wants_stop, member.unstood = False, False, None
@@ -213,7 +214,7 @@ class World:
             together.add(member.name)
         elif together == set(member.decree.members):
             self._count(member, number)
-            if member.wants_stop and self._all_want(member.decree, number):
+            if self._all_want(member.decree, number):
                 member.is_frozen = True
 
     def start_over(self, member: Member) -> None:
@@ -236,7 +237,7 @@ class World:
             together.add(member.name)
         elif together == set(decree.members):
             self._count(member, number)
-            if member.wants_stop and self._all_want(decree, number):
+            if self._all_want(decree, number):
                 member.is_frozen = True
 
     def _count(self, member: Member, number: int) -> None:
@@ -263,6 +264,11 @@ class World:
         """SIGKILL: the kernel hangs up, which the coordinator that it talked to hears of, sooner or later."""
         member.is_dead = True
         self._send(member, lambda each, now_s: each.lose(member.name, now_s), is_kernel=True)
+
+    def leave(self, member: Member) -> None:
+        """SIGTERM: it wants to go, and says so at once, and whenever it says where it stands."""
+        name, member.standing = member.name, replace(member.standing, is_leaving=True)
+        self._send(member, lambda each, now_s: each.leave(Standing(member=name), now_s, is_finished=False))
 
     def hear(self, index: int) -> None:
         """A coordinator asks the other one which term it decides in."""
