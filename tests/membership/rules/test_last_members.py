@@ -132,7 +132,8 @@ def test_one_that_leaves_while_others_are_waited_for_is_out_once_they_have_come(
     for member in ("2.1", "3.0"):
         table.coordinator.join(member, 1.0)
     table.stand(Standing(member="2.1"), Standing(member="3.0"))
-    table.stand(holder("0.0", committed=6), holder("1.0", committed=6, is_leaving=True))
+    assert table.coordinator.order_for("1.0").reason == "it has left", "at the next epoch, without being asked again"
+    table.stand(holder("0.0", committed=6))
     table.stand(Standing(member="2.1"), Standing(member="3.0"))
     assert table.coordinator.decree is not None
     assert table.coordinator.decree.members == ("0.0", "2.1", "3.0")
