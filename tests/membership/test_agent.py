@@ -1,5 +1,7 @@
 """Members' agents and two coordinators over real connections, without anything that trains."""
 
+import pytest
+
 from ringweave import wire
 from ringweave.membership.agent import Agent
 from ringweave.membership.messages import Count
@@ -84,6 +86,44 @@ def test_who_has_finished_is_known_to_have() -> None:
     assert job.headquarters[0].service.ended == "all workers are done"
     assert [why for _, why in job.headquarters[0].lost] in (["", ""], ["", "all workers are done"])
     job.close()
+
+
+class Failing(Still):
+    """Cannot say where it stands, or takes no order, or knows nothing of itself."""
+
+    def __init__(self, member: str, where: str) -> None:
+        super().__init__(member)
+        self._where = where
+
+    def _fail(self, where: str) -> None:
+        if where == self._where:
+            raise KeyError(where)
+
+    def freeze(self, *, is_urgent: bool) -> Standing:
+        self._fail("freeze")
+        return super().freeze(is_urgent=is_urgent)
+
+    def form(self, decree: Decree) -> None:
+        self._fail("form")
+        super().form(decree)
+
+    def beat(self) -> Beat:
+        self._fail("beat")
+        return Beat()
+
+
+@pytest.mark.parametrize("where", ["freeze", "form", "beat"])
+def test_a_member_whose_agent_fails_hears_so_and_holds_nobody_up(where: str) -> None:
+    authority = wire.Authority("test")
+    wanted = Settings(bounds=Bounds(least=1, most=4), expected=1, silence=patient(60.0))
+    headquarters = Headquarters(authority, wanted)
+    member = Failing("0.0", where)
+    trust = wire.Tls(authority.issue("worker", "0.0"))
+    agent = Agent("0.0", [("127.0.0.1", headquarters.port)], trust, member, member.beat).start()
+    wait_until(lambda: bool(member.outs))
+    assert member.outs == [Out(reason=f"its agent failed: KeyError('{where}')", is_end=False)]
+    agent.close()
+    headquarters.close()
 
 
 def test_a_coordinator_whose_time_is_over_is_left_for_the_other_one() -> None:

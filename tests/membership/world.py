@@ -40,6 +40,9 @@ class Member:
     unstood: Ballot | None = None
     accused: Ballot | None = None
     rejoining: Rejoining | None = None
+    num_connections: int = 0
+    is_heard: bool = True
+    """The coordinator that it asks knows that it is there; it listens to orders from then on."""
 
     def __post_init__(self) -> None:
         self.follower = Follower(self.name)
@@ -106,9 +109,8 @@ class World:
     def _live(self, member: Member) -> None:
         if member.decree is None:
             self._send(member, lambda each, now_s: each.join(member.name, now_s))
-        if member.rejoining is not None and member.follower.promised[1] == 0:  # until it hears of it
-            rejoining = member.rejoining
-            self._send(member, lambda each, now_s: each.rejoin(rejoining, now_s))
+        if member.rejoining is not None and not member.is_heard:
+            self._ask_back(member, member.rejoining)
         self._send(member, lambda each, now_s: each.beat(member.name, Beat(), now_s))
         if member.unstood is not None and member.is_frozen and member.forming is None:
             ballot, standing = member.unstood, member.standing
@@ -117,9 +119,27 @@ class World:
             name, accused = member.name, member.accused
             self._send(member, lambda each, now_s: each.accuse(name, accused, [], now_s))
         at = member.at
-        if not self.is_down[at] and (member.name, at) not in self.cut:
-            order = self.coordinators[at].order_for(member.name)
-            self.letters.append(lambda: self.obey(member, order))
+        if member.is_heard and not self.is_down[at] and (member.name, at) not in self.cut:
+            coordinator, connection = self.coordinators[at], member.num_connections
+            order = coordinator.order_for(member.name)
+            known = coordinator.decree.ballot if coordinator.decree else BEFORE_ALL
+            self.letters.append(lambda: self._hear_order(member, order, known, connection))
+
+    def _hear_order(self, member: Member, order: Order, known: Ballot, connection: int) -> None:
+        """It arrives. Whoever went on with others is not put out by a coordinator that does not know of them."""
+        was_out, done = member.follower.is_out, member.history.get(member.standing.committed, BEFORE_ALL)
+        self.obey(member, order)
+        if member.follower.is_out and not was_out and connection == member.num_connections:
+            assert known >= done, f"what {member.name} did in {done} is lost to a coordinator that knows {known}"
+
+    def _ask_back(self, member: Member, rejoining: Rejoining) -> None:
+        connection = member.num_connections
+
+        def arrive(coordinator: Coordinator, now_s: float) -> None:
+            coordinator.rejoin(rejoining, now_s)
+            member.is_heard = member.is_heard or connection == member.num_connections
+
+        self._send(member, arrive)
 
     def obey(self, member: Member, order: Order) -> None:
         """An order arrives, perhaps late, perhaps again."""
@@ -139,6 +159,7 @@ class World:
                     if own.is_following and not member.standing.is_following:  # it began anew since then
                         self._accuse(member, action.decree)
                         continue
+                    own = replace(own, is_leaving=member.standing.is_leaving)  # said at any time
                     assert own == member.standing, "it stood still since it said where it stands"
                     member.decree = member.forming = action.decree
                     member.has_ended, member.wants_stop, member.unstood = False, False, None
@@ -193,7 +214,7 @@ class World:
             together.add(member.name)
         elif together == set(member.decree.members):
             self._count(member, number)
-            if member.wants_stop and self._all_want(member.decree, number):
+            if self._all_want(member.decree, number):
                 member.is_frozen = True
 
     def start_over(self, member: Member) -> None:
@@ -216,7 +237,7 @@ class World:
             together.add(member.name)
         elif together == set(decree.members):
             self._count(member, number)
-            if member.wants_stop and self._all_want(decree, number):
+            if self._all_want(decree, number):
                 member.is_frozen = True
 
     def _count(self, member: Member, number: int) -> None:
@@ -244,6 +265,11 @@ class World:
         member.is_dead = True
         self._send(member, lambda each, now_s: each.lose(member.name, now_s), is_kernel=True)
 
+    def leave(self, member: Member) -> None:
+        """SIGTERM: it wants to go, and says so at once, and whenever it says where it stands."""
+        name, member.standing = member.name, replace(member.standing, is_leaving=True)
+        self._send(member, lambda each, now_s: each.leave(Standing(member=name), now_s, is_finished=False))
+
     def hear(self, index: int) -> None:
         """A coordinator asks the other one which term it decides in."""
         other = self.coordinators[1 - index]
@@ -251,16 +277,18 @@ class World:
             term = other.term
             self.letters.append(lambda: None if self.is_down[index] else self.coordinators[index].hear_of(term))
 
-    def rejoin(self, member: Member) -> None:
-        """It has lost its coordinator, or believes so, takes its leave of it, and asks the other one."""
+    def rejoin(self, member: Member, *, is_other: bool = True) -> None:
+        """It has lost its coordinator, or believes so, takes its leave of it, and asks the other one or it again."""
         self._send(member, lambda each, _now_s: each.part(member.name))
-        member.at = 1 - member.at
+        member.at = 1 - member.at if is_other else member.at
         name = member.name
+        member.num_connections += 1
         if member.decree is None:
             self._send(member, lambda each, now_s: each.join(name, now_s))
             return
         promised = member.follower.promised
         member.follower.forget_coordinator()
+        member.is_heard = False
         member.rejoining = Rejoining(
             standing=member.standing, decree=member.decree, promised=promised, is_settled=member.is_settled
         )

@@ -77,8 +77,8 @@ class Agent:
         self._lock = threading.RLock()
         self._stop = threading.Event()
         self._threads = [
-            threading.Thread(target=target, name=f"ringweave {name}", daemon=True)
-            for target, name in ((self._listen, "orders"), (self._beat_on, "heartbeat"))
+            threading.Thread(target=self._run, args=(run,), name=f"ringweave {name}", daemon=True)
+            for run, name in ((self._listen, "orders"), (self._beat_on, "heartbeat"))
         ]
 
     def start(self) -> "Agent":
@@ -144,6 +144,15 @@ class Agent:
             self._say(self._accusation)
         if self._is_leaving:
             self._say(Leave(standing=self._participant.standing(), is_finished=False))
+
+    def _run(self, run: Callable[[], None]) -> None:
+        """What a thread does; if it fails this member goes, for others would wait for it for ever."""
+        try:
+            run()
+        except Exception as error:
+            if not self._stop.is_set():
+                self._stop.set()
+                self._participant.end(Out(reason=f"its agent failed: {error!r}", is_end=False))
 
     def _beat_on(self) -> None:
         while not self._stop.wait(BEAT_S):
@@ -253,4 +262,4 @@ class Agent:
 
 def _in_short(standing: Standing) -> Standing:
     """Without what coordinators only pass on."""
-    return replace(standing, note="", testament="")
+    return replace(standing, note="", layout="", testament="")

@@ -11,6 +11,8 @@ from ringweave.wire import Message
 
 MAX_NOTE = 64 * 1024
 """Characters of a note; each of the members gets those of all."""
+MAX_LAYOUT = 256 * 1024
+"""Characters of a layout; each of the members gets one."""
 
 
 MAX_MEMBERS = 65536
@@ -25,7 +27,9 @@ MAX_TESTAMENT = 512 * 1024
 
 
 def _bounded(standing: Standing) -> Standing:
-    for what, text, most in (("note", standing.note, MAX_NOTE), ("testament", standing.testament, MAX_TESTAMENT)):
+    bounds = (("note", MAX_NOTE), ("layout", MAX_LAYOUT), ("testament", MAX_TESTAMENT))
+    for what, most in bounds:
+        text = getattr(standing, what)
         if len(text) > most:
             raise ValueError(f"a {what} of {len(text)} characters, expected at most {most}")
     return standing

@@ -101,8 +101,9 @@ def test_who_finishes_before_the_others_is_waited_for_no_longer() -> None:
     assert table.coordinator.decree.members == ("0.0",)
 
 
-def test_what_one_has_taken_over_counts_even_if_it_has_finished() -> None:
-    table = Table(3)
+@pytest.mark.parametrize("least", [1, 3])
+def test_what_one_has_taken_over_counts_even_if_it_has_finished_however_few_are_left(least: int) -> None:
+    table = Table(3, least=least)
     table.begin("0.0", "1.0", "2.0")
     table.coordinator.leave(holder("2.0", committed=6), 1.0, is_finished=True)
     table.coordinator.lose("1.0", 1.0)
@@ -110,6 +111,29 @@ def test_what_one_has_taken_over_counts_even_if_it_has_finished() -> None:
     table.stand(own)
     assert table.coordinator.decree is not None
     assert resolve(own, table.coordinator.decree) == "take"
+
+
+def test_who_comes_when_the_others_are_through_hears_so() -> None:
+    table = Table(1)
+    table.begin("0.0")
+    table.coordinator.join("1.0", 1.0)
+    table.coordinator.leave(holder("0.0"), 1.0, is_finished=True)
+    table.stand(Standing(member="1.0"))
+    assert table.coordinator.ended == "all workers are done"
+
+
+def test_whoever_is_started_again_was_not_through() -> None:
+    table = Table(2, least=2)
+    table.begin("0.0", "1.0")
+    table.coordinator.leave(holder("1.0"), 1.0, is_finished=True)
+    assert table.coordinator.has_finished
+    table.coordinator.join("1.1", 1.0)
+    assert not table.coordinator.has_finished
+    assert table.coordinator.order_for("0.0").proposal is not None, "it waits for a gradient that never comes"
+    table.stand(holder("0.0", at_border=False), Standing(member="1.1"))
+    table.stand(holder("0.0"), Standing(member="1.1"))
+    assert table.coordinator.decree is not None
+    assert table.coordinator.decree.members == ("0.0", "1.1")
 
 
 def test_silence_counts_as_gone_but_the_silent_may_live_so_a_minority_waits() -> None:
@@ -192,7 +216,7 @@ def test_what_members_leave_to_those_who_are_behind_is_told_once_and_only_where_
 
 
 def test_an_order_to_a_thousand_members_fits_into_a_message() -> None:
-    """A note of 700 characters each, and a testament that grows with their number."""
+    """A note of 700 characters each, a testament that grows with their number, and a layout of thousands of buckets."""
     table = Table(1000, most=1000)
     names = [f"{slot}.0" for slot in range(1000)]
     for name in names:
@@ -201,7 +225,12 @@ def test_an_order_to_a_thousand_members_fits_into_a_message() -> None:
         proposal = table.coordinator.order_for(name).proposal
         assert proposal is not None
         standing = holder(
-            name, committed=6 - slot % 2, is_prepared=slot % 2 == 1, note="n" * 700, testament="t" * 10**5
+            name,
+            committed=6 - slot % 2,
+            is_prepared=slot % 2 == 1,
+            note="n" * 700,
+            layout="l" * 50000,
+            testament="t" * 10**5,
         )
         table.coordinator.stand(proposal.ballot, standing, 0.0)
     told = Told(serial=1, is_active=True, order=table.coordinator.order_for("0.0"))

@@ -60,6 +60,57 @@ def test_a_member_of_a_later_epoch_tells_a_coordinator_that_its_time_is_over() -
     assert (table.coordinator.term, table.coordinator.decree) == (3, later)
 
 
+def cut_in_two() -> tuple[Table, Table, Decree]:
+    """A member came back to the first coordinator; then both were cut off from the standby and the other members, who
+    went on with it. Also the epoch that those are in."""
+    first = Table(3)
+    before = first.begin("0.0", "1.0", "2.0")
+    first.coordinator.part("2.0")
+    first.coordinator.rejoin(Rejoining(standing=holder("2.0"), decree=before, promised=before.ballot), first.now_s)
+    first.pass_time(12.0, "2.0")
+    other = Table(3, index=1, is_standby=True)
+    for member in ("0.0", "1.0"):
+        rejoining = Rejoining(standing=holder(member), decree=before, promised=before.ballot)
+        other.coordinator.rejoin(rejoining, other.now_s)
+    other.pass_time(3.0, "0.0", "1.0")
+    other.stand(holder("0.0"), holder("1.0"))
+    decree = other.coordinator.decree
+    assert decree is not None
+    assert (decree.ballot[0], decree.members) == (2, ("0.0", "1.0"))
+    return first, other, decree
+
+
+def test_of_two_coordinators_the_one_stays_that_most_members_went_to_whoever_came_back_to_the_other() -> None:
+    first, other, decree = cut_in_two()
+    terms = first.coordinator.term, other.coordinator.term
+    first.coordinator.hear_of(terms[1])
+    other.coordinator.hear_of(terms[0])
+    assert (first.coordinator.is_active, other.coordinator.is_active) == (False, True)
+    assert other.coordinator.decree == decree, "nothing is lost that its members have done"
+    rejoining = Rejoining(standing=holder("2.0"), decree=Table(3).begin("0.0", "1.0", "2.0"), promised=(3, 0))
+    other.coordinator.rejoin(rejoining, other.now_s)
+    order = other.coordinator.order_for("2.0")
+    assert (order.is_out, order.ballot > (3, 0)) == (True, True), "who was cut off obeys it"
+
+
+def test_a_coordinator_that_was_left_hears_so_from_whoever_comes_from_the_other() -> None:
+    first, _, decree = cut_in_two()
+    rejoining = Rejoining(standing=holder("1.0", committed=400), decree=decree, promised=decree.ballot)
+    first.coordinator.rejoin(rejoining, first.now_s)
+    assert not first.coordinator.is_active
+    assert not first.coordinator.order_for("1.0").is_out
+
+
+def test_an_epoch_that_is_begun_for_all_has_its_term_acknowledged() -> None:
+    table = Table(3)
+    before = table.begin("0.0", "1.0", "2.0")
+    table.coordinator.rejoin(Rejoining(standing=holder("2.0"), decree=before, promised=(4, 1)), table.now_s)
+    assert table.coordinator.term == 1, "one member proves nothing"
+    table.coordinator.lose("2.0", table.now_s)
+    table.stand(holder("0.0"), holder("1.0"))
+    assert table.coordinator.term == 5
+
+
 def test_a_member_that_comes_back_at_once_has_lost_nothing() -> None:
     table = Table(3)
     decree = table.begin("0.0", "1.0", "2.0")
@@ -97,6 +148,16 @@ def test_a_standby_decides_nothing_until_most_members_ask_it_to() -> None:
     table.stand(holder("0.0"), holder("1.0"))
     assert table.coordinator.decree is not None
     assert table.coordinator.decree.members == ("0.0", "1.0"), "the third has not come"
+
+
+def test_who_was_not_waited_for_any_longer_is_told_so_when_it_listens() -> None:
+    decree = Table(3).begin("0.0", "1.0", "2.0")
+    table = Table(3, index=1, is_standby=True)
+    for member in ("0.0", "1.0"):
+        table.coordinator.rejoin(Rejoining(standing=holder(member), decree=decree, promised=decree.ballot), 0.0)
+    assert not table.coordinator.order_for("2.0").is_out
+    table.pass_time(3.0, "0.0", "1.0")
+    assert table.coordinator.order_for("2.0").reason == "the others went on without it"
 
 
 def test_two_that_both_were_standbys_never_decide_in_the_same_term() -> None:

@@ -76,6 +76,69 @@ def test_the_last_that_leaves_saves_the_state() -> None:
     assert (table.coordinator.ended, table.coordinator.order_for("1.0").heir) == ("all workers have left", "0.0")
 
 
+def too_few() -> Table:
+    """Two of three are left, which wait for a third."""
+    table = Table(3, least=3)
+    table.begin("0.0", "1.0", "2.0")
+    table.coordinator.lose("2.0", 0.0)
+    table.stand(holder("0.0", is_prepared=True, at_border=False), holder("1.0", committed=6))
+    return table
+
+
+def test_all_may_leave_while_they_wait_for_others_and_one_of_them_saves_the_state() -> None:
+    table = too_few()
+    table.coordinator.leave(holder("1.0", committed=6, is_leaving=True), 1.0, is_finished=False)
+    assert table.coordinator.ended == "", "one stays"
+    table.coordinator.leave(holder("0.0", is_leaving=True), 1.0, is_finished=False)
+    assert (table.coordinator.ended, table.coordinator.order_for("0.0").heir) == ("all workers have left", "1.0")
+
+
+def left_by_one() -> Table:
+    """One of three left at a border, and there ought to be three."""
+    table = Table(3, least=3)
+    table.begin("0.0", "1.0", "2.0")
+    table.coordinator.leave(holder("2.0", is_leaving=True), 0.0, is_finished=False)
+    table.stand(holder("0.0"), holder("1.0"), holder("2.0", is_leaving=True))
+    assert table.coordinator.order_for("2.0").reason == "it has left"
+    proposal = table.coordinator.order_for("0.0").proposal
+    assert proposal is not None
+    assert proposal.is_urgent, "no step is done by two"
+    table.stand(holder("0.0"), holder("1.0"))
+    return table
+
+
+def test_when_one_leaves_and_the_others_are_too_few_they_wait_and_then_one_saves_the_state() -> None:
+    table = left_by_one()
+    table.pass_time(21.0, "0.0", "1.0")
+    assert table.coordinator.ended == "2 workers are left, expected at least 3, and no other came within 20 s"
+    assert table.coordinator.order_for("0.0").heir == "0.0"
+
+
+def test_when_one_leaves_and_another_comes_in_time_they_go_on() -> None:
+    table = left_by_one()
+    table.pass_time(15.0, "0.0", "1.0")
+    table.coordinator.join("3.0", table.now_s)
+    table.stand(Standing(member="3.0"))
+    assert table.coordinator.decree is not None
+    assert table.coordinator.decree.members == ("0.0", "1.0", "3.0")
+    table.pass_time(21.0, "0.0", "1.0", "3.0")
+    assert table.coordinator.ended == ""
+    assert table.coordinator.order_for("0.0").proposal is None
+
+
+def test_one_that_leaves_while_others_are_waited_for_is_out_once_they_have_come() -> None:
+    table = too_few()
+    table.coordinator.leave(holder("1.0", committed=6, is_leaving=True), 1.0, is_finished=False)
+    for member in ("2.1", "3.0"):
+        table.coordinator.join(member, 1.0)
+    table.stand(Standing(member="2.1"), Standing(member="3.0"))
+    assert table.coordinator.order_for("1.0").reason == "it has left", "at the next epoch, without being asked again"
+    table.stand(holder("0.0", committed=6))
+    table.stand(Standing(member="2.1"), Standing(member="3.0"))
+    assert table.coordinator.decree is not None
+    assert table.coordinator.decree.members == ("0.0", "2.1", "3.0")
+
+
 def test_without_the_state_there_is_nothing_to_go_on_with() -> None:
     table = Table(2)
     table.begin("0.0", "1.0")

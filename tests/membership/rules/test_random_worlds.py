@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -17,11 +15,13 @@ class RandomWorld(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(3)
+        self.least = 1
+        self.world = World(3, least=self.least)
 
-    @initialize(num_members=st.integers(1, 5), has_begun=st.booleans())
-    def begin(self, num_members: int, has_begun: bool) -> None:
-        self.world = World(num_members)
+    @initialize(num_members=st.integers(1, 5), data=st.data(), has_begun=st.booleans())
+    def begin(self, num_members: int, data: st.DataObject, has_begun: bool) -> None:
+        self.least = data.draw(st.sampled_from([1, num_members]))
+        self.world = World(num_members, least=self.least)
         if has_begun:
             self._go_on(30)
 
@@ -82,17 +82,17 @@ class RandomWorld(RuleBasedStateMachine):
     def leave(self, data: st.DataObject) -> None:
         member = self._member(data)
         if member.can_act and member.standing.has_state:
-            member.standing = replace(member.standing, is_leaving=True) if not member.is_frozen else member.standing
+            self.world.leave(member)
 
     @rule(data=st.data())
     def start_over(self, data: st.DataObject) -> None:
         self.world.start_over(self._member(data))
 
-    @rule(data=st.data())
-    def rejoin(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), is_other=st.booleans())
+    def rejoin(self, data: st.DataObject, is_other: bool) -> None:
         member = self._member(data)
         if member.can_act:
-            self.world.rejoin(member)
+            self.world.rejoin(member, is_other=is_other)
 
     @rule(index=st.integers(0, 1))
     def hear(self, index: int) -> None:
@@ -121,6 +121,7 @@ class RandomWorld(RuleBasedStateMachine):
             assert len(world.live_epochs) == 1, f"one epoch takes steps:\n{world.describe()}"
             assert {each.name for each in left} == set(world.decrees[world.live_epochs[0]].members), "all are in it"
             assert all(each.standing.committed > before[each.name] for each in left), "all get on"
+            assert len(left) >= self.least, "no fewer go on than there ought to be"
 
     def _go_on(self, num_rounds: int) -> None:
         """Nothing fails any more, and everything is delivered in order."""

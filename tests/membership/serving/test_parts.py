@@ -1,6 +1,7 @@
 """Memberships of parts of a job: what happens in one stops no other."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from ringweave.membership.messages import (
     ring_part,
 )
 from ringweave.membership.rules.electing import Rejoining
-from ringweave.membership.rules.records import Standing
+from ringweave.membership.rules.records import Decree, Standing
 from ringweave.membership.rules.settings import Bounds, Settings
 from ringweave.membership.rules.signs import Beat
 from ringweave.membership.serving import parts
@@ -30,6 +31,7 @@ from ringweave.wire import Call
 from tests.membership.waiting import wait_until
 
 CALL_S = 60.0
+Say = Callable[[str, wire.Message], Any]
 
 
 @pytest.fixture
@@ -178,24 +180,56 @@ def test_the_standby_takes_over_for_one_ring_at_a_time(authority: wire.Authority
     standby.close()
 
 
-def test_too_few_in_all_rings_together_end_the_job_once_nobody_comes(authority: wire.Authority) -> None:
-    now_s = 0.0
-    wanted = Settings(bounds=Bounds(least=3, most=4), expected=4, silence=patient(1e9), patience_s=60.0)
-    lost: list[str] = []
+def directly(wanted: Settings, clock: Callable[[], float], *, is_standby: bool = False) -> tuple[parts.Parts, Say]:
+    """Coordinators without a server, and how a member says something to them."""
     found = parts.coordinators(
         wanted,
-        index=0,
-        is_standby=False,
+        index=int(is_standby),
+        is_standby=is_standby,
         note=lambda _part, _decree: None,
-        note_lost=lambda _part, member, _why: lost.append(member),
-        clock=lambda: now_s,
+        note_lost=lambda _part, _member, _why: None,
+        clock=clock,
     )
     calls = {each.message: each.handle for each in found.handlers()}
-    names = ("0.0", "1.0", "2.0", "3.0")
-    peers = {name: wire.Identity(job="test", role="worker", name=name) for name in names}
 
     def say(name: str, message: wire.Message) -> Any:
-        return calls[type(message)](Call(peer=peers[name], message=message, buffers=(), deadline_s=float("inf")))
+        return calls[type(message)](Call(peer=peer(name), message=message, buffers=(), deadline_s=float("inf")))
+
+    return found, say
+
+
+def peer(name: str) -> wire.Identity:
+    return wire.Identity(job="test", role="worker", name=name)
+
+
+def test_who_asks_a_standby_while_it_looks_who_is_connected_has_its_vote_counted() -> None:
+    found, say = directly(settings(), lambda: 0.0, is_standby=True)
+    names = ("0.0", "1.0", "2.0")
+    decree = Decree(ballot=(1, 1), standings=tuple(Standing(member=name, has_state=True) for name in names))
+
+    def ask(name: str) -> None:
+        standing = Standing(member=name, has_state=True)
+        say(name, Enter(rejoining=Rejoining(standing=standing, decree=decree, promised=decree.ballot)))
+
+    asking = threading.Thread(target=ask, args=("0.0",), daemon=True)
+
+    def connected() -> set[str]:
+        asking.start()
+        asking.join(0.5)  # it is heard meanwhile, unless it has to wait until the look is over
+        return set()
+
+    found.tick(connected)
+    asking.join(CALL_S)
+    assert not say("0.0", Listen(serial=0)).is_active
+    ask("1.0")
+    assert say("1.0", Listen(serial=0)).is_active, "two of three have asked it to decide"
+
+
+def test_too_few_in_all_rings_together_end_the_job_once_nobody_comes() -> None:
+    now_s = 0.0
+    wanted = Settings(bounds=Bounds(least=3, most=4), expected=4, silence=patient(1e9), patience_s=60.0)
+    found, say = directly(wanted, lambda: now_s)
+    names = ("0.0", "1.0", "2.0", "3.0")
 
     def stand(name: str) -> None:
         proposal = say(name, Listen(serial=0)).order.proposal
@@ -215,7 +249,7 @@ def test_too_few_in_all_rings_together_end_the_job_once_nobody_comes(authority: 
     wait(100.0, *names)
     assert found.ended == "", "all are there"
     for name in ("2.0", "3.0"):
-        found.hung_up(peers[name])
+        found.hung_up(peer(name))
     stand("0.0")
     stand("1.0")
     wait(59.0, "0.0", "1.0")

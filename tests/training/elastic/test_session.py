@@ -10,6 +10,7 @@ from ringweave.membership.rules.follower import Out
 from ringweave.membership.rules.records import Decree, Standing
 from ringweave.training.elastic import seams
 from ringweave.training.elastic.crew import Facts, JobCrew
+from ringweave.training.elastic.joining import layouts
 from ringweave.training.elastic.session import Session
 
 
@@ -79,8 +80,8 @@ class SlowGroups:
 class EasyCrew:
     """That has nothing to do."""
 
-    def __init__(self, *, is_between_steps: bool = True) -> None:
-        self.is_between_steps = is_between_steps
+    def __init__(self, *, is_between_steps: bool = True, can_be_followed: bool = True) -> None:
+        self.is_between_steps, self.can_be_followed = is_between_steps, can_be_followed
 
     def note(self) -> dict[str, Any]:
         return {}
@@ -196,6 +197,14 @@ def test_when_the_job_ends_the_heir_saves_the_state_before_its_script_hears_of_i
     with pytest.raises(MembershipError, match=text):
         session.border(lambda: None)
     assert saved == ([True] if heir == "0.0" else [])
+    session.close()
+
+
+@pytest.mark.parametrize("can_be_followed", [True, False])
+def test_newcomers_hear_what_the_buckets_are_where_they_can_follow(can_be_followed: bool) -> None:
+    session, _ = started(EasyCrew(can_be_followed=can_be_followed))
+    session._footing.layout = [[3, "float32", "cpu"]]
+    assert layouts.of_text(session.standing().layout) == (session._footing.layout if can_be_followed else [])
     session.close()
 
 

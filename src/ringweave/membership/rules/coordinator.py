@@ -4,6 +4,7 @@ It keeps nothing that its members do not know, so that another one can take its 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ringweave.membership.rules import quorum
 from ringweave.membership.rules.electing import Election, Rejoining
@@ -18,6 +19,10 @@ _STOPPED_S = 0.5
 _AWAY_S = 2.5
 """Between two ticks: more means that members may have gone to another coordinator meanwhile. A call that is not
 answered within three seconds makes them go."""
+_ALL_DONE = "all workers are done"
+_NOBODY_LEFT = "no worker is left that has the parameters: go on from the last checkpoint"
+_ALL_LEFT = "all workers have left"
+_WITHOUT_IT = "the others went on without it"
 _MOST_ACCUSATIONS = 3
 """Without a reduction in between."""
 
@@ -33,7 +38,8 @@ class Coordinator:
         """Of the job's two, 0 has odd terms and 1 even ones, whether it decides at first or, as a standby, later."""
         self._settings = settings
         self._term, self._has_even = 0 if is_standby else 1, index == 1
-        self._last_term, self._delays, self._away_until_s = self._term, Delays(now_s), now_s
+        self._reign = self._last_term = self._term
+        self._delays, self._away_until_s = Delays(now_s), now_s
         self._forget()
 
     def _forget(self) -> None:
@@ -60,8 +66,12 @@ class Coordinator:
 
     @property
     def term(self) -> int:
-        """Grows with every coordinator that takes over; 0 of one that has not."""
-        return self._term
+        """Grows with every coordinator that takes over; 0 of one that has not.
+
+        It has most of the members behind it: they have asked for it, or begun an epoch in it. Orders may be of a later
+        one already, which a single member that came back has made necessary, and which proves nothing.
+        """
+        return self._reign
 
     @property
     def has_finished(self) -> bool:
@@ -122,12 +132,12 @@ class Coordinator:
         self._presence.beat(member, beat, now_s)
 
     def hear_of(self, term: int) -> None:
-        """Somebody decides, or did, in that term. If it is greater than this coordinator's, its time is over.
+        """Most members have followed somebody in that term. If it is greater than this one's, its time is over.
 
         Members have chosen another one while this one was away or cut off: it becomes a standby that knows nothing.
         """
-        if term > self._term and self.is_active:
-            self._term = 0
+        if term > self._reign and self.is_active:
+            self._term = self._reign = 0
             self._forget()
 
     def part(self, member: str) -> None:
@@ -153,10 +163,13 @@ class Coordinator:
 
     def leave(self, standing: Standing, now_s: float, *, is_finished: bool) -> None:
         """It wants to go at the next border; or, finished, has done all there is to do and takes part in no more."""
-        if standing.member in self._presence.here:
-            self._presence.leave(standing.member, now_s, is_finished=is_finished)
+        member = standing.member
+        if member in self._presence.here:
+            self._presence.leave(member, now_s, is_finished=is_finished)
             if is_finished:
                 self._finished.append(standing)
+            elif member in self._standings:  # it does not say again where it stands
+                self._standings[member] = replace(self._standings[member], is_leaving=True)
             self._consider(now_s)
 
     def give_up(self, reason: str) -> None:
@@ -219,10 +232,10 @@ class Coordinator:
         if self._election.is_waiting(now_s, self._settings.recovery_s, self._presence.here):
             return
         for member in self._election.take_absent(self._presence.here):
-            self._presence.lose(member, is_silent=True)
+            self._lose(member, _WITHOUT_IT, is_silent=True)
         if self._election.take_unsettled():  # the coordinator before was lost in the midst of a change
             self._propose(now_s, is_urgent=True)
-        is_broken = self.decree is not None and self._is_broken(self.decree, now_s)
+        is_broken = self.decree is not None and self._presence.misses(self.decree.members, now_s)
         if self._proposal is None or (is_broken and not self._proposal.is_urgent):
             self._consider_change(now_s, is_broken=is_broken)
         if self._proposal is not None:
@@ -239,17 +252,9 @@ class Coordinator:
             elif is_late:
                 self._end(f"{num_here} workers came, expected at least {least}")
         elif not num_here and self._presence.has_finished:
-            self._end("all workers are done")
+            self._end(_ALL_DONE)
         elif self._presence.leaving or self._newcomers():
             self._propose(now_s, is_urgent=False)
-
-    def _is_broken(self, decree: Decree, now_s: float) -> bool:
-        """A member is gone, or has finished before the others."""
-        presence = self._presence
-        is_left = any(member in presence.here for member in decree.members)
-        return any(
-            presence.is_gone(each) or (is_left and presence.is_long_finished(each, now_s)) for each in decree.members
-        )
 
     def _newcomers(self) -> list[str]:
         """Who waits to be let in, as far as there is room."""
@@ -275,38 +280,46 @@ class Coordinator:
             return
         standings = [self._standings[member] for member in wanted]
         holders = [each for each in standings if each.has_state]
-        # At the begin nobody has the state, and the first member's becomes it: no step was done without the others.
-        has_begun = self.decree is not None and not {each.member for each in standings} & set(self.decree.members)
-        is_lost = not holders and (has_begun or (self.decree is not None and self.decree.holders))
-        if is_lost and not self._settings.is_kept_elsewhere:
-            self._end("no worker is left that has the parameters: go on from the last checkpoint")
+        if quorum.is_lost(self.decree, standings) and not self._settings.is_kept_elsewhere:
+            self._end(_ALL_DONE if self._presence.has_finished else _NOBODY_LEFT)
         elif self.decree and not quorum.is_majority(self.decree, holders or standings, self._presence.silent):
             self._wait_or_end(now_s, "most of the workers do not answer", holders)
-        elif len(standings) < self._settings.bounds.least:
+        elif self._is_too_few(len(standings)):
+            if standings and all(each.is_leaving for each in standings):
+                self._end(_ALL_LEFT, holders)
+                return
             least = self._settings.bounds.least
             self._wait_or_end(now_s, f"{len(standings)} workers are left, expected at least {least}", holders)
         else:
             self._begin(proposal, standings, holders, now_s)
 
     def _begin(self, proposal: Proposal, standings: list[Standing], holders: list[Standing], now_s: float) -> None:
-        """Newcomers are let in, and leavers out, where all others are between two steps; else at the next border."""
+        """Newcomers are let in, and leavers out, where all others are between two steps; else at the next border.
+
+        Those who are left stand still at once where they are too few without the leavers; newcomers count as left.
+        """
+        num_left = sum(not (each.is_leaving and each.at_border) for each in standings)
         taking_part = [each for each in standings if each.has_state or each.is_following]
         if not all(each.at_border for each in taking_part):
             standings = taking_part
         staying = [each for each in standings if not (each.is_leaving and each.at_border)]
         if not staying:
-            self._end("all workers have left", holders)
+            self._end(_ALL_LEFT, holders)
             return
         if self.decree is None or max(each.committed for each in staying) > self.decree.committed:
             self._accusations.clear()
         told, finished = without_doubles(staying, self._finished)
         self.decree = Decree(ballot=proposal.ballot, standings=told, finished=finished)
-        self._proposal, self._waiting_since_s = None, None
+        self._reign, self._proposal, self._waiting_since_s = proposal.ballot[0], None, None
         for each in standings:
             if each not in staying:
                 self._lose(each.member, "it has left")
         self._presence.silent.clear()
-        self._consider_change(now_s, is_broken=False)
+        self._consider_change(now_s, is_broken=self._is_too_few(num_left))
+
+    def _is_too_few(self, num_members: int) -> bool:
+        """To go on; once somebody is through with the training the others end it as well, however few they are."""
+        return num_members < self._settings.bounds.least and not self._presence.has_finished
 
     def _is_out_of_patience(self, now_s: float) -> bool:
         return self._waiting_since_s is not None and now_s - self._waiting_since_s > self._settings.patience_s
@@ -330,8 +343,8 @@ class Coordinator:
         newest = self._election.decree
         assert newest is not None, "the election was won by its members"
         self._term, self._number = self._term_after(self._election.highest_ballot), 0
-        self._last_term = self._term
+        self._reign = self._last_term = self._term
         self.decree, self._waiting_since_s = newest, None
         for stranger in set(self._presence.here) - set(newest.members):
-            self._lose(stranger, "the others went on without it")
+            self._lose(stranger, _WITHOUT_IT)
         self._election.await_rest(set(newest.members) - set(self._presence.here))

@@ -1,6 +1,6 @@
 """Who is here, who is gone and how that is known."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from ringweave.membership.rules.records import slot_of
 from ringweave.membership.rules.rhythm import SILENCE, Tolerance
@@ -38,19 +38,29 @@ class Presence:
         """It was here, and has not finished."""
         return member in self._gone
 
-    def is_long_finished(self, member: str, now_s: float) -> bool:
-        """It has finished so long ago that others which are still there may be waiting for it."""
-        return member in self._finished and now_s - self._finished[member] > _ENDING_S
+    def misses(self, members: Collection[str], now_s: float) -> bool:
+        """One of them is gone, or has finished so long ago that others which are still there may be waiting for it."""
+        is_left = any(each in self.here for each in members)
+        finished_s = [self._finished[each] for each in members if each in self._finished]
+        is_waited_for = is_left and any(now_s - at_s > _ENDING_S for at_s in finished_s)
+        return is_waited_for or any(self.is_gone(each) for each in members)
 
     def of_slot(self, slot: int) -> list[str]:
         """Who is here of a slot."""
         return [each for each in self.here if slot_of(each)[0] == slot]
 
     def enter(self, member: str, now_s: float) -> None:
-        """It has come; at most once. Those of its slot before it have ended: only then is another one started."""
+        """It has come; at most once. Those of its slot before it have ended: only then is another one started.
+
+        And only if they were not through: a script that fails in its own way may have said so.
+        """
         if not self.knows(member):
             self.here[member] = Signs(now_s, self._silence)
             self.silent = {each for each in self.silent if not _is_followed(each, [member])}
+            failed = [each for each in self._finished if _is_followed(each, [member])]
+            self._gone.update(failed)
+            for each in failed:
+                del self._finished[each]
 
     def forget(self, member: str) -> None:
         """As if it had never come."""

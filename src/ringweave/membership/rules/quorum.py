@@ -5,6 +5,16 @@ from collections.abc import Collection, Sequence
 from ringweave.membership.rules.records import Decree, Standing, slot_of
 
 
+def is_lost(before: Decree | None, standings: Sequence[Standing]) -> bool:
+    """Whether nobody has the job's state any more, of those who stand for the epoch after that one.
+
+    At the begin nobody has, and the first member's becomes it: no step was done without the others.
+    """
+    if before is None or any(each.has_state for each in standings):
+        return False
+    return bool(before.holders) or not {each.member for each in standings} & set(before.members)
+
+
 def is_majority(before: Decree, holders: Sequence[Standing], silent: Collection[str]) -> bool:
     """Whether those who go on outnumber those who may be going on elsewhere; of two halves, who has the first member.
 

@@ -31,6 +31,8 @@ class Standing:
     """It wants to go."""
     note: str = ""
     """What the other members have to know of it and the coordinator does not: passed on as it is."""
+    layout: str = ""
+    """What newcomers have to know to take part; all who have the state say the same; only the first's is passed on."""
     testament: str = ""
     """What those need who have not taken over the reduction `committed` yet; passed on once, whoever said it."""
 
@@ -94,17 +96,19 @@ Standings = tuple[Standing, ...]
 
 
 def without_doubles(standings: Sequence[Standing], finished: Sequence[Standing]) -> tuple[Standings, Standings]:
-    """Both with no more testaments than are needed: one where somebody is behind the others, else none.
+    """Both with no more testaments than are needed: one where somebody is behind the others, else none; and one layout.
 
     All testaments of a reduction say the same, and grow with the number of members.
     """
+    first = next((each for each in standings if each.has_state), None)
     holders = [each for each in standings if each.has_state or each.is_following]
     most = max((each.committed for each in (*standings, *finished)), default=0)
     heir = next((each for each in holders if each.committed < most), None)
     giver = next((each for each in (*holders, *finished) if each.committed == most), None)
 
     def told(each: Standing) -> Standing:
-        return each if heir and each is giver else replace(each, testament="")
+        testament = each.testament if heir and each is giver else ""
+        return replace(each, testament=testament, layout=each.layout if each is first else "")
 
     return tuple(map(told, standings)), tuple(map(told, finished))
 

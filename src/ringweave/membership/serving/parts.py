@@ -58,10 +58,9 @@ class Parts:
         return reasons[0] if all(reasons) else ""
 
     def tick(self, connected: Callable[[], Collection[str]]) -> None:
-        """Time has passed; `connected` gives the names of those that hold a connection."""
-        there = connected()
+        """Time has passed; `connected` gives the names of those that hold a connection, when each part asks."""
         for _, each in self._all():
-            each.tick(lambda: there)
+            each.tick(connected)
         self._consider_all()
 
     def hung_up(self, peer: Identity) -> None:

@@ -77,7 +77,10 @@ class CoordinatorService:
         self._event(lambda _now_s: self._coordinator.give_up(reason))
 
     def tick(self, connected: Callable[[], Collection[str]]) -> None:
-        """Time has passed; `connected` gives the names of those that hold a connection."""
+        """Time has passed; `connected` gives the names of those that hold a connection.
+
+        It is asked with the lock held: whoever has entered by then has had a connection before.
+        """
         with self._changed:
             there = connected()
             for member in self._coordinator.present:

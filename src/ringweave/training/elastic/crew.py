@@ -83,6 +83,8 @@ class JobCrew:
         self._facts, self._timer, self._state, self._means = facts, timer, state, means
         self._tell = tell
         self._estimator = SpeedEstimator()
+        self._speed: Speed | None = None
+        """As it was after the last step: the agent's thread reads it while the script measures the next."""
         self._captured: dict[str, Buffer] = {}
         self._offered: dict[str, bool] = {}
 
@@ -91,6 +93,12 @@ class JobCrew:
         self._timer.end()
         for num_samples, seconds in self._timer.take():
             self._estimator.observe(num_samples, seconds)
+        self._speed = self._estimator.speed
+
+    @property
+    def can_be_followed(self) -> bool:
+        """See `seams.Crew`: all that a step does is the script's."""
+        return True
 
     @property
     def is_between_steps(self) -> bool:
@@ -102,12 +110,12 @@ class JobCrew:
         return Row(
             account=self.books.own(self._facts.member),
             num_planned=self.books.num_planned,
-            speed=self._estimator.speed,
+            speed=self._speed,
         )
 
     def note(self) -> dict[str, Any]:
         """What the others have to know when an epoch begins."""
-        place, speed = self.place, self._estimator.speed
+        place, speed = self.place, self._speed
         return {
             "state": self._facts.state_place,
             "cap": self._facts.cap,

@@ -4,7 +4,6 @@ import atexit
 import contextlib
 import os
 import signal
-import sys
 import threading
 import warnings
 from collections.abc import Mapping
@@ -28,7 +27,7 @@ from ringweave.errors import TrainingError, explain
 from ringweave.membership.agent import Agent
 from ringweave.planning import modes
 from ringweave.training import reducing, timing
-from ringweave.training.elastic import seams
+from ringweave.training.elastic import exits, seams
 from ringweave.training.elastic.crew import Facts, JobCrew, Means
 from ringweave.training.elastic.loader import ElasticLoader, ElasticParts
 from ringweave.training.elastic.recording import ElasticRecorder
@@ -124,13 +123,14 @@ def _enlist(
         assumed_speed=joining.assumed(environment, os.environ).speed,
         alike=alike,
     )
-    recorder = ElasticRecorder(environment, lambda: session.decree.members[0] == name)
+    recorder = ElasticRecorder(environment, lambda: session.is_first)
     rosters = Rosters(alike["batch_samples"], is_balanced=alike["mode"] == modes.BALANCED)
     means = Means(shelf=shelf, trust=trust)
     crew = JobCrew(facts, rosters, timer, JobState(model, optimizer, asked.carried), means, recorder)
     session = Session(name, groups, crew, buffers=lambda: buffers_of(model), is_mean=asked.reduction == "mean")
     agent = Agent(name, environment.coordinators, trust, session, lambda: session.beat(seams.at_work_s()))
     leave_on_terminate(session)
+    exits.watch()
     atexit.register(end_member, agent, session, server, groups)
     session.start(agent)
     return _Enlisted(name=name, session=session, crew=crew, recorder=recorder)
@@ -233,7 +233,7 @@ def end_member(agent: Agent, session: Session, server: wire.Server, groups: Epoc
         session.close(_HASTE_S)
         server.close(timeout_s=_HASTE_S)
         return
-    if getattr(sys, "last_value", None) is None:
+    if not exits.has_failed():
         agent.leave(is_finished=True)
     agent.close()
     session.close()

@@ -21,6 +21,11 @@ class Crew(Protocol):
         """No batch was drawn whose gradients are still to be reduced."""
         ...
 
+    @property
+    def can_be_followed(self) -> bool:
+        """A newcomer can do later what the others did with the same sums; else they wait until it has the state."""
+        ...
+
     def row(self) -> Row:
         """What this member's gradients are of."""
         ...

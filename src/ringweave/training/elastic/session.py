@@ -72,6 +72,15 @@ class Session:
         return self._footing.decree
 
     @property
+    def is_first(self) -> bool:
+        """This member tells for all what counts: it is the first of the newest epoch that was ordered.
+
+        What an epoch left unfinished is ended before the next one is formed, and its own first member may be gone.
+        """
+        ordered = self._footing.ordered
+        return ordered is not None and ordered.members[0] == self._footing.member
+
+    @property
     def save_last(self) -> Callable[[], str] | None:
         """Saves the state when the job ends and this member is to do so; says what came of it."""
         return self._footing.save_last

@@ -1,4 +1,5 @@
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 from ringweave import wire
+from ringweave.planning.balancing import Speed
 from ringweave.training.elastic import crew as crews
 from ringweave.training.elastic.crew import Facts, JobCrew, Means
 from ringweave.training.elastic.rosters import Rosters
@@ -58,6 +60,43 @@ def test_what_is_offered_lasts_while_somebody_follows(is_lasting: bool) -> None:
     giver.rosters.admit(4, ["2.1"], [None] * 3)
     giver.crew.withdraw()
     assert giver.weight("1.5") is None
+
+
+class Estimator:
+    """That must not be read while it takes a step in."""
+
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
+        self._meanwhile, self._is_busy = meanwhile, False
+
+    def observe(self, *_: Any) -> None:
+        self._is_busy = True
+        self._meanwhile()
+        self._is_busy = False
+
+    @property
+    def speed(self) -> Speed:
+        assert not self._is_busy
+        return Speed(s_per_sample=0.25)
+
+
+class Timer:
+    """One step has ended."""
+
+    def end(self) -> None: ...
+
+    def take(self) -> list[tuple[int, float]]:
+        return [(8, 2.0)]
+
+
+def test_a_member_says_how_fast_it_is_also_while_its_script_measures_a_step() -> None:
+    crew = Giver().crew
+    said: list[Any] = []
+    crew._estimator = Estimator(lambda: said.append(crew.note()["speed"]))  # pyrefly: ignore - what is asked of it
+    crew._timer = Timer()  # pyrefly: ignore - likewise
+    for _ in range(2):
+        crew.end_step()
+    assert said == [None, [0.25, 0.0, 0.0]]
+    assert crew.row().speed == Speed(s_per_sample=0.25)
 
 
 def test_each_epoch_s_newcomers_read_the_state_of_that_epoch() -> None:

@@ -1,14 +1,17 @@
 """What the script has once what it began counts: the session's own thread may be late with handing it over."""
 
+import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from ringweave.membership.rules.records import Decree, Standing
-from ringweave.training.elastic.kept import Spread
+from ringweave.training.elastic.kept import Reduction, Spread
+from ringweave.training.elastic.rows import Commit, Row
 from ringweave.training.elastic.session import Session
 
 NOTE = '{"store": "127.0.0.1 9"}'
@@ -28,7 +31,14 @@ class Groups:
 
 
 class Crew:
-    is_between_steps = True
+    is_between_steps = can_be_followed = True
+
+    def __init__(self) -> None:
+        self.tells: list[bool] = []
+        self.is_first: Callable[[], bool] = lambda: False
+
+    def commit(self, _: Commit) -> None:
+        self.tells.append(self.is_first())
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: {} if name == "note" else None
@@ -78,3 +88,21 @@ def test_the_script_goes_on_when_what_counts_was_handed_over(session: Session, m
     may_hand_over.set()
     script.join(PATIENCE_S)
     assert heard == [{"version": 4}]
+
+
+@pytest.mark.parametrize(("members", "tells"), [(("1.0", "2.0"), True), (("0.1", "1.0"), False)])
+def test_what_an_epoch_left_unfinished_is_told_by_the_first_of_the_next(members: tuple[str, ...], tells: bool) -> None:
+    crew = Crew()
+    session = Session("1.0", Groups(), crew, buffers=list, is_mean=True)  # pyrefly: ignore - what it asks of them
+    crew.is_first = lambda: session.is_first
+    footing = session._footing
+    footing.decree = Decree(ballot=(1, 1), standings=tuple(Standing(member=each) for each in ("0.0", "1.0", "2.0")))
+    footing.reduction = Reduction(number=1, is_whole=True)
+    footing.where = replace(footing.where, has_state=True, is_prepared=True, at_border=False)
+    commit = Commit(number=1, members=("0.0", "1.0"), rows=(Row(), Row()))
+    gone = Standing(member="0.0", has_state=True, committed=1, testament=json.dumps(commit.to_words()))
+    standings = tuple(Standing(member=each, has_state=True) for each in members)
+    decree = Decree(ballot=(1, 2), standings=standings, finished=(gone,))
+    session.form(decree)
+    assert session._counting.end(decree, footing.generation)
+    assert crew.tells == [tells]

@@ -10,12 +10,13 @@ import torch.distributed as dist
 
 from ringweave.errors import ConnectionLostError, RingweaveError, TrainingError
 from ringweave.membership.rules.records import Decree, Standing
-from ringweave.training.elastic.joining import catching
+from ringweave.training.elastic.joining import catching, layouts
 from ringweave.training.elastic.rows import Commit, Row
 from ringweave.training.elastic.session import Session
 
 OWN = "1.1"
-NOTE = '{"store": "127.0.0.1 9", "state": "127.0.0.1 9", "buckets": [[3, "float32", "cpu"]]}'
+NOTE = '{"store": "127.0.0.1 9", "state": "127.0.0.1 9"}'
+LAYOUT = layouts.to_text([[3, "float32", "cpu"]])
 
 
 class Groups:
@@ -58,7 +59,7 @@ class Work:
 class Crew:
     """Reads the state as the test says."""
 
-    is_between_steps = True
+    is_between_steps = can_be_followed = True
 
     def __init__(self, pull: Callable[[int], None]) -> None:
         self._pull, self.num_pulls = pull, 0
@@ -86,7 +87,7 @@ class Crew:
 
 
 def decree(number: int, *, committed: int, own: Standing | None = None) -> Decree:
-    holder = Standing(member="0.0", has_state=True, committed=committed, note=NOTE)
+    holder = Standing(member="0.0", has_state=True, committed=committed, note=NOTE, layout=LAYOUT)
     return Decree(ballot=(1, number), standings=(holder, own or Standing(member=OWN, note=NOTE)))
 
 

@@ -133,7 +133,7 @@ class Catching:
 
 def enter(crew: Crew, begun: Begun) -> None:
     """An epoch begins for the script."""
-    followers = Entrance.of(begun.decree, begun.notes).followers
+    followers = Entrance.of(begun.decree).followers
     crew.begin(begun.decree, begun.notes, is_newcomer=begun.is_newcomer, followers=followers)
 
 

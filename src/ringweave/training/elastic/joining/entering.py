@@ -1,10 +1,10 @@
 """Who comes in with an epoch, who gives them the state, and whether the others wait for them. Pure."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ringweave.membership.rules.records import Decree
+from ringweave.training.elastic.joining import layouts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,14 +21,14 @@ class Entrance:
     """Of the buckets; None where no reduction was done yet: then the others wait until newcomers have the state."""
 
     @classmethod
-    def of(cls, decree: Decree, notes: Sequence[dict[str, Any]]) -> "Entrance":
+    def of(cls, decree: Decree) -> "Entrance":
         """That of a decree."""
         standings = list(enumerate(decree.standings))
         known = tuple(rank for rank, each in standings if each.has_state)
         newcomers = tuple(
             rank for rank, each in standings if not (each.has_state or each.is_following) and (known or rank > 0)
         )
-        layout = notes[known[0]].get("buckets") if known else None
+        layout = layouts.of_text(decree.standings[known[0]].layout) if known else []
         following = {each.member for each in decree.standings if each.is_following}
         if layout:
             following |= {decree.members[rank] for rank in newcomers}

@@ -12,6 +12,7 @@ from ringweave.membership.agent import Agent
 from ringweave.membership.rules.follower import Out
 from ringweave.membership.rules.records import Decree, Standing
 from ringweave.training.elastic import seams
+from ringweave.training.elastic.joining import layouts
 from ringweave.training.elastic.joining.catching import Catching
 from ringweave.training.elastic.kept import Reduction, Spread
 from ringweave.training.elastic.rows import Commit
@@ -81,12 +82,13 @@ class Footing:
 
     def standing(self) -> Standing:
         """What the others hear of it."""
-        note = {"store": self.groups.store_place, "buckets": self.layout, **self.crew.note()}
+        note = {"store": self.groups.store_place, **self.crew.note()}
+        layout = layouts.to_text(self.layout) if self.crew.can_be_followed else ""
         testament = json.dumps(self.last.to_words()) if self.last else ""
         where = self.where
         if where.is_following and self.catching is not None:
             where = replace(where, at_border=self.catching.is_at_border)
-        return replace(where, note=json.dumps(note), testament=testament)
+        return replace(where, note=json.dumps(note), layout=layout, testament=testament)
 
     def raise_reason(self) -> None:
         """Why this member cannot go on, if it cannot.

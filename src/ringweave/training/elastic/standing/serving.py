@@ -72,7 +72,7 @@ class Serving:
             return
         if not self._counting.end(decree, generation):
             return
-        entrance = Entrance.of(decree, notes)
+        entrance = Entrance.of(decree)
         begun = Begun(decree=decree, notes=notes, is_newcomer=rank in entrance.newcomers)
         try:
             self._meet(begun, entrance, num_aborts)

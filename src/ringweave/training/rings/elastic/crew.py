@@ -48,6 +48,11 @@ class RingCrew:
         return self._crew.rosters
 
     @property
+    def can_be_followed(self) -> bool:
+        """See `seams.Crew`: the optimizer is the server's, which takes no step twice."""
+        return False
+
+    @property
     def is_between_steps(self) -> bool:
         """See `seams.Crew`: what is accumulated and not pushed yet a newcomer would not have."""
         return self.samples.num_batches == 0 and self._crew.is_between_steps
@@ -93,7 +98,7 @@ class RingCrew:
     def note(self) -> dict[str, Any]:
         """What the others have to know when an epoch begins."""
         ring = {"ring": self.ring_place.to_words(), "is_whole": self.is_whole}
-        return {**self._crew.note(), **ring, "buckets": []}  # a newcomer cannot follow: the optimizer is the server's
+        return {**self._crew.note(), **ring}
 
     def commit(self, commit: Commit) -> None:
         """Gradients count, or what was spread does."""

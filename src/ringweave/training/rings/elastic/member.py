@@ -7,7 +7,6 @@ so any of them can.
 """
 
 import json
-import sys
 import threading
 from collections.abc import Callable, Sequence
 
@@ -22,6 +21,7 @@ from ringweave.params.flat import Flat
 from ringweave.params.messages import Option
 from ringweave.params.ring.client import RingClient, Round
 from ringweave.params.ring.member import Samples
+from ringweave.training.elastic import exits
 from ringweave.training.elastic.kept import Said
 from ringweave.training.elastic.session import Session
 from ringweave.training.rings.elastic import accounts
@@ -155,7 +155,7 @@ class RingMember:
     def leave(self) -> None:
         """At the end of the process: the ring has done all there was to do, unless this one fails or is out."""
         session, client = self._session(), self._client
-        has_failed = session.is_out or getattr(sys, "last_value", None) is not None
+        has_failed = session.is_out or exits.has_failed()
         if client is not None and not has_failed and session.decree.members[0] == self._member:
             client.leave(is_for_good=True)
 

@@ -29,8 +29,8 @@ from ringweave.planning import balancing
 from ringweave.planning.balancing import Speed
 from ringweave.training import control, reducing
 from ringweave.training.choosing import forecasting
+from ringweave.training.elastic import exits, seams
 from ringweave.training.elastic import preparing as elastic
-from ringweave.training.elastic import seams
 from ringweave.training.elastic.crew import Facts, JobCrew, Means
 from ringweave.training.elastic.loader import check_reading
 from ringweave.training.elastic.preparing import Wanted
@@ -225,7 +225,7 @@ def _enlist(given: _Given, asked: KeptAsked, reach: _Reach, timer: StepTimer, se
         assumed_speed=joining.assumed(environment, os.environ).speed,
         alike=given.alike,
     )
-    recorder = ElasticRecorder(environment, lambda: session.decree.members[0] == name)
+    recorder = ElasticRecorder(environment, lambda: session.is_first)
     rosters = Rosters(given.reading.batch_samples, is_balanced=True, samples_of=seat.samples_of)
     state = JobState(given.model, given.optimizer, asked.elastic.carried)
     job_crew = JobCrew(facts, rosters, timer, state, Means(shelf=shelf, trust=trust), recorder)
@@ -237,6 +237,7 @@ def _enlist(given: _Given, asked: KeptAsked, reach: _Reach, timer: StepTimer, se
     beat = lambda: session.beat(seams.at_work_s())  # noqa: E731 - as the other modes do
     agent = Agent(name, environment.coordinators, trust, session, beat, enter=enter)
     elastic.leave_on_terminate(session)
+    exits.watch()
     atexit.register(elastic.end_member, agent, session, server, groups)
     atexit.register(member.leave)
     session.start(agent)

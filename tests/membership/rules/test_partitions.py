@@ -1,0 +1,45 @@
+"""Two parts of a job that cannot reach each other for a while, each with a coordinator."""
+
+import pytest
+
+from tests.membership.world import World
+
+
+def go_on(world: World, num_rounds: int, *, is_cut: bool = False) -> None:
+    """Everything is delivered, in order, where nothing is cut."""
+    for number in range(num_rounds):
+        world.tick()
+        for member in world.members.values():
+            if number % 20 == 19 and member.can_act and not world.coordinators[member.at].is_active:
+                world.rejoin(member)
+        for index in () if is_cut else (0, 1):
+            world.hear(index)
+        letters, world.letters = world.letters, []
+        for letter in letters:
+            letter()
+        for member in world.members.values():
+            world.work(member)
+        world.check()
+
+
+@pytest.mark.parametrize("back", [(), ("2.0",), ("0.0", "2.0")])
+def test_what_the_greater_part_has_done_is_not_lost_whoever_came_back_to_its_coordinator_before(
+    back: tuple[str, ...],
+) -> None:
+    world = World(3)
+    go_on(world, 30)
+    for name in back:
+        world.rejoin(world.members[name], is_other=False)
+    go_on(world, 5)
+    world.cut = {("0.0", 0), ("1.0", 0), ("2.0", 1)}
+    for name in ("0.0", "1.0"):
+        world.rejoin(world.members[name])
+    go_on(world, 150, is_cut=True)
+    greater = [world.members[name] for name in ("0.0", "1.0")]
+    before = min(each.standing.committed for each in greater)
+    assert before > world.members["2.0"].standing.committed + 10, "it goes on with the standby"
+    world.cut.clear()
+    go_on(world, 100)
+    assert [each.reason for each in greater] == ["", ""]
+    assert min(each.standing.committed for each in greater) > before + 10
+    assert world.members["2.0"].follower.is_out
