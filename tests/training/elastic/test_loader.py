@@ -1,20 +1,68 @@
-"""What the loader of an elastic job says without a step being made."""
+"""What the loader of an elastic job says and gives, with members that are not there."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from ringweave.training.elastic.books import Books, ElasticAccount
 from ringweave.training.elastic.loader import ElasticLoader, ElasticParts, Place
+from ringweave.training.elastic.rosters import Rosters
+from ringweave.training.elastic.rows import Commit, Row
 from ringweave.training.loading import orders
 from ringweave.training.loading.prepared import PreparedLoader
+from ringweave.training.reducing import SampleWeights
+
+MEMBERS = ("0.0", "1.0")
+NUM_SAMPLES, BATCH = 96, 12
 
 
 def made(place: Place) -> ElasticLoader:
     loader = DataLoader(TensorDataset(torch.arange(10)), batch_size=4)
     parts = SimpleNamespace(place=place, weights=SimpleNamespace(fraction=0.25))
     return ElasticLoader(loader, orders.read(loader), 0, cast(ElasticParts, cast(Any, parts)))
+
+
+class Job:
+    """The first of two members, whose steps count as soon as they are done."""
+
+    def __init__(self) -> None:
+        self.books, self.place, self.rosters = Books(), Place(), Rosters(BATCH, is_balanced=False)
+        self.accounts: list[ElasticAccount] = []
+        self.change_members()
+        loader = DataLoader(TensorDataset(torch.arange(NUM_SAMPLES)), batch_size=BATCH, shuffle=True)
+        parts: Any = ElasticParts(
+            member=MEMBERS[0],
+            session=cast(Any, SimpleNamespace(border=lambda draw: draw(), sign=lambda: None)),
+            rosters=self.rosters,
+            books=self.books,
+            place=self.place,
+            weights=SampleWeights(num_ranks=1, is_mean=True),
+            timer=cast(Any, SimpleNamespace(begin=lambda: None, give=lambda _: None)),
+            end_step=lambda: None,
+            note=self.accounts.append,
+        )
+        self.loader = ElasticLoader(loader, orders.read(loader), 3, parts)
+
+    def change_members(self) -> None:
+        """What was read ahead is of no use any more."""
+        self.rosters.begin(self.place.num_drawn, MEMBERS, [None] * 2, [None] * 2, [1.0] * 2)
+
+    def step(self) -> None:
+        rows = tuple(Row(account=self.books.own(each), num_planned=self.books.num_planned) for each in MEMBERS)
+        self.books.commit(Commit(number=1, members=MEMBERS, rows=rows))
+        self.place.num_since_commit = 0
+
+    def train(self, at: int = -1, then: Callable[[], object] = lambda: None) -> int:
+        """One pass; after that step something else happens. How many steps it was of."""
+        number = -1
+        for number, _ in enumerate(self.loader):
+            self.step()
+            if number == at:
+                then()
+        return number + 1
 
 
 def test_the_next_epoch_is_that_of_the_members_where_they_are_further() -> None:
@@ -31,3 +79,16 @@ def test_it_says_of_itself_what_every_prepared_loader_does() -> None:
     loader = made(Place())
     assert isinstance(loader, PreparedLoader)
     assert (loader.batch_size, loader.fraction, len(loader.dataset)) == (4, 0.25, 10)
+
+
+def test_an_epoch_that_was_broken_off_is_not_in_the_account_of_the_next() -> None:
+    job = Job()
+    for epoch in job.loader.epochs(2):
+        for _ in job.loader:
+            job.step()
+            if epoch == 0:
+                break
+    account = job.loader.account
+    assert account is not None
+    assert (account.epoch, account.expected.num_samples) == (1, NUM_SAMPLES)
+    assert account.is_exact

@@ -101,13 +101,11 @@ class ElasticLoader(PreparedLoader):
         if number < place.epoch:
             return
         if number > place.epoch:
-            place.epoch, place.position = number, 0
-            self._parts.books.open_epoch(number)
+            self._open_epoch(number)
         if place.position < self._end:
             yield from self._rest()
-        place.epoch, place.position = number + 1, 0
         self.account = self._parts.books.account()
-        self._parts.books.open_epoch(number + 1)
+        self._open_epoch(number + 1)
         self._parts.note(self.account)
         if not self.account.is_accounted:
             raise TrainingError(
@@ -121,7 +119,7 @@ class ElasticLoader(PreparedLoader):
             self._pass = number = self._parts.place.epoch
             yield number
             if self._parts.place.epoch == number:  # the script broke off its pass
-                self._parts.place.epoch, self._parts.place.position = number + 1, 0
+                self._open_epoch(number + 1)
 
     def set_epoch(self, epoch: int) -> None:
         """Which epoch the next pass is. Without it passes count up from 0."""
@@ -187,6 +185,10 @@ class ElasticLoader(PreparedLoader):
     def _end(self) -> int:
         """Position at which an epoch is over."""
         return len(self) * self.batch_size if self._reading.drop_last else self._num_samples
+
+    def _open_epoch(self, number: int) -> None:
+        self._parts.place.epoch, self._parts.place.position = number, 0
+        self._parts.books.open_epoch(number)
 
     def _rest(self) -> Iterator[Any]:
         """Batches from the present position on; read again after every change of members."""
