@@ -1,12 +1,17 @@
 """What the loader of an elastic job says and gives, with members that are not there."""
 
+import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
+import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from ringweave.errors import TrainingError
+from ringweave.planning.balancing import EpochOrder
 from ringweave.training.elastic.books import Books, ElasticAccount
 from ringweave.training.elastic.loader import ElasticLoader, ElasticParts, Place
 from ringweave.training.elastic.rosters import Rosters
@@ -79,6 +84,63 @@ def test_it_says_of_itself_what_every_prepared_loader_does() -> None:
     loader = made(Place())
     assert isinstance(loader, PreparedLoader)
     assert (loader.batch_size, loader.fraction, len(loader.dataset)) == (4, 0.25, 10)
+
+
+def test_batches_go_on_where_they_were_when_members_change() -> None:
+    job = Job()
+    job.train(3, job.change_members)
+    assert job.accounts[0].is_exact
+    assert job.accounts[0].expected.num_samples == NUM_SAMPLES
+
+
+@pytest.mark.parametrize("shift", [BATCH, -BATCH])
+def test_a_place_that_is_not_where_the_members_are_is_found_out(shift: int) -> None:
+    job = Job()
+
+    def move() -> None:
+        job.place.position += shift
+        job.change_members()
+
+    with pytest.raises(TrainingError, match=r"samples of worker 0\.0: 6 \(.*\), expected 6 \(.*bug of ringweave"):
+        job.train(3, move)
+
+
+@pytest.mark.parametrize("is_doubled", [True, False])
+def test_a_batch_that_is_skipped_or_doubled_is_found_out(monkeypatch: pytest.MonkeyPatch, is_doubled: bool) -> None:
+    job = Job()
+    order_of = job.loader._order
+
+    def wrong(num_back: int = 0) -> EpochOrder:
+        order = order_of(num_back)
+        known = order.indices
+        changed = np.append(known, known[-BATCH:]) if is_doubled else known[:-BATCH]
+        return dataclasses.replace(order, indices=changed) if num_back else order
+
+    monkeypatch.setattr(job.loader, "_order", wrong)
+    with pytest.raises(TrainingError, match=r"batches of epoch 0: Account\(.*, expected Account\(.*skipped or doubled"):
+        job.train(3, job.change_members)
+
+
+def test_samples_that_were_given_in_the_place_of_others_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job()
+    batches = job.loader._source.batches
+
+    def other(*args: Any) -> Any:
+        for batch, own in batches(*args):
+            yield batch, dataclasses.replace(own, indices=own.indices + 1)
+
+    monkeypatch.setattr(job.loader._source, "batches", other)
+    with pytest.raises(TrainingError, match=r"samples of worker 0\.0: .*this is a bug of ringweave"):
+        job.train()
+
+
+def test_batches_that_are_accumulated_over_the_end_of_an_epoch_are_no_error() -> None:
+    job = Job()
+    for _ in job.loader.epochs(2):
+        for number, _ in enumerate(job.loader):
+            if number != NUM_SAMPLES // BATCH - 1:
+                job.step()
+    assert [each.is_accounted for each in job.accounts] == [True, True]
 
 
 def test_an_epoch_that_was_broken_off_is_not_in_the_account_of_the_next() -> None:

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from ringweave.errors import TrainingError, explain
 from ringweave.planning import balancing
-from ringweave.planning.balancing import EpochOrder
+from ringweave.planning.balancing import Account, EpochOrder
 from ringweave.training.elastic.books import Books, ElasticAccount, part_of
 from ringweave.training.elastic.rosters import Rosters
 from ringweave.training.elastic.session import Session
@@ -194,6 +194,7 @@ class ElasticLoader(PreparedLoader):
         """Batches from the present position on; read again after every change of members."""
         parts, place = self._parts, self._parts.place
         order, version = self._order(), parts.rosters.version
+        due = parts.books.drawn + Account.of(order.passed(order.num_batches))
         batches, index = self._source.batches(order, place.num_drawn), 0
         while index < order.num_batches:
             parts.end_step()
@@ -204,11 +205,13 @@ class ElasticLoader(PreparedLoader):
                 version, order, index = parts.rosters.version, self._order(len(batch_indices)), 0
                 batches = self._source.batches(order, place.num_drawn - 1)
             batch, own = next(batches)
+            parts.books.check_given(own.indices, parts.member)
             index += 1
             parts.weights.set(len(own.indices), own.num_total)
             parts.timer.give(len(own.indices))
             parts.session.sign()
             yield batch
+        parts.books.check_drawn(due)
 
     def _draw(self, indices: np.ndarray) -> None:
         """The next batch is taken; with the session's lock held."""
