@@ -154,3 +154,40 @@ def test_an_epoch_that_was_broken_off_is_not_in_the_account_of_the_next() -> Non
     assert account is not None
     assert (account.epoch, account.expected.num_samples) == (1, NUM_SAMPLES)
     assert account.is_exact
+
+
+def test_an_epoch_that_was_broken_off_and_is_named_again_begins_anew() -> None:
+    job = Job()
+    for _ in job.loader:
+        job.step()
+        break
+    for _ in job.loader:  # the second one, whose last batch nothing came of
+        if job.place.position > BATCH:
+            break
+        job.step()
+    job.loader.set_epoch(1)
+    assert job.train() == NUM_SAMPLES // BATCH
+    account = job.accounts[0]
+    assert (account.epoch, account.expected.num_samples, account.is_exact) == (1, NUM_SAMPLES, True)
+
+
+def test_of_an_epoch_that_the_members_are_in_who_comes_later_gets_the_rest() -> None:
+    job = Job()
+    job.place.epoch, job.place.position = 1, 3 * BATCH
+    job.books.open_epoch(1)
+    for epoch in range(2):
+        job.loader.set_epoch(epoch)
+        job.train()
+    assert [each.expected.num_samples for each in job.accounts] == [NUM_SAMPLES - 3 * BATCH]
+
+
+def test_a_look_at_a_batch_is_refused_since_who_joins_could_not_have_it() -> None:
+    job = Job()
+    assert len(next(iter(job.loader))[0]) == BATCH // 2
+    job.loader.set_epoch(0)
+    expected = (
+        r"pass of the loader of an elastic job: 'broken off before its first train step', expected train steps\. "
+        r"Look at a batch of the DataLoader that prepare was given:"
+    )
+    with pytest.raises(TrainingError, match=expected):
+        job.train()

@@ -83,6 +83,10 @@ class Books:
                 "Batches were skipped or doubled; this is a bug of ringweave, please report it."
             )
 
+    def drop(self) -> None:
+        """What was drawn and is not reduced yet is given up."""
+        self._open.clear()
+
     @property
     def num_planned(self) -> int:
         """Samples of the batches that the next reduction is of."""
