@@ -52,7 +52,8 @@ def test_killed_in_the_midst_of_a_save_it_goes_on_from_the_last_whole_one(tmp_pa
 
 
 def test_what_a_killed_process_left_is_overwritten(tmp_path: Path) -> None:
-    (tmp_path / ".rank-0.partial").write_bytes(b"half")
+    for name in (".rank-0.partial", ".rank-0.step-00000001.0123456789abcdef.partial"):
+        (tmp_path / name).write_bytes(b"half")
     parts = examples.make()
     checkpoints = ringweave.Checkpoints(tmp_path, model=parts[0])
     checkpoints.save(1)

@@ -1,20 +1,73 @@
-"""What the loader of an elastic job says without a step being made."""
+"""What the loader of an elastic job says and gives, with members that are not there."""
 
+import dataclasses
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
+import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from ringweave.errors import TrainingError
+from ringweave.planning.balancing import EpochOrder
+from ringweave.training.elastic.books import Books, ElasticAccount
 from ringweave.training.elastic.loader import ElasticLoader, ElasticParts, Place
+from ringweave.training.elastic.rosters import Rosters
+from ringweave.training.elastic.rows import Commit, Row
 from ringweave.training.loading import orders
 from ringweave.training.loading.prepared import PreparedLoader
+from ringweave.training.reducing import SampleWeights
+
+MEMBERS = ("0.0", "1.0")
+NUM_SAMPLES, BATCH = 96, 12
 
 
 def made(place: Place) -> ElasticLoader:
     loader = DataLoader(TensorDataset(torch.arange(10)), batch_size=4)
     parts = SimpleNamespace(place=place, weights=SimpleNamespace(fraction=0.25))
     return ElasticLoader(loader, orders.read(loader), 0, cast(ElasticParts, cast(Any, parts)))
+
+
+class Job:
+    """The first of two members, whose steps count as soon as they are done."""
+
+    def __init__(self) -> None:
+        self.books, self.place, self.rosters = Books(), Place(), Rosters(BATCH, is_balanced=False)
+        self.accounts: list[ElasticAccount] = []
+        self.change_members()
+        loader = DataLoader(TensorDataset(torch.arange(NUM_SAMPLES)), batch_size=BATCH, shuffle=True)
+        parts: Any = ElasticParts(
+            member=MEMBERS[0],
+            session=cast(Any, SimpleNamespace(border=lambda draw: draw(), sign=lambda: None)),
+            rosters=self.rosters,
+            books=self.books,
+            place=self.place,
+            weights=SampleWeights(num_ranks=1, is_mean=True),
+            timer=cast(Any, SimpleNamespace(begin=lambda: None, give=lambda _: None)),
+            end_step=lambda: None,
+            note=self.accounts.append,
+        )
+        self.loader = ElasticLoader(loader, orders.read(loader), 3, parts)
+
+    def change_members(self) -> None:
+        """What was read ahead is of no use any more."""
+        self.rosters.begin(self.place.num_drawn, MEMBERS, [None] * 2, [None] * 2, [1.0] * 2)
+
+    def step(self) -> None:
+        rows = tuple(Row(account=self.books.own(each), num_planned=self.books.num_planned) for each in MEMBERS)
+        self.books.commit(Commit(number=1, members=MEMBERS, rows=rows))
+        self.place.num_since_commit = 0
+
+    def train(self, at: int = -1, then: Callable[[], object] = lambda: None) -> int:
+        """One pass; after that step something else happens. How many steps it was of."""
+        number = -1
+        for number, _ in enumerate(self.loader):
+            self.step()
+            if number == at:
+                then()
+        return number + 1
 
 
 def test_the_next_epoch_is_that_of_the_members_where_they_are_further() -> None:
@@ -31,3 +84,110 @@ def test_it_says_of_itself_what_every_prepared_loader_does() -> None:
     loader = made(Place())
     assert isinstance(loader, PreparedLoader)
     assert (loader.batch_size, loader.fraction, len(loader.dataset)) == (4, 0.25, 10)
+
+
+def test_batches_go_on_where_they_were_when_members_change() -> None:
+    job = Job()
+    job.train(3, job.change_members)
+    assert job.accounts[0].is_exact
+    assert job.accounts[0].expected.num_samples == NUM_SAMPLES
+
+
+@pytest.mark.parametrize("shift", [BATCH, -BATCH])
+def test_a_place_that_is_not_where_the_members_are_is_found_out(shift: int) -> None:
+    job = Job()
+
+    def move() -> None:
+        job.place.position += shift
+        job.change_members()
+
+    with pytest.raises(TrainingError, match=r"samples of worker 0\.0: 6 \(.*\), expected 6 \(.*bug of ringweave"):
+        job.train(3, move)
+
+
+@pytest.mark.parametrize("is_doubled", [True, False])
+def test_a_batch_that_is_skipped_or_doubled_is_found_out(monkeypatch: pytest.MonkeyPatch, is_doubled: bool) -> None:
+    job = Job()
+    order_of = job.loader._order
+
+    def wrong(num_back: int = 0) -> EpochOrder:
+        order = order_of(num_back)
+        known = order.indices
+        changed = np.append(known, known[-BATCH:]) if is_doubled else known[:-BATCH]
+        return dataclasses.replace(order, indices=changed) if num_back else order
+
+    monkeypatch.setattr(job.loader, "_order", wrong)
+    with pytest.raises(TrainingError, match=r"batches of epoch 0: Account\(.*, expected Account\(.*skipped or doubled"):
+        job.train(3, job.change_members)
+
+
+def test_samples_that_were_given_in_the_place_of_others_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job()
+    batches = job.loader._source.batches
+
+    def other(*args: Any) -> Any:
+        for batch, own in batches(*args):
+            yield batch, dataclasses.replace(own, indices=own.indices + 1)
+
+    monkeypatch.setattr(job.loader._source, "batches", other)
+    with pytest.raises(TrainingError, match=r"samples of worker 0\.0: .*this is a bug of ringweave"):
+        job.train()
+
+
+def test_batches_that_are_accumulated_over_the_end_of_an_epoch_are_no_error() -> None:
+    job = Job()
+    for _ in job.loader.epochs(2):
+        for number, _ in enumerate(job.loader):
+            if number != NUM_SAMPLES // BATCH - 1:
+                job.step()
+    assert [each.is_accounted for each in job.accounts] == [True, True]
+
+
+def test_an_epoch_that_was_broken_off_is_not_in_the_account_of_the_next() -> None:
+    job = Job()
+    for epoch in job.loader.epochs(2):
+        for _ in job.loader:
+            job.step()
+            if epoch == 0:
+                break
+    account = job.loader.account
+    assert account is not None
+    assert (account.epoch, account.expected.num_samples) == (1, NUM_SAMPLES)
+    assert account.is_exact
+
+
+def test_an_epoch_that_was_broken_off_and_is_named_again_begins_anew() -> None:
+    job = Job()
+    for _ in job.loader:
+        job.step()
+        break
+    for _ in job.loader:  # the second one, whose last batch nothing came of
+        if job.place.position > BATCH:
+            break
+        job.step()
+    job.loader.set_epoch(1)
+    assert job.train() == NUM_SAMPLES // BATCH
+    account = job.accounts[0]
+    assert (account.epoch, account.expected.num_samples, account.is_exact) == (1, NUM_SAMPLES, True)
+
+
+def test_of_an_epoch_that_the_members_are_in_who_comes_later_gets_the_rest() -> None:
+    job = Job()
+    job.place.epoch, job.place.position = 1, 3 * BATCH
+    job.books.open_epoch(1)
+    for epoch in range(2):
+        job.loader.set_epoch(epoch)
+        job.train()
+    assert [each.expected.num_samples for each in job.accounts] == [NUM_SAMPLES - 3 * BATCH]
+
+
+def test_a_look_at_a_batch_is_refused_since_who_joins_could_not_have_it() -> None:
+    job = Job()
+    assert len(next(iter(job.loader))[0]) == BATCH // 2
+    job.loader.set_epoch(0)
+    expected = (
+        r"pass of the loader of an elastic job: 'broken off before its first train step', expected train steps\. "
+        r"Look at a batch of the DataLoader that prepare was given:"
+    )
+    with pytest.raises(TrainingError, match=expected):
+        job.train()

@@ -145,6 +145,15 @@ def started(crew: Any) -> tuple[Session, Notary]:
     return session, agent
 
 
+def test_nobody_joins_while_the_script_prepares_its_training() -> None:
+    session, _ = started(EasyCrew())
+    assert not session.standing().at_border
+    frozen = session.freeze(is_urgent=True)
+    assert frozen is not None
+    assert not frozen.at_border, "a member has died, and the one that waits to join cannot come in its place"
+    session.close()
+
+
 @pytest.mark.parametrize("is_between_steps", [True, False])
 def test_between_two_passes_of_no_sync_is_no_border(is_between_steps: bool) -> None:
     session, _ = started(EasyCrew(is_between_steps=is_between_steps))

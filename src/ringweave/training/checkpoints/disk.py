@@ -3,15 +3,19 @@
 ```text
 FOLDER/step-00000100-0123456789abcdef.safetensors           the state, and rank 0's random numbers
 FOLDER/step-00000100.rank-3-0123456789abcdef.safetensors    rank 3's random numbers
-FOLDER/.rank-3.partial                                      being written, or left by a process that died
+FOLDER/.rank-3.step-00000100.89abcdef.partial               being written, or left by a process that died
 ```
 
-A file gets its name when all of it is on the disk. So a name that is there names a whole file, unless the disk, or
-somebody, changed it afterwards: then the check in the name says so. Any program that reads safetensors reads it.
+Several processes may write for the same rank: in an elastic job it passes from one to another, and one that was stopped
+wakes in the midst of a file. So each has a file of its own until all of it is on the disk, and only then gives it its
+name. A name that is there names a whole file, unless the disk, or somebody, changed it afterwards: then the check in
+the name says so. Any program that reads safetensors reads it.
 """
 
+import errno
 import json
 import re
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +35,7 @@ MAX_HEADER_BYTES = 100_000_000
 """What safetensors itself allows."""
 _KEY = "ringweave"
 _PIECE_BYTES = 4 << 20
+_PARTIAL = re.compile(r"\.rank-(\d{1,9})\.(?:step-(\d{8,18})\.[0-9a-f]+\.)?partial")
 _NAME = re.compile(r"step-(\d{8,18})(?:\.rank-([1-9]\d{0,8}))?-([0-9a-f]{16})\.safetensors")
 
 
@@ -69,28 +74,40 @@ def list_saved(folder: Path, *, rank: int | None = None) -> list[Saved]:
 
 
 def write(folder: Path, *, rank: int, train_step: int, document: dict[str, Any], staged: Staged) -> Saved:
-    """Write a checkpoint and give it its name. Earlier ones of the same step and rank go when it has it.
+    """Write a checkpoint and give it its name.
+
+    When it has it, earlier ones of the same step and rank go, and what is half-written of this step or an earlier one:
+    nobody needs it. A process that is still writing such a one hears so when it is through.
 
     Raises:
-        OSError: The disk does not take it. All that was there before is as it was.
+        OSError: The disk does not take it, or another process has written this step or a later one meanwhile. All that
+            was there before is as it was.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".rank-{rank}.partial"
+    partial = folder / f".rank-{rank}.step-{train_step:08d}.{secrets.token_hex(8)}.partial"
+    part = f".rank-{rank}" if rank else ""
     try:
-        with partial.open("wb", buffering=0) as file:
+        with partial.open("xb", buffering=0) as file:
             check = _write(file, _header(document, staged.entries), staged.content())
             durable.sync(file)
-    except OSError:
+        path = folder / f"step-{train_step:08d}{part}-{check}.safetensors"
+        # Listed before this one is there: of two that are written at once neither removes the other.
+        earlier = [each.path for each in list_saved(folder, rank=rank) if each.train_step == train_step]
+        _give_name(partial, path)
+    except BaseException:
         _remove(partial)
         raise
-    part = f".rank-{rank}" if rank else ""
-    path = folder / f"step-{train_step:08d}{part}-{check}.safetensors"
-    partial.replace(path)
     durable.sync_folder(folder)
-    for other in list_saved(folder, rank=rank):
-        if other.train_step == train_step and other.path != path:
-            _remove(other.path)
+    for other in (*earlier, *_partials(folder, rank=rank, up_to=train_step)):
+        if other != path:
+            _remove(other)
     return Saved(path=path, train_step=train_step, rank=rank, check=check)
+
+
+def remove_partials(folder: Path) -> None:
+    """Remove whatever is half-written."""
+    for path in _partials(folder):
+        _remove(path)
 
 
 def read(saved: Saved, source: Path | None = None) -> Content:
@@ -149,6 +166,14 @@ def _write(file: Any, header: bytes, content: memoryview) -> str:
     return found.hexdigest()
 
 
+def _give_name(partial: Path, path: Path) -> None:
+    try:
+        partial.replace(path)
+    except FileNotFoundError as cause:
+        text = "removed before it was whole, as another process does that has saved this step or a later one"
+        raise FileNotFoundError(errno.ENOENT, text) from cause
+
+
 def _header(document: dict[str, Any], entries: Any) -> bytes:
     metadata = {_KEY: json.dumps({"format": FORMAT, **document})}
     text = json.dumps({"__metadata__": metadata, **entries}).encode()
@@ -164,6 +189,16 @@ def _paths(folder: Path) -> list[Path]:
         return list(folder.iterdir())
     except OSError:
         return []
+
+
+def _partials(folder: Path, *, rank: int | None = None, up_to: int | None = None) -> list[Path]:
+    """Files that are half-written: all, or one rank's up to a train step. Those that name none are of long ago."""
+    found = [(path, _PARTIAL.fullmatch(path.name)) for path in _paths(folder)]
+    return [
+        path
+        for path, name in found
+        if name and rank in (None, int(name[1])) and (up_to is None or int(name[2] or 0) <= up_to)
+    ]
 
 
 def _parse(path: Path) -> Saved | None:

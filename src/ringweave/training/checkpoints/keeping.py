@@ -144,6 +144,7 @@ class Checkpoints:
             return self._joined()
         if _place()[0] == 0:
             disk.remove(iter(disk.list_saved(self.folder)))
+            disk.remove_partials(self.folder)
         if dist.is_initialized():
             dist.barrier()
         return 0

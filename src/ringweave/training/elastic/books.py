@@ -53,6 +53,40 @@ class Books:
         """A batch that members compute now; it counts with the next reduction."""
         self._open.append((batch, roster))
 
+    def check_given(self, given: Indices, member: str) -> None:
+        """Compare what a member was given of the batch that was drawn last with what it is to compute of it.
+
+        Raises:
+            TrainingError: They are other samples.
+        """
+        due = part_of(*self._open[-1], member)
+        if not np.array_equal(given, due):
+            raise TrainingError(
+                f"samples of worker {member}: {_some(given)}, expected {_some(due)}. "
+                "Samples were lost or doubled; this is a bug of ringweave, please report it."
+            )
+
+    @property
+    def drawn(self) -> Account:
+        """All batches of the epoch that were drawn, and those before it whose gradients are still to be reduced."""
+        return sum((Account.of(batch) for batch, _ in self._open), self._expected)
+
+    def check_drawn(self, due: Account) -> None:
+        """Compare the batches that were drawn with those that were to be, at the end of an epoch.
+
+        Raises:
+            TrainingError: They are of other samples.
+        """
+        if self.drawn != due:
+            raise TrainingError(
+                f"batches of epoch {self.epoch}: {self.drawn}, expected {due}. "
+                "Batches were skipped or doubled; this is a bug of ringweave, please report it."
+            )
+
+    def drop(self) -> None:
+        """What was drawn and is not reduced yet is given up."""
+        self._open.clear()
+
     @property
     def num_planned(self) -> int:
         """Samples of the batches that the next reduction is of."""
@@ -105,6 +139,10 @@ class Books:
         self._expected, self._total, self._lost = (
             Account(num_samples=number, fingerprint=fingerprint) for number, fingerprint in words
         )
+
+
+def _some(indices: Indices) -> str:
+    return f"{len(indices)} ({', '.join(map(str, indices[:8]))}{', ...' if len(indices) > 8 else ''})"
 
 
 def part_of(batch: Indices, roster: Roster, member: str) -> Indices:

@@ -104,7 +104,7 @@ class Reduction:
         """It counts: hand the sums to DDP."""
         scale = commit.scale if is_mean else 1.0
         for bucket in self.buckets:
-            if scale != 1.0:
+            if scale != 1.0 and not _is_count(bucket.summed):
                 bucket.summed.mul_(scale)
             bucket.future.set_result(bucket.summed)
 
@@ -211,6 +211,11 @@ class Spread:
         except Exception as error:  # told where it is waited for
             self._error = error
         self._fetched.set()
+
+
+def _is_count(summed: Tensor) -> bool:
+    """Whole numbers count something; gradients never are."""
+    return not (summed.is_floating_point() or summed.is_complex())
 
 
 def _wait_quietly(work: Any) -> None:

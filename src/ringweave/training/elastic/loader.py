@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from ringweave.errors import TrainingError, explain
 from ringweave.planning import balancing
-from ringweave.planning.balancing import EpochOrder
+from ringweave.planning.balancing import Account, EpochOrder
 from ringweave.training.elastic.books import Books, ElasticAccount, part_of
 from ringweave.training.elastic.rosters import Rosters
 from ringweave.training.elastic.session import Session
@@ -71,6 +71,10 @@ class ElasticLoader(PreparedLoader):
         self._seed, self._parts = seed, parts
         self._source = IndexedSource(loader, self._portion)
         self._pass = 0
+        self._broken: int | None = None
+        """Epoch of a pass that was broken off, until the next one begins."""
+        self._has_peeked = False
+        """It was broken off before a train step."""
         self.account: ElasticAccount | None = None
         """That of the last epoch that was completed."""
 
@@ -95,19 +99,28 @@ class ElasticLoader(PreparedLoader):
         return whole + (rest > 0 and not self._reading.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
-        """This member's batches of the next epoch; none if the others are through with it."""
+        """This member's batches of the next epoch; none if the others are through with it.
+
+        Raises:
+            TrainingError: The pass before was broken off before its first train step.
+        """
+        if self._has_peeked:
+            raise _has_peeked()
         place, number = self._parts.place, self._pass
+        broken, self._broken = self._broken, None
         self._pass += 1
         if number < place.epoch:
             return
         if number > place.epoch:
-            place.epoch, place.position = number, 0
-            self._parts.books.open_epoch(number)
+            self._open_epoch(number)
+        elif number == broken:
+            self._parts.books.drop()
+            place.num_since_commit = 0
+            self._open_epoch(number)
         if place.position < self._end:
-            yield from self._rest()
-        place.epoch, place.position = number + 1, 0
+            yield from self._rest_of(number)
         self.account = self._parts.books.account()
-        self._parts.books.open_epoch(number + 1)
+        self._open_epoch(number + 1)
         self._parts.note(self.account)
         if not self.account.is_accounted:
             raise TrainingError(
@@ -121,10 +134,13 @@ class ElasticLoader(PreparedLoader):
             self._pass = number = self._parts.place.epoch
             yield number
             if self._parts.place.epoch == number:  # the script broke off its pass
-                self._parts.place.epoch, self._parts.place.position = number + 1, 0
+                self._open_epoch(number + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Which epoch the next pass is. Without it passes count up from 0."""
+        """Which epoch the next pass is. Without it passes count up from 0.
+
+        One whose pass this script has broken off begins anew; of one that the others are in, it is the rest.
+        """
         self._pass = epoch
 
     def state_dict(self) -> dict[str, int]:
@@ -188,10 +204,26 @@ class ElasticLoader(PreparedLoader):
         """Position at which an epoch is over."""
         return len(self) * self.batch_size if self._reading.drop_last else self._num_samples
 
+    def _open_epoch(self, number: int) -> None:
+        self._parts.place.epoch, self._parts.place.position = number, 0
+        self._parts.books.open_epoch(number)
+
+    def _rest_of(self, number: int) -> Iterator[Any]:
+        """The rest of the epoch; notes it where the script breaks off its pass."""
+        place = self._parts.place
+        num_before = place.num_drawn
+        try:
+            yield from self._rest()
+        except GeneratorExit:
+            self._broken = number
+            self._has_peeked = place.num_since_commit >= place.num_drawn - num_before
+            raise
+
     def _rest(self) -> Iterator[Any]:
         """Batches from the present position on; read again after every change of members."""
         parts, place = self._parts, self._parts.place
         order, version = self._order(), parts.rosters.version
+        due = parts.books.drawn + Account.of(order.passed(order.num_batches))
         batches, index = self._source.batches(order, place.num_drawn), 0
         while index < order.num_batches:
             parts.end_step()
@@ -202,11 +234,13 @@ class ElasticLoader(PreparedLoader):
                 version, order, index = parts.rosters.version, self._order(len(batch_indices)), 0
                 batches = self._source.batches(order, place.num_drawn - 1)
             batch, own = next(batches)
+            parts.books.check_given(own.indices, parts.member)
             index += 1
             parts.weights.set(len(own.indices), own.num_total)
             parts.timer.give(len(own.indices))
             parts.session.sign()
             yield batch
+        parts.books.check_drawn(due)
 
     def _draw(self, indices: np.ndarray) -> None:
         """The next batch is taken; with the session's lock held."""
@@ -229,6 +263,18 @@ class ElasticLoader(PreparedLoader):
     def _portion(self, number: int, batch: np.ndarray) -> Portion:
         own = part_of(batch, self._parts.rosters.of(number), self._parts.member)
         return Portion(indices=own, num_total=len(batch), stand_ins=stand_ins(batch))
+
+
+def _has_peeked() -> TrainingError:
+    return TrainingError(
+        explain(
+            "pass of the loader of an elastic job",
+            got="broken off before its first train step",
+            expected="train steps",
+            do="Look at a batch of the DataLoader that prepare was given: a worker that joins has to draw what the "
+            "others draw, and cannot look at a batch that they have drawn before",
+        )
+    )
 
 
 def check_reading(reading: Reading) -> None:

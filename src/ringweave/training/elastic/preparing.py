@@ -1,20 +1,15 @@
 """What `prepare` does in an elastic job: `ringweave run --elastic`."""
 
 import atexit
-import contextlib
 import os
 import signal
 import threading
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import ProcessGroupGloo
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -26,7 +21,7 @@ from ringweave.environment import WorkerEnvironment
 from ringweave.errors import TrainingError, explain
 from ringweave.membership.agent import Agent
 from ringweave.planning import modes
-from ringweave.training import reducing, timing
+from ringweave.training import timing, wrapping
 from ringweave.training.elastic import exits, seams
 from ringweave.training.elastic.crew import Facts, JobCrew, Means
 from ringweave.training.elastic.loader import ElasticLoader, ElasticParts
@@ -76,9 +71,7 @@ def prepare(
     shares = member.crew.rosters.latest.shares
     member.recorder.prepared(mode=mode, asked=asked.mode, reason=reason, shares=shares)
     weights = SampleWeights(num_ranks=1, is_mean=asked.reduction == "mean")
-    parallel = parallel_of(model, asked.ddp)
-    reducing.weigh(parallel, weights)
-    parallel.register_comm_hook(Hook(session=member.session, timer=timer), reduce_bucket)
+    parallel = wrapping.wrap(model, asked.ddp, member.session, weights, timer)
     timing.watch(timer, parallel, optimizer)
     parts = ElasticParts(
         member=member.name,
@@ -148,37 +141,6 @@ def trust_of(environment: WorkerEnvironment) -> wire.Tls:
     return wire.Tls(wire.Credentials.load_from(environment.credentials))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hook:
-    """State of DDP's communication hook."""
-
-    session: Session
-    timer: StepTimer
-
-
-def reduce_bucket(state: Hook, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """What DDP calls for every bucket."""
-    if bucket.is_last():
-        state.timer.gradients_ready()
-        # At the end of backward, before DDP's own: torch cannot hand a Python error on from a future to DDP.
-        with contextlib.suppress(RuntimeError):  # outside of backward: all parameters of the bucket are unused
-            torch.autograd.Variable._execution_engine.queue_callback(state.session.wait_counted)
-    return state.session.reduce(bucket.buffer(), is_last=bucket.is_last())
-
-
-def parallel_of(model: nn.Module, options: Mapping[str, Any]) -> DistributedDataParallel:
-    """The model under DDP, with the same buckets on a member that joins as on the others.
-
-    DDP orders its buckets anew after a process's first backward pass, unless it looks for unused parameters.
-    """
-    if options.get("static_graph"):
-        do = "Leave static_graph out: a worker that joins could not have the same buckets as the others"
-        raise TrainingError(explain("option static_graph of an elastic job", got=True, expected="False", do=do))
-    warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
-    wanted: dict[str, Any] = {**options, "find_unused_parameters": True}
-    return DistributedDataParallel(model, process_group=_alone(), **wanted)
-
-
 def check_group() -> None:
     """Refuse a script that has made a process group.
 
@@ -199,17 +161,6 @@ def check_group() -> None:
 def buffers_of(model: nn.Module) -> list[Tensor]:
     """What becomes the first member's with every reduction."""
     return list(model.buffers())
-
-
-def _alone() -> dist.ProcessGroup:
-    """A group of this process only, for DDP: what passes between members passes through the session."""
-    store, kinds = dist.HashStore(), dist.ProcessGroup.BackendType
-    group = dist.ProcessGroup(store, 0, 1)
-    group._set_default_backend(kinds.GLOO)
-    gloo = ProcessGroupGloo(store, 0, 1, timedelta(seconds=60))
-    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        group._register_backend(torch.device(device), kinds.GLOO, gloo)
-    return group
 
 
 def leave_on_terminate(session: Session) -> None:

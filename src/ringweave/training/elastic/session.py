@@ -44,6 +44,9 @@ class Session:
     def start(self, agent: Agent) -> Decree:
         """Become a member; returns with the first epoch, once this member has the job's state.
 
+        From here to its first border the script prepares its training. Nobody joins then: who came would have no part
+        in what the others do together meanwhile, and read a state that changes.
+
         Raises:
             MembershipError: It was not let in, or the job is over.
         """
@@ -57,6 +60,7 @@ class Session:
             if footing.catching is not None:
                 footing.catching.is_behind()
             assert footing.decree is not None
+            footing.where = replace(footing.where, at_border=False)
             return footing.decree
 
     def _may_start(self) -> bool:

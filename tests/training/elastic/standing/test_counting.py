@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ringweave.membership.rules.records import Decree, Standing
@@ -106,3 +107,35 @@ def test_what_an_epoch_left_unfinished_is_told_by_the_first_of_the_next(members:
     session.form(decree)
     assert session._counting.end(decree, footing.generation)
     assert crew.tells == [tells]
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda session: session.reduce(torch.ones(3), is_last=False),
+        lambda session: session._counting.begin_spread(dict, ()),
+    ],
+    ids=["reduce", "spread"],
+)
+def test_a_broken_group_says_nothing_of_the_epoch_that_was_ordered_meanwhile(
+    session: Session, monkeypatch: pytest.MonkeyPatch, begin: Callable[[Session], object]
+) -> None:
+    footing, accused = session._footing, []
+    failures = [RuntimeError("the group is broken")]
+    start, tell = footing.start_buckets, footing.tell_broken
+
+    def tell_late(error: Exception | None, *args: Any) -> None:
+        if error is not None:
+            session.freeze(is_urgent=True)
+            session.form(Decree(ballot=(1, 2), standings=(Standing(member="0.0", has_state=True, note=NOTE),)))
+        tell(error, *args)
+
+    monkeypatch.setattr(footing.agent, "accuse", lambda *args: accused.append(args))
+    monkeypatch.setattr(footing, "start_buckets", lambda: failures.pop() if failures else start())
+    monkeypatch.setattr(footing, "tell_broken", tell_late)
+    generation = footing.generation
+    begin(session)
+    assert (accused, footing.generation) == ([], generation + 1), "the order alone has ended the epoch before"
+    with footing.lock:
+        assert footing.lock.wait_for(lambda: footing.is_up, PATIENCE_S)
+    assert session.decree.ballot == (1, 2)

@@ -42,11 +42,11 @@ class Counting:
                 reduction.row, reduction.is_whole = footing.crew.row(), True
                 footing.layout = reduction.layout
                 footing.is_waiting = True
-            error = footing.start_buckets()
+            error, generation = footing.start_buckets(), footing.generation
             if footing.out is not None and footing.catching is None:
                 reduction.fail(seams.error_of(footing.out))
             footing.lock.notify_all()
-        footing.tell_broken(error)
+        footing.tell_broken(error, generation)
         return future
 
     def _present(self) -> Reduction:
@@ -67,9 +67,9 @@ class Counting:
             spread = Spread(footing.where.committed + 1, fetch, tensors, lambda: footing.generation)
             footing.reduction, footing.is_waiting = spread, True
             footing.where = replace(footing.where, at_border=False)  # who joined now would have no part in it
-            error = footing.start_buckets()
+            error, generation = footing.start_buckets(), footing.generation
             footing.lock.notify_all()
-        footing.tell_broken(error)
+        footing.tell_broken(error, generation)
         return spread
 
     def wait_counted(self) -> None:

@@ -115,12 +115,12 @@ class Footing:
 
     # Without it.
 
-    def tell_broken(self, error: Exception | None, generation: int | None = None, decree: Decree | None = None) -> None:
-        """The group does not work: if that is not known already, let the coordinator know."""
+    def tell_broken(self, error: Exception | None, generation: int, decree: Decree | None = None) -> None:
+        """The group of that generation does not work: if that is not known already, let the coordinator know."""
         if error is None:
             return
         with self.lock:
-            if generation is not None and generation != self.generation:
+            if generation != self.generation:
                 return
             decree = decree or self.decree
             self.is_up = False

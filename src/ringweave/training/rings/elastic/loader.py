@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader
 
-from ringweave.errors import TrainingError
+from ringweave.errors import TrainingError, explain
 from ringweave.planning import balancing
 from ringweave.planning.balancing import Account
 from ringweave.planning.balancing.epochs import Indices
@@ -60,6 +60,8 @@ class KeptRingLoader(PreparedLoader):
         self._pass = 0
         self._broken: int | None = None
         """Epoch of a pass that was broken off, until the rings have met."""
+        self._left_behind: int | None = None
+        """The last one that ended so."""
         self.account: ElasticAccount | None = None
         """That of the last epoch that was completed."""
 
@@ -89,11 +91,17 @@ class KeptRingLoader(PreparedLoader):
         return whole + (rest > 0)
 
     def __iter__(self) -> Iterator[Any]:
-        """This member's batches of the next epoch; none if the others are through with it."""
+        """This member's batches of the next epoch; none if the others are through with it.
+
+        Raises:
+            TrainingError: This script has broken off its pass of that epoch.
+        """
         parts, place, number = self._parts, self._parts.crew.place, self._pass
         self._leave_behind()
         self._pass += 1
         if number < place.epoch:
+            if number == self._left_behind:
+                raise _is_over(number)
             return
         if number > place.epoch:
             parts.session.change(lambda: self._open_epoch(number))
@@ -163,7 +171,7 @@ class KeptRingLoader(PreparedLoader):
         if self._broken is None:
             return
         number, self._broken = self._broken, None
-        parts = self._parts
+        parts, self._left_behind = self._parts, number
         parts.session.change(parts.crew.drop)
         parts.member.meet(number, {}, use_up=self._epoch_samples)
         parts.session.change(lambda: self._open_epoch(number + 1))
@@ -183,6 +191,17 @@ class KeptRingLoader(PreparedLoader):
                 f"account of epoch {number}: {self.account}, expected every sample once. "
                 "Samples were lost or doubled; this is a bug of ringweave, please report it."
             )
+
+
+def _is_over(number: int) -> TrainingError:
+    return TrainingError(
+        explain(
+            "epoch of an elastic job of rings",
+            got=number,
+            expected="one whose pass was not broken off, since it is over for all rings",
+            do="Name the next one; look at a batch of the DataLoader that prepare was given",
+        )
+    )
 
 
 class _Tickets(Iterable[list[int]]):

@@ -27,7 +27,7 @@ from ringweave.params.rules import StalenessPolicy
 from ringweave.params.serving import optimizers
 from ringweave.planning import balancing
 from ringweave.planning.balancing import Speed
-from ringweave.training import control, reducing
+from ringweave.training import control, wrapping
 from ringweave.training.choosing import forecasting
 from ringweave.training.elastic import exits, seams
 from ringweave.training.elastic import preparing as elastic
@@ -115,9 +115,7 @@ def prepare(
     seat, num_rings = _take_seat(given, asked, reach)
     enlisted = _enlist(given, asked, reach, timer, seat)
     weights = SampleWeights(num_ranks=1, is_mean=asked.elastic.reduction == "mean")
-    parallel = elastic.parallel_of(given.model, asked.elastic.ddp)
-    reducing.weigh(parallel, weights)
-    parallel.register_comm_hook(elastic.Hook(session=enlisted.session, timer=timer), elastic.reduce_bucket)
+    parallel = wrapping.wrap(given.model, asked.elastic.ddp, enlisted.session, weights, timer)
     if not enlisted.crew.place.is_latecomer:
         enlisted.member.refresh()
     parts = KeptParts(

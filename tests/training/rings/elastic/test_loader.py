@@ -1,0 +1,55 @@
+"""What the loader of a ring that may lose members does with a pass that was broken off, without a ring."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from ringweave.errors import TrainingError
+from ringweave.training.elastic.rosters import Roster
+from ringweave.training.loading import orders
+from ringweave.training.reducing import SampleWeights
+from ringweave.training.rings.elastic.loader import KeptRingLoader
+
+
+def made(epoch: int) -> KeptRingLoader:
+    """Of a ring with one member, which is in that epoch."""
+    place = SimpleNamespace(epoch=epoch, num_drawn=0)
+    nothing = lambda *_, **__: None  # noqa: E731 - what the ring hears of it
+    crew = SimpleNamespace(
+        place=place,
+        rosters=SimpleNamespace(of=lambda _: Roster(first_batch=0, members=("0.0",), shares=(4,))),
+        end_step=nothing,
+        draw=nothing,
+        drop=nothing,
+        open_epoch=lambda number: setattr(place, "epoch", number),
+    )
+    parts: Any = SimpleNamespace(
+        name="0.0",
+        session=SimpleNamespace(change=lambda change: change(), border=nothing, sign=nothing),
+        crew=crew,
+        member=SimpleNamespace(take=lambda *_: (0, 4), rest=nothing, meet=lambda *_, **__: {}),
+        weights=SampleWeights(num_ranks=1, is_mean=True),
+        timer=SimpleNamespace(begin=nothing, give=nothing),
+        num_rings=1,
+        note=nothing,
+    )
+    loader = DataLoader(TensorDataset(torch.arange(10)), batch_size=4)
+    return KeptRingLoader(loader, orders.read(loader), 0, parts)
+
+
+def test_an_epoch_that_was_broken_off_is_over_and_cannot_be_named_again() -> None:
+    loader = made(0)
+    assert len(next(iter(loader))[0]) == 4
+    loader.set_epoch(0)
+    expected = r"epoch of an elastic job of rings: 0, expected one whose pass was not broken off, .*Name the next one;"
+    with pytest.raises(TrainingError, match=expected):
+        next(iter(loader))
+
+
+def test_of_an_epoch_that_was_over_before_who_comes_later_gets_nothing() -> None:
+    loader = made(1)
+    loader.set_epoch(0)
+    assert list(loader) == []

@@ -1,0 +1,118 @@
+"""Which gradients a member has whose model uses other parameters than the others' do; the others are not there."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ringweave.errors import TrainingError
+from ringweave.training import wrapping
+from ringweave.training.reducing import SampleWeights
+
+A, B, NEVER = 0, 1, 2
+
+
+class Branches(nn.Module):
+    """Its samples say which parameter is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in (A, B, NEVER)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.sum() * self.parts[A if inputs[0] > 0 else B].sum()
+
+
+class Session:
+    """Whose reduction is of another member too, which has used these parameters, and whose gradients are all tens."""
+
+    def __init__(self, used: Sequence[int] = ()) -> None:
+        self._used = used
+        self._begun: list[tuple[Tensor, Any]] = []
+        self.were_last: list[bool] = []
+
+    def reduce(self, bucket: Tensor, *, is_last: bool) -> torch.futures.Future[Tensor]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        self._begun.append((bucket.clone(), future))
+        self.were_last.append(is_last)
+        return future
+
+    def wait_counted(self) -> None:
+        for summed, future in self._begun:
+            if summed.is_floating_point():
+                summed.add_(10.0 * bool(self._used))
+            else:
+                summed[list(self._used)] += 1
+            future.set_result(summed)
+        self._begun.clear()
+
+
+class Timer:
+    def gradients_ready(self) -> None: ...
+
+
+def made(session: Any, weights: SampleWeights) -> tuple[Branches, nn.Module]:
+    model, timer = Branches(), Timer()
+    parallel = wrapping.wrap(model, {}, session, weights, timer)  # pyrefly: ignore - what it asks of it
+    return model, parallel
+
+
+def gradients(model: Branches) -> list[float | None]:
+    return [None if each.grad is None else each.grad[0].item() for each in model.parts]
+
+
+@pytest.mark.parametrize("as_views", [False, True])
+@pytest.mark.parametrize(
+    ("used_there", "expected"),
+    [((), [3.0, None, None]), ((A,), [13.0, None, None]), ((B,), [13.0, 10.0, None])],
+)
+def test_a_parameter_that_another_member_has_used_gets_its_gradient_here_too(
+    used_there: Sequence[int], expected: list[float | None], as_views: bool
+) -> None:
+    session: Any = Session(used_there)
+    model = Branches()
+    timer: Any = Timer()
+    options = {"gradient_as_bucket_view": as_views}
+    parallel = wrapping.wrap(model, options, session, SampleWeights(num_ranks=1, is_mean=False), timer)
+    for _ in range(3):
+        model.zero_grad()
+        parallel(torch.tensor([1.0, 2.0])).backward()
+        assert gradients(model) == expected
+    assert session.were_last[-2:] == [False, True], "what was used comes last"
+
+
+@pytest.mark.parametrize(("used_there", "expected"), [((), [None] * 3), ((A,), [10.0, None, None])])
+def test_what_only_samples_have_used_that_do_not_count_nobody_has_used(
+    used_there: Sequence[int], expected: list[float | None]
+) -> None:
+    """They are those of a member that follows, or has none in a short last batch."""
+    weights = SampleWeights(num_ranks=1, is_mean=True)
+    model, parallel = made(Session(used_there), weights)
+    for _ in range(3):
+        weights.set(0, 4)
+        model.zero_grad()
+        parallel(torch.tensor([1.0, 2.0])).backward()
+        assert gradients(model) == expected
+        weights.set(4, 4)
+        model.zero_grad()
+        parallel(torch.tensor([-1.0, 2.0])).backward()
+        assert gradients(model)[B] == 1.0 + 10.0 * bool(used_there)
+
+
+def test_a_gradient_that_was_there_before_stays() -> None:
+    weights = SampleWeights(num_ranks=1, is_mean=True)
+    model, parallel = made(Session(), weights)
+    model.parts[A].grad = torch.zeros(2)
+    weights.set(0, 4)
+    parallel(torch.tensor([1.0, 2.0])).backward()
+    assert gradients(model) == [0.0, None, None]
+
+
+def test_static_graphs_are_refused() -> None:
+    session: Any = Session()
+    timer: Any = Timer()
+    weights = SampleWeights(num_ranks=1, is_mean=True)
+    with pytest.raises(TrainingError, match=r"option static_graph of an elastic job: True, expected False\. Leave "):
+        wrapping.wrap(Branches(), {"static_graph": True}, session, weights, timer)
