@@ -12,8 +12,7 @@ from pydantic import TypeAdapter
 
 from ringweave.errors import JobError, LaunchError, RingweaveError, UsageError, explain
 from ringweave.jobs.requests.request import Request
-from ringweave.launch.groups.config import read_script
-from ringweave.launch.services import views
+from ringweave.launch.services import submitting, views
 from ringweave.launch.services.service import LogLine, LogQuery, Rendered, Service, Submission
 from ringweave.launch.services.views import JobView
 
@@ -41,10 +40,14 @@ class RemoteService(Service):
             raise UsageError(explain("service", got=address, expected="http(s)://HOST:PORT", do=do, where="--on"))
         self._address, self._parts, self._token = address, parts, token
 
-    def submit(self, request: Request, *, base: Path, dry_run: bool = False) -> Submission:
+    def submit(
+        self, request: Request, *, base: Path, script_text: str | None = None, dry_run: bool = False
+    ) -> Submission:
         """Pass the request on; a script that is alone travels with it, a directory has to be there."""
-        script_text = read_script(base / request.script) if request.directory is None else None
-        if request.directory is not None:
+        if request.directory is None:
+            script_text = submitting.script_of(request, base, script_text)
+        else:
+            script_text = None
             request = replace(request, directory=str((base / request.directory).absolute()))
         body = {"request": str(request), "script_text": script_text, "dry_run": dry_run}
         answer = self._ask("POST", PREFIX, body)

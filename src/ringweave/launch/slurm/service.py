@@ -63,10 +63,12 @@ class SlurmService(Service):
             self._registry, slurm, environ=environ, patience=patience or Patience(), clock=clock, sleep=time.sleep
         )
 
-    def submit(self, request: Request, *, base: Path, dry_run: bool = False) -> Submission:
+    def submit(
+        self, request: Request, *, base: Path, script_text: str | None = None, dry_run: bool = False
+    ) -> Submission:
         """Admit the request, record its job, and ask Slurm for its allocation."""
         submitting.refuse_lab(request, "slurm")
-        origin = submitting.origin_of(request, base, self._environ)
+        origin = submitting.origin_of(request, base, self._environ, script_text)
         hosts = self._slurm.hosts(self._environ)
 
         def make(there: Sequence[Job]) -> Entry:

@@ -8,11 +8,14 @@ import pytest
 
 from ringweave.errors import JobError
 from ringweave.jobs.life.records import Record
+from ringweave.jobs.requests.request import NodeRequest, Request
 from ringweave.launch.local.jobs.folders import REGISTRY
 from ringweave.launch.local.jobs.registry import Registry
+from ringweave.launch.services.remote import RemoteService
 from ringweave.launch.services.service import LogQuery
 from tests.launch.conftest import wait_until
 from tests.launch.local.jobs.conftest import Here, Running, processes_of
+from tests.launch.services.served import TOKEN, served
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
@@ -165,6 +168,19 @@ def test_a_supervisor_that_was_brought_back_leads_on_when_its_agent_goes_back_to
     record = wait_registered(here, "Succeeded", 2)
     node = int(other.command[-2])
     assert [record.nodes[index].retries for index in (node, 1 - node)] == [1, 0], "who was killed alone pays, and once"
+
+
+def test_a_script_that_came_by_the_remote_protocol_runs(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = here.folder / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    (here.folder / "script.py").write_text("import os; print(os.getcwd())")
+    nodes = (NodeRequest(name="n0", capacity=1),)
+    request = Request(name="job", num_workers=1, script="script.py", nodes=nodes, device="cpu", min_per_node=1)
+    with served(here.service) as adapter:
+        RemoteService(f"http://127.0.0.1:{adapter.server_port}", TOKEN).submit(request, base=here.folder)
+    here.wait(lambda job: job.state.is_end)
+    assert text_of(here) == [str(home)]
 
 
 def test_logs_are_followed_to_the_end(here: Here) -> None:

@@ -58,9 +58,11 @@ class LocalService(Service):
         self._clock, self._sleep = clock, sleep
         self._farewells = Farewells()
 
-    def submit(self, request: Request, *, base: Path, dry_run: bool = False) -> Submission:
+    def submit(
+        self, request: Request, *, base: Path, script_text: str | None = None, dry_run: bool = False
+    ) -> Submission:
         """Admit the request, register its job, and start its supervisor."""
-        origin = submitting.origin_of(request, base, self._environ)
+        origin = submitting.origin_of(request, base, self._environ, script_text)
         origin = replace(origin, cluster=submitting.lab_cluster(request))
         if dry_run:
             entry = self._admitted(request, origin, [each.job for each in self._registry.all()])
