@@ -151,6 +151,19 @@ def test_who_was_called_back_is_seen_to_be_before_it_hears_of_it(folder: JobFold
     os.close(held)
 
 
+def test_an_agent_that_is_gone_before_its_lock_is_leaving(folder: JobFolder) -> None:
+    group = folder.group(0, 1)
+    group.root.mkdir(parents=True)
+    held = locks.try_lock(group.alive)  # by the guard of its workers
+    assert held is not None
+    group.orders.write_text(posts.dump_orders(Orders(round=1, leave=True)))
+    os.utime(group.orders, (1.0, 1.0))
+    group.report.write_text(posts.dump_report(Report(round=1, phase=Phase.RUNNING, pid=2**30)))
+    (seen,) = local_place(folder).observe().groups
+    os.close(held)
+    assert seen.leaving
+
+
 @pytest.mark.parametrize("has_reported", [True, False])
 def test_an_agent_that_does_not_leave_is_killed(
     folder: JobFolder, agents: list, monkeypatch, has_reported: bool

@@ -85,9 +85,9 @@ class LocalPlace(FolderPlace):
 
     def _agents(self, folder: GroupFolder, report: Report | None) -> Iterator[psutil.Process]:
         """The group's agent; it is looked for among all processes where it has never said its number."""
-        candidates = psutil.process_iter() if report is None else [psutil.Process(report.pid)]
-        for process in candidates:
+        for pid in psutil.pids() if report is None else [report.pid]:
             with contextlib.suppress(psutil.Error):
                 # A process id may be somebody else's by now.
+                process = psutil.Process(pid)
                 if process.cmdline()[-3:] == self._arguments(folder):
                     yield process
