@@ -1,5 +1,6 @@
 """The reference adapter is really run, and asked by the client as an adapter of somebody else would be."""
 
+import http.client
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +63,28 @@ def test_logs_are_streamed(there: RemoteService, local: LocalService, tmp_path: 
     assert lines == [LogLine(node="n0", attempt=1, round=1, rank=1, text=text) for text in ("a", "ü")]
     with pytest.raises(JobError, match="rank: 7, expected 0 to 2"):
         there.logs("job", LogQuery(rank=7))
+
+
+def test_logs_may_be_silent_for_long(
+    there: RemoteService, local: LocalService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there.submit(REQUEST, base=tmp_path)
+    logs = job_folder(tmp_path / "state", local._registry.all()[0].id).runs("n0", 1) / "round-1" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "rank-0.log").write_text("a\n")
+    made = []
+    connect = http.client.HTTPConnection.connect
+
+    def connected(connection: http.client.HTTPConnection) -> None:
+        connect(connection)
+        made.append(connection.sock)
+
+    monkeypatch.setattr(http.client.HTTPConnection, "connect", connected)
+    lines = there.logs("job", LogQuery())
+    assert [sock.gettimeout() for sock in made] == [None], "whatever is read of it may take any time"
+    assert [line.text for line in lines] == ["a"]
+    there.job("job")
+    assert made[-1].gettimeout() == remote.TIMEOUT_S
 
 
 def test_the_script_that_travels_is_the_one_that_runs(there: RemoteService, tmp_path: Path) -> None:

@@ -71,9 +71,9 @@ class RemoteService(Service):
         """Lines as they come."""
         asked = {"node": which.node, "rank": which.rank, "attempt": which.attempt}
         query = {key: value for key, value in asked.items() if value is not None} | {"follow": int(which.follow)}
-        connection, response = self._open("GET", f"{PREFIX}/{quote(name, safe='')}/logs?{urlencode(query)}")
-        if connection.sock is not None:
-            connection.sock.settimeout(None)
+        connection, response = self._open(
+            "GET", f"{PREFIX}/{quote(name, safe='')}/logs?{urlencode(query)}", may_be_silent=True
+        )
         return self._lines(connection, response)
 
     def _lines(self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> Iterator[LogLine]:
@@ -83,6 +83,7 @@ class RemoteService(Service):
         except (OSError, http.client.HTTPException, ValueError, TypeError) as error:
             raise self._failure(str(error) or type(error).__name__) from error
         finally:
+            response.close()
             connection.close()
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -95,9 +96,15 @@ class RemoteService(Service):
             connection.close()
 
     def _open(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, may_be_silent: bool = False
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         """A response that is no error.
+
+        Args:
+            method: Of the request.
+            path: Likewise.
+            body: Likewise, as JSON.
+            may_be_silent: What follows the head of the answer may come at any time.
 
         Raises:
             JobError: The adapter refuses; the text is its own.
@@ -110,8 +117,11 @@ class RemoteService(Service):
             headers["Authorization"] = f"Bearer {self._token}"
         try:
             connection.request(method, path, None if body is None else json.dumps(body), headers)
+            sock = connection.sock  # of an answer that ends with its connection, the response alone keeps it
             response = connection.getresponse()
             if response.status == http.client.OK:
+                if may_be_silent and sock is not None:
+                    sock.settimeout(None)
                 return connection, response
             said = response.read(2**20).decode(errors="replace")
         except (OSError, http.client.HTTPException) as error:
