@@ -211,6 +211,17 @@ def test_slurm_is_asked_to_remove_it_when_its_ttl_is_over(tmp_path, fake, servic
 
 def test_another_run_has_another_end(tmp_path, fake, service):
     service.submit(a_request("ttl: 3600s\n"), base=tmp_path)
+def test_who_looks_when_a_ttl_has_passed_is_told_how_it_ended(tmp_path, fake, service):
+    service.submit(a_request("ttl: 5s\n"), base=tmp_path)
+    service.act("text", "stop")
+    assert service.job("text").state == "Stopped"
+    fake.now_s += 6
+    assert service.job("text").state == "Stopped", "this look removes it"
+    assert files(tmp_path) == ["submit.lock"]
+    with pytest.raises(JobError, match="job: 'text', expected the name of a job that is here"):
+        service.job("text")
+
+
     service.act("text", "stop")
     fake.now_s += 60
     service.act("text", "retry")

@@ -104,12 +104,18 @@ class SlurmService(Service):
 
     def job(self, name: str) -> JobView:
         """One job, with its events."""
-        gone = self._farewells.last(name) if self._registry.find(name) is None else None
-        if gone is not None:
-            return views.view(gone, place="slurm")
-        entry = self._find(name, "status")
-        self._farewells.listen(self._registry.folder(name).root, entry.job)
-        return self._view(self._tended(entry), with_events=True)
+        entry = self._registry.find(name)  # once: it may be forgotten at any moment, also by the look at it
+        tended = None
+        if entry is not None:
+            self._check("status", entry.job.requester, self._clock())
+            self._farewells.listen(self._registry.folder(name).root, entry.job)
+            tended = self._tending.tend(name)
+        if tended is not None:
+            return self._view(tended, with_events=True)
+        gone = self._farewells.last(name)
+        if gone is None:
+            raise self._unknown(name)
+        return views.view(gone, place="slurm")
 
     def act(self, name: str, verb: str) -> JobView:
         """Ask something of a job; what needs its controller is seen by it in a moment."""
