@@ -177,7 +177,21 @@ def test_the_server_comes_first_and_stays_for_the_other_nodes(stage: Stage) -> N
     outcome = stage.crew.look()
     assert outcome is not None
     assert outcome.phase is Phase.SUCCEEDED
-    assert stage.happened[2:] == ["workers gone", "server ends", "done"]
+    assert stage.happened[2:] == ["server ends", "workers gone", "done"]
+
+
+def test_nothing_of_the_workers_is_left_though_the_server_cannot_be_ended(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end() -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(stage, "end", end)
+    stage.finish()
+    stage.wanted = False
+    with pytest.raises(OSError, match="No space left"):
+        stage.crew.look()
+    assert stage.happened[2:] == ["workers gone"]
 
 
 def test_a_crew_that_is_called_back_does_not_wait_for_the_server(stage: Stage) -> None:
