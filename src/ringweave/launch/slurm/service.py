@@ -7,7 +7,7 @@ from pathlib import Path
 
 import platformdirs
 
-from ringweave.errors import JobError, explain
+from ringweave.errors import JobError, LaunchError, explain
 from ringweave.files.problems import closest
 from ringweave.jobs.admission import admitting, policy
 from ringweave.jobs.admission.permissions import PermissionCache
@@ -87,9 +87,8 @@ class SlurmService(Service):
             tended = self._tending.tend(request.name, may_ask=True)
         except SlurmSilentError:
             raise  # it may have taken the job: what is recorded finds that out
-        except Exception:
-            # Slurm refused it: nothing of it is there, and its name is free again.
-            self._registry.forget(entry)
+        except Exception as error:
+            self._check_refused(entry, error)
             raise
         return Submission(job=self._view(tended or Tended(entry=entry, allocation=None)), objects=self._objects(entry))
 
@@ -137,6 +136,23 @@ class SlurmService(Service):
         entry = self._find(name, "logs")
         submitting.check_query(entry.job, which)
         return logs.read(self._registry.folder(name), which, is_over=lambda: self._is_over(name), sleep=time.sleep)
+
+    def _check_refused(self, entry: Entry, error: Exception) -> None:
+        """Forget a job that Slurm refused: nothing of it is there, and its name is free again.
+
+        Raises:
+            LaunchError: Slurm has taken it, and what went wrong came after that.
+        """
+        name = entry.job.request.name
+        with self._registry.changing(name) as latest:
+            if latest is None or latest.id != entry.id:
+                return
+            job_id = latest.hold.allocation
+            if job_id is None:
+                self._registry.forget(entry)
+                return
+        look = f"Look again with ringweave status {name} --on slurm"
+        raise LaunchError(f"{error} Slurm has taken job {name}: it is Slurm job {job_id}. {look}.") from error
 
     def _admitted(self, request: Request, there: Sequence[Job]) -> Job:
         return admitting.admit(
