@@ -99,7 +99,7 @@ class Supervisor:
         if entry is None:
             self._clear()
             return True
-        observed = self._place(entry).observe()
+        observed = self._place(entry).observe(sweeps=False)  # another supervisor may lead it by now
         return not _is_under_way(observed) and not reconcile(entry.job, observed, self._clock())
 
     def _do(self, place: LocalPlace, action: Action, now: float) -> None:
