@@ -23,7 +23,7 @@ from ringweave.launch.local.jobs.bells import Bell
 from ringweave.launch.local.jobs.folders import REGISTRY, JobFolder, job_folder
 from ringweave.launch.local.jobs.group import gpus_of
 from ringweave.launch.local.jobs.place import LocalPlace
-from ringweave.launch.local.jobs.post import FilePost
+from ringweave.launch.local.jobs.post import WATCH_S, FilePost
 from ringweave.launch.local.jobs.registry import Entry, Origin, Registry
 from ringweave.launch.workers import Meeting
 from tests.launch.conftest import wait_until
@@ -177,6 +177,21 @@ def test_who_has_given_the_lock_back_leaves_what_another_supervisor_makes(tmp_pa
     group.root.mkdir(parents=True)
     assert not supervisor.Supervisor(tmp_path, "job-1").is_idle()
     assert group.root.exists()
+
+
+def test_an_agent_goes_on_where_no_supervisor_can_be_started(folder: JobFolder) -> None:
+    now_s, tried_s = [0.0], list[float]()
+
+    def supervise() -> None:
+        tried_s.append(now_s[0])
+        raise LaunchError("supervisor could not be started: no space left.")
+
+    group = folder.group(0, 1)
+    group.root.mkdir(parents=True)
+    here = FilePost(folder, group, supervise, clock=lambda: now_s[0])
+    for now_s[0] in (1.0, WATCH_S, WATCH_S + 1.0, 2 * WATCH_S):
+        here.wait(0.0)
+    assert tried_s == [WATCH_S, 2 * WATCH_S]
 
 
 @pytest.mark.parametrize("has_reported", [True, False])
