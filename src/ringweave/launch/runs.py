@@ -20,7 +20,7 @@ from ringweave.launch.elastic.coordinating import JobCoordinators
 from ringweave.launch.elastic.restarting import Restarts
 from ringweave.launch.elastic.supervising import ElasticSupervisor, name_member
 from ringweave.launch.launcher import WorkerState
-from ringweave.launch.local.launcher import LocalLauncher
+from ringweave.launch.local.launcher import Around, LocalLauncher
 from ringweave.launch.local.merging import Console
 from ringweave.launch.local.sites import Site, ThisMachine
 from ringweave.launch.orders import BLOCK, Order
@@ -122,6 +122,7 @@ def _attempt(
                 environ,
                 enter=request.site.enter,
                 secret=helpers[-1].secret if helpers else lambda worker: None,
+                around=Around(is_other=lambda process: any(process.pid in each.pids for each in helpers)),
             ) as launcher,
         ):
             launcher.start(group)

@@ -74,6 +74,11 @@ class JobServer:
         return self._processes[0].poll() if len(self._processes) == 1 else None
 
     @property
+    def pids(self) -> frozenset[int]:
+        """Of it and of its standby, as far as they run."""
+        return frozenset(process.pid for process in self._processes if process.poll() is None)
+
+    @property
     def num_peers(self) -> int:
         """Connections that are open now, to it and to its standby."""
         return sum(

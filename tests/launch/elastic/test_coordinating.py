@@ -44,6 +44,8 @@ def test_one_that_died_comes_back_as_a_standby_with_its_own_index(tmp_path: Path
 
     with crew.running(os.environ):
         wait_until(look, "another coordinator")
+        assert len(crew.pids) == 2, "those that run"
+    assert not crew.pids
     assert site.asked == [("a", False, 0), ("b", True, 1), ("a", True, 0)]
     first, second = (f"{post.meeting.host}:{post.meeting.port}" for post in posts)
     assert site.others == [second, first, second], "each knows where the other one is"

@@ -95,6 +95,18 @@ def test_a_script_that_cannot_travel(content: bytes | None, text: str, tmp_path:
         configs.read_script(tmp_path / "x.py")
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("#" * (2**20 + 1), r"bytes of script x\.py: 1048577, expected at most 1048576 \(1 MiB\), which travel with"),
+        ("\ud800", r"script x\.py: 'characters that are no UTF-8', expected a Python file\. Write it as UTF-8\."),
+    ],
+)
+def test_a_text_that_cannot_travel(text: str, said: str) -> None:
+    with pytest.raises(JobError, match=said):
+        configs.check_script(text, "x.py")
+
+
 def test_what_is_told_reads_back() -> None:
     report = Report(round=2, phase=Phase.FAILED, pid=7, cause=Cause.PLACE, text="x", meeting=MEETING, last_loss=0.1)
     assert posts.parse_report(posts.dump_report(report)) == report

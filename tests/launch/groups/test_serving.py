@@ -69,22 +69,27 @@ def test_workers_are_told_where_the_server_is(tmp_path: Path) -> None:
     assert group.workers[0].environ["RINGWEAVE_MODE"] == "ps-hra"
 
 
-def test_credentials_are_handed_over_once_and_those_of_a_former_round_are_gone(tmp_path: Path) -> None:
+def test_credentials_are_handed_over_once_and_those_of_the_round_before_stay(tmp_path: Path) -> None:
     secrets = tmp_path / "secrets"
     handover = SharedFolder(secrets)
     desk = ServerDesk(CONFIG, "a", ThisMachine(), handover)
-    desk.offer(1)
-    meeting = desk.offer(2)
+    for round_ in (1, 2):
+        desk.offer(round_)
+    meeting = desk.offer(3)
     assert meeting.host == "127.0.0.1"
     files = sorted(path for path in secrets.rglob("*") if path.is_file())
-    assert [str(path.relative_to(secrets)) for path in files] == [f"round-2/worker-{rank}.json" for rank in range(3)]
+    wanted = [f"round-{round_}/worker-{rank}.json" for round_ in (2, 3) for rank in range(3)]
+    assert [str(path.relative_to(secrets)) for path in files] == wanted, "somebody may still be starting round 2"
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
-    credentials = handover.take(2, 1)
+    credentials = handover.take(3, 1)
     assert (credentials.identity.role, credentials.identity.name) == ("worker", "1")
     with pytest.raises(FileNotFoundError):
-        handover.take(2, 1)
-    assert desk.server(1, RunDir(root=tmp_path), {}) is None
-    assert desk.server(2, RunDir(root=tmp_path), {}) is not None
+        handover.take(3, 1)
+    desk.offer(3)
+    assert handover.take(3, 1) != credentials
+    assert handover.take(2, 1).identity.name == "1"
+    assert desk.server(2, RunDir(root=tmp_path), {}) is None
+    assert desk.server(3, RunDir(root=tmp_path), {}) is not None
 
 
 class FakeServer:
@@ -177,7 +182,21 @@ def test_the_server_comes_first_and_stays_for_the_other_nodes(stage: Stage) -> N
     outcome = stage.crew.look()
     assert outcome is not None
     assert outcome.phase is Phase.SUCCEEDED
-    assert stage.happened[2:] == ["workers gone", "server ends", "done"]
+    assert stage.happened[2:] == ["server ends", "workers gone", "done"]
+
+
+def test_nothing_of_the_workers_is_left_though_the_server_cannot_be_ended(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end() -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(stage, "end", end)
+    stage.finish()
+    stage.wanted = False
+    with pytest.raises(OSError, match="No space left"):
+        stage.crew.look()
+    assert stage.happened[2:] == ["workers gone"]
 
 
 def test_a_crew_that_is_called_back_does_not_wait_for_the_server(stage: Stage) -> None:

@@ -33,6 +33,11 @@ def test_a_script_that_is_not_there_is_refused(tmp_path: Path) -> None:
         service().submit(Request(script="train.py", **REQUEST), base=tmp_path)
 
 
+def test_a_script_that_was_handed_over_is_not_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="Kubernetes API server"):
+        service().submit(Request(script="train.py", **REQUEST), base=tmp_path, script_text="print()")
+
+
 def test_an_api_server_that_does_not_answer_is_named() -> None:
     with pytest.raises(LaunchError, match=r"Kubernetes API server: .* expected an answer.*\[http://127\.0\.0\.1:9\]"):
         service().jobs()

@@ -61,7 +61,12 @@ def job() -> Job:
 class Told(Service):
     """Of a place that is not this machine."""
 
-    def submit(self, request: Request, *, base: Path, dry_run: bool = False) -> Submission:
+    script_text: str | None = None
+
+    def submit(
+        self, request: Request, *, base: Path, script_text: str | None = None, dry_run: bool = False
+    ) -> Submission:
+        self.script_text = script_text
         if base.name == "taken":
             raise JobError(f"remove it with ringweave delete {request.name}.")
         return Submission(job=self.job(request.name))
@@ -84,9 +89,11 @@ class Told(Service):
 
 
 def test_all_that_a_service_says() -> None:
-    service = PlacedService(Told(), "slurm")
+    told = Told()
+    service = PlacedService(told, "slurm")
     seen = [service.job("text"), *service.jobs(), service.act("text", "resume")]
-    seen.append(service.submit(REQUEST, base=Path("free")).job)
+    seen.append(service.submit(REQUEST, base=Path("free"), script_text="print()").job)
+    assert told.script_text == "print()"
     for view in seen:
         assert view.reason is not None
         assert view.nodes[0].reason is not None

@@ -1,7 +1,8 @@
 """The reference adapter is really run, and asked by the client as an adapter of somebody else would be."""
 
-import threading
+import http.client
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from ringweave.launch.services import finding, remote
 from ringweave.launch.services.adapter import Adapter
 from ringweave.launch.services.remote import RemoteService
 from ringweave.launch.services.service import LogLine, LogQuery
+from tests.launch.services.served import TOKEN, served
 
 REQUEST = Request(name="job", num_workers=3, script="s.py", nodes=(NodeRequest(name="n0", capacity=3),), device="cpu")
 
@@ -28,17 +30,13 @@ def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalService:
 
 @pytest.fixture
 def adapter(local: LocalService) -> Iterator[Adapter]:
-    with Adapter(local, "secret") as adapter:
-        thread = threading.Thread(target=adapter.serve_forever)
-        thread.start()
+    with served(local) as adapter:
         yield adapter
-        adapter.shutdown()
-        thread.join()
 
 
 @pytest.fixture
 def there(adapter: Adapter) -> RemoteService:
-    return RemoteService(f"http://127.0.0.1:{adapter.server_port}", "secret")
+    return RemoteService(f"http://127.0.0.1:{adapter.server_port}", TOKEN)
 
 
 def test_it_answers_as_the_service_does(there: RemoteService, local: LocalService, tmp_path: Path) -> None:
@@ -65,6 +63,36 @@ def test_logs_are_streamed(there: RemoteService, local: LocalService, tmp_path: 
     assert lines == [LogLine(node="n0", attempt=1, round=1, rank=1, text=text) for text in ("a", "ü")]
     with pytest.raises(JobError, match="rank: 7, expected 0 to 2"):
         there.logs("job", LogQuery(rank=7))
+
+
+def test_logs_may_be_silent_for_long(
+    there: RemoteService, local: LocalService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there.submit(REQUEST, base=tmp_path)
+    logs = job_folder(tmp_path / "state", local._registry.all()[0].id).runs("n0", 1) / "round-1" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "rank-0.log").write_text("a\n")
+    made = []
+    connect = http.client.HTTPConnection.connect
+
+    def connected(connection: http.client.HTTPConnection) -> None:
+        connect(connection)
+        made.append(connection.sock)
+
+    monkeypatch.setattr(http.client.HTTPConnection, "connect", connected)
+    lines = there.logs("job", LogQuery())
+    assert [sock.gettimeout() for sock in made] == [None], "whatever is read of it may take any time"
+    assert [line.text for line in lines] == ["a"]
+    there.job("job")
+    assert made[-1].gettimeout() == remote.TIMEOUT_S
+
+
+def test_the_script_that_travels_is_the_one_that_runs(there: RemoteService, tmp_path: Path) -> None:
+    request = str(replace(REQUEST, script=str(tmp_path / "s.py")))
+    body = {"request": request, "script_text": "print('sent')", "dry_run": True}
+    assert "print('sent')" in there._ask("POST", remote.PREFIX, body)["objects"][0]["text"]
+    with pytest.raises(JobError, match=r"script_text: None, expected the text of the script\. Send the script's text"):
+        there._ask("POST", remote.PREFIX, body | {"script_text": None})
 
 
 def test_a_directory_has_to_be_there(there: RemoteService, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from ringweave.errors import JobError, LaunchError
 from ringweave.jobs.admission import policy
 from ringweave.launch.services.service import LogQuery
 from ringweave.launch.slurm import sweeping
-from ringweave.launch.slurm.asking.commands import Slurm
+from ringweave.launch.slurm.asking.commands import Done, Slurm
 from ringweave.launch.slurm.registry import Registry
 from ringweave.launch.slurm.service import SlurmService
 from ringweave.launch.slurm.tending import Tending
@@ -69,6 +69,19 @@ def test_what_slurm_refuses_leaves_nothing(tmp_path, fake, service):
         service.submit(a_request(), base=tmp_path)
     assert service.jobs() == []
     assert files(tmp_path) == ["submit.lock"]
+
+
+def test_what_slurm_has_taken_stays_though_it_cannot_be_asked_about(tmp_path, fake, service, monkeypatch):
+    lost = Done(code=1, out="", err="slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n")
+    scontrol = fake.scontrol
+    monkeypatch.setattr(fake, "scontrol", lambda argv, stdin: lost)
+    said = r"Unable to contact slurm controller .*Slurm has taken job text: it is Slurm job 10\. Look again with"
+    with pytest.raises(LaunchError, match=said):
+        service.submit(a_request(), base=tmp_path)
+    monkeypatch.setattr(fake, "scontrol", scontrol)
+    assert "Slurm job 10" in str(service.job("text").reason)
+    service.act("text", "delete")
+    assert fake.states == {10: "CANCELLED"}
 
 
 def test_an_answer_of_sbatch_that_nobody_heard_leaves_no_job_behind(tmp_path, fake, service):
@@ -196,6 +209,17 @@ def test_a_ttl_that_has_passed_removes_it_at_the_next_look(tmp_path, fake, servi
     service.act("text", "stop")
     assert service.jobs() == []
     assert files(tmp_path) == ["submit.lock"]
+
+
+def test_who_looks_when_a_ttl_has_passed_is_told_how_it_ended(tmp_path, fake, service):
+    service.submit(a_request("ttl: 5s\n"), base=tmp_path)
+    service.act("text", "stop")
+    assert service.job("text").state == "Stopped"
+    fake.now_s += 6
+    assert service.job("text").state == "Stopped", "this look removes it"
+    assert files(tmp_path) == ["submit.lock"]
+    with pytest.raises(JobError, match="job: 'text', expected the name of a job that is here"):
+        service.job("text")
 
 
 def test_slurm_is_asked_to_remove_it_when_its_ttl_is_over(tmp_path, fake, service):

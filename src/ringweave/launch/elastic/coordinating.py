@@ -61,6 +61,11 @@ class JobCoordinators:
         """(host, port) of each, the one that decides first."""
         return tuple((post.meeting.host, post.meeting.port) for post in self._posts)
 
+    @property
+    def pids(self) -> frozenset[int]:
+        """Of those that run."""
+        return frozenset(process.pid for process in self._processes if process.poll() is None)
+
     def secret(self, worker: WorkerSpec) -> int:
         """A descriptor of the worker's credentials, for it to inherit: they name the very process."""
         return self._authority.issue("worker", worker.environ["RINGWEAVE_MEMBER"]).to_descriptor()

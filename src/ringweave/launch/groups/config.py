@@ -106,16 +106,29 @@ def read_script(path: Path) -> str:
     """
     do = "Check the path, or give the folder that it needs around it as directory"
     try:
-        content = path.read_bytes()
-        text = content.decode()
+        text = path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
         got = error.strerror if isinstance(error, OSError) else "bytes that are no UTF-8"
         raise JobError(explain(f"script {path}", got=got, expected="a Python file", do=do, where="script")) from error
-    if len(content) > MAX_BYTES:
+    check_script(text, str(path))
+    return text
+
+
+def check_script(text: str, path: str) -> None:
+    """Refuse a script that cannot travel with its job.
+
+    Raises:
+        JobError: It is too long, or has characters that no file can have.
+    """
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError as error:
+        do, got = "Write it as UTF-8", "characters that are no UTF-8"
+        raise JobError(explain(f"script {path}", got=got, expected="a Python file", do=do, where="script")) from error
+    if num_bytes > MAX_BYTES:
         do = "Put what it needs beside it, and give that folder as directory"
         expected = f"at most {MAX_BYTES} (1 MiB), which travel with the job"
-        raise JobError(explain(f"bytes of script {path}", got=len(content), expected=expected, do=do, where="script"))
-    return text
+        raise JobError(explain(f"bytes of script {path}", got=num_bytes, expected=expected, do=do, where="script"))
 
 
 def dumps(config: Config) -> str:

@@ -59,9 +59,10 @@ class Crew:
                 server.start()
             launcher.start(group)
         except BaseException as error:
-            launcher.__exit__(None, None, None)
-            self._end_server()
-            books.close(outcome="failed", exit_code=1, cause=str(error))
+            try:
+                self._end_all()
+            finally:
+                books.close(outcome="failed", exit_code=1, cause=str(error))
             raise
         books.workers_started(launcher.pid)
 
@@ -103,13 +104,16 @@ class Crew:
             return False
         return self._server.is_wanted(now_s)
 
-    def _end_server(self) -> None:
-        if self._server is not None:
-            self._server.end()
+    def _end_all(self) -> None:
+        """The server first: to the launcher it would be something that the workers left behind."""
+        try:
+            if self._server is not None:
+                self._server.end()
+        finally:
+            self._launcher.__exit__(None, None, None)
 
     def _close(self, states: Sequence[WorkerState]) -> Outcome:
-        self._launcher.__exit__(None, None, None)
-        self._end_server()
+        self._end_all()
         deaths = [self._death(state) for state in states if state.exit and not state.exit.is_good]
         outcome = conclude(deaths)
         if self._server_death:

@@ -16,7 +16,7 @@ class Handover(abc.ABC):
         """Have those of all workers of a round be there for the other groups when this returns.
 
         Args:
-            round_: Of the gate; those of a former one are gone then.
+            round_: Of the gate; those of former ones may be gone then.
             credentials: Global rank -> what its worker needs.
 
         Raises:
@@ -38,12 +38,14 @@ class SharedFolder(Handover):
     """Files of the job's owner, each gone when it was read."""
 
     def __init__(self, folder: Path) -> None:
-        """The folder is made for its owner alone, and removed between two rounds."""
+        """The folder is made for its owner alone."""
         self._folder = folder
 
     def give(self, round_: int, credentials: Mapping[int, Credentials]) -> None:
-        """Write them."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Write them, and remove those of other rounds but for the one before: some may still be starting it."""
+        for folder in self._folder.glob("round-*"):
+            if folder != self._round(round_ - 1):
+                shutil.rmtree(folder, ignore_errors=True)
         for global_rank, each in credentials.items():
             each.save(self._file(round_, global_rank))
 
@@ -54,5 +56,8 @@ class SharedFolder(Handover):
         path.unlink()
         return found
 
+    def _round(self, round_: int) -> Path:
+        return self._folder / f"round-{round_}"
+
     def _file(self, round_: int, global_rank: int) -> Path:
-        return self._folder / f"round-{round_}" / f"worker-{global_rank}.json"
+        return self._round(round_) / f"worker-{global_rank}.json"

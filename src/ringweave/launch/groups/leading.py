@@ -3,8 +3,8 @@
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
@@ -21,7 +21,7 @@ from ringweave.launch.groups.handing import Handover
 from ringweave.launch.groups.posts import Offer, Opening, Post
 from ringweave.launch.groups.results import Results
 from ringweave.launch.groups.serving import ServerDesk
-from ringweave.launch.local.launcher import LocalLauncher
+from ringweave.launch.local.launcher import Around, LocalLauncher
 from ringweave.launch.local.merging import Console, Stream
 from ringweave.launch.local.sites import Site
 from ringweave.launch.run_dirs import RunDir
@@ -44,8 +44,8 @@ class Assignment:
     """How processes are put onto the node."""
     handover: Handover
     """The way to the other groups of the job, for credentials of its workers where there is a parameter server."""
-    guard_holds: Sequence[int] = ()
-    """Descriptors that stay open until nothing of the group can run any more, whoever is killed."""
+    around: Around = field(default_factory=Around)
+    """What this process has beside the workers: locks of the group, processes of others that come from it."""
     shows_output: bool = True
     """What workers print goes to this process's own output too, with the rank in front."""
 
@@ -123,7 +123,7 @@ class _Workers:
             self._environ,
             enter=assignment.site.enter,
             secret=lambda worker: _secret(assignment, opening, worker),
-            guard_holds=assignment.guard_holds,
+            around=assignment.around,
         )
         books = Books(run_dir, group, self._versions | _record(assignment, opening, self._program))
         server = self._desk.server(opening.round, run_dir, self._environ) if self._desk else None

@@ -1,11 +1,12 @@
 """The post of a group agent in a Pod: the operator's desk, asked in long questions by a thread of its own."""
 
+import bisect
 import http.client
 import ssl
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -19,6 +20,9 @@ RETRY_S = 0.5
 """Before a desk that cannot be reached is tried again."""
 LAST_S = 10.0
 """How long the last report is tried for; the kubelet tells it as well."""
+
+MAX_LAST_WORDS = 4096
+"""Bytes that the kubelet reads of a container's last words; of a longer file it takes the end, which is no report."""
 
 LOG_S = 5.0
 """How long a log is tried for; before the last report, as a Pod that is removed has 30 s for all."""
@@ -60,6 +64,19 @@ class Desk:
             connection.close()
 
 
+def last_words(report: Report) -> str:
+    """The report as JSON that the kubelet reads whole; a long text in it is cut."""
+    said = posts.dump_report(report)
+    if len(said.encode()) <= MAX_LAST_WORDS:
+        return said
+
+    def cut(num_characters: int) -> str:
+        return posts.dump_report(replace(report, text=f"{report.text[:num_characters]}..."))
+
+    too_many = bisect.bisect(range(len(report.text)), MAX_LAST_WORDS, key=lambda count: len(cut(count).encode()))
+    return cut(max(0, too_many - 1))
+
+
 class DeskPost(Post):
     """Keeps the newest orders at hand, and brings reports to the desk without waiting for it, but for the last one."""
 
@@ -94,7 +111,7 @@ class DeskPost(Post):
         if report.phase.is_alive:
             return
         if self._last_words is not None:
-            self._last_words.write_text(posts.dump_report(report), encoding="utf-8")
+            self._last_words.write_text(last_words(report), encoding="utf-8")
         with self._news:
             self._news.wait_for(lambda: self._report is None, LAST_S)
 

@@ -14,7 +14,6 @@ from ringweave.files.problems import closest
 from ringweave.jobs.admission import admitting
 from ringweave.jobs.life import verbs
 from ringweave.jobs.requests.request import Request
-from ringweave.launch.groups import config as configs
 from ringweave.launch.kubernetes import showing
 from ringweave.launch.kubernetes.api import kinds
 from ringweave.launch.kubernetes.api.client import Client, Object
@@ -56,11 +55,13 @@ class KubernetesService(Service):
         self._connect, self._namespace = connect, namespace
         self._clock, self._admitted_s = clock, admitted_s
 
-    def submit(self, request: Request, *, base: Path, dry_run: bool = False) -> Submission:
+    def submit(
+        self, request: Request, *, base: Path, script_text: str | None = None, dry_run: bool = False
+    ) -> Submission:
         """Make the TrainingJob, and wait for the operator to admit it; a refused one is removed again."""
         _check_directory(request)
         submitting.refuse_lab(request, "kubernetes")
-        source = None if request.directory is not None else configs.read_script(base / request.script)
+        source = None if request.directory is not None else submitting.script_of(request, base, script_text)
         return self._run(lambda client: self._submit(client, request, source, dry_run=dry_run))
 
     def jobs(self) -> Sequence[JobView]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -41,6 +42,16 @@ _OURS = (
 )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Around:
+    """What the process that starts workers has beside them."""
+
+    guard_holds: Sequence[int] = ()
+    """Descriptors that stay open until nothing of the workers can run any more, whoever is killed."""
+    is_other: leftovers.IsOther = leftovers.all_are_ours
+    """Processes that may begin while the workers run, and are not theirs: they stay when the workers are gone."""
+
+
 class LocalLauncher(Launcher):
     """Starts each worker in a session of its own. A context manager: when it is left, nothing of the run is left.
 
@@ -56,13 +67,13 @@ class LocalLauncher(Launcher):
         clock: Callable[[], float] = time.monotonic,
         enter: Callable[[WorkerSpec, Sequence[str]], Sequence[str]] = lambda worker, argv: argv,
         secret: Callable[[WorkerSpec], int | None] = lambda worker: None,
-        guard_holds: Sequence[int] = (),
+        around: Around = Around(),
     ) -> None:
         """`secret` opens the descriptor of a worker's credentials, which the worker inherits; None gives it none.
 
-        `guard_holds`: descriptors that stay open until nothing of the workers can run any more, whoever is killed.
+        `around` says what of this process is not the workers'; what came from it before this is not either.
         """
-        self._secret, self._guard_holds = secret, guard_holds
+        self._secret, self._around = secret, around
         self._log_paths, self._console, self._environ, self._clock = log_paths, console, environ, clock
         self._enter = enter
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -84,7 +95,8 @@ class LocalLauncher(Launcher):
         for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel holds it; reported below
                 process.wait(timeout=LEAVE_S)
-        left = leftovers.end_descendants(self._spared, leave_s=LEAVE_S, term_s=TERM_S)
+        is_other = self._around.is_other
+        left = leftovers.end_descendants(self._spared, leave_s=LEAVE_S, term_s=TERM_S, is_other=is_other)
         self._pump.close(DRAIN_S)
         for log in self._logs:
             log.close()
@@ -141,7 +153,7 @@ class LocalLauncher(Launcher):
     def _start_guard(self) -> None:
         command = [sys.executable, "-I", "-S", guard.__file__]
         self._guard = subprocess.Popen(
-            command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=tuple(self._guard_holds)
+            command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=tuple(self._around.guard_holds)
         )
         self._spared.add(psutil.Process(self._guard.pid))
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from ringweave.errors import LaunchError
+from ringweave.errors import LaunchError, explain
 from ringweave.lab import Lab
 from ringweave.launch.local.ports import free_port
 from ringweave.launch.workers import Meeting, WorkerSpec
@@ -87,7 +87,12 @@ class InLab(Site):
     def meeting(self, node: str) -> Meeting:
         """The node's first address, and a port that is free inside of the node."""
         command = self._lab.command(node, [sys.executable, "-P", "-c", _FIND_PORT])
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            do = "See whether the lab is still up, and how busy this machine is"
+            got = f"nothing in {_TIMEOUT_S} s"
+            raise LaunchError(explain(f"port on node {node}", got=got, expected="a free one", do=do)) from error
         if done.returncode != 0:
             last = (done.stderr.strip().splitlines() or ["no output"])[-1]
             raise LaunchError(f"port on node {node}: {last}, expected a free one. See whether the lab is still up.")

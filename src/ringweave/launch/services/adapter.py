@@ -3,13 +3,12 @@
     python -m ringweave.launch.services.adapter --on local --port 8470 --token-file FILE
 
 It serves at 127.0.0.1, without TLS: put a proxy that ends TLS before it to be reached from elsewhere. Whoever has the
-token is taken for the user who runs the adapter.
+token is taken for the user who runs the adapter. Scripts without a directory start in that user's home folder.
 """
 
 import hmac
 import json
 import os
-import tempfile
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -91,12 +90,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _submit(self, body: dict[str, Any]) -> dict[str, Any]:
         request = job_file.loads(str(body.get("request", "")), source="request")
-        with tempfile.TemporaryDirectory() as folder:
-            script = Path(folder) / request.script
-            if body.get("script_text") is not None and script.is_relative_to(folder) and ".." not in script.parts:
-                script.parent.mkdir(parents=True, exist_ok=True)
-                script.write_text(str(body["script_text"]), encoding="utf-8")
-            made = self._adapter.service.submit(request, base=Path(folder), dry_run=bool(body.get("dry_run")))
+        text = body.get("script_text")
+        if request.directory is None and not isinstance(text, str):
+            do = "Send the script's text, or give the folder that it is in as directory"
+            raise JobError(explain("script_text", got=text, expected="the text of the script", do=do))
+        is_dry = bool(body.get("dry_run"))
+        made = self._adapter.service.submit(request, base=Path.home(), script_text=text, dry_run=is_dry)
         return {"job": views.document(made.job), "objects": [asdict(each) for each in made.objects]}
 
     def _body(self) -> dict[str, Any]:

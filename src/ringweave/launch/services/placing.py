@@ -50,10 +50,12 @@ class PlacedService(Service):
         """`place` is what `--on` said."""
         self._inner, self._place = inner, place
 
-    def submit(self, request: Request, *, base: Path, dry_run: bool = False) -> Submission:
+    def submit(
+        self, request: Request, *, base: Path, script_text: str | None = None, dry_run: bool = False
+    ) -> Submission:
         """As the service does."""
         with self._errors(request.name):
-            made = self._inner.submit(request, base=base, dry_run=dry_run)
+            made = self._inner.submit(request, base=base, script_text=script_text, dry_run=dry_run)
         return replace(made, job=self._view(made.job))
 
     def jobs(self) -> Sequence[JobView]:

@@ -12,8 +12,7 @@ from pydantic import TypeAdapter
 
 from ringweave.errors import JobError, LaunchError, RingweaveError, UsageError, explain
 from ringweave.jobs.requests.request import Request
-from ringweave.launch.groups.config import read_script
-from ringweave.launch.services import views
+from ringweave.launch.services import submitting, views
 from ringweave.launch.services.service import LogLine, LogQuery, Rendered, Service, Submission
 from ringweave.launch.services.views import JobView
 
@@ -41,10 +40,14 @@ class RemoteService(Service):
             raise UsageError(explain("service", got=address, expected="http(s)://HOST:PORT", do=do, where="--on"))
         self._address, self._parts, self._token = address, parts, token
 
-    def submit(self, request: Request, *, base: Path, dry_run: bool = False) -> Submission:
+    def submit(
+        self, request: Request, *, base: Path, script_text: str | None = None, dry_run: bool = False
+    ) -> Submission:
         """Pass the request on; a script that is alone travels with it, a directory has to be there."""
-        script_text = read_script(base / request.script) if request.directory is None else None
-        if request.directory is not None:
+        if request.directory is None:
+            script_text = submitting.script_of(request, base, script_text)
+        else:
+            script_text = None
             request = replace(request, directory=str((base / request.directory).absolute()))
         body = {"request": str(request), "script_text": script_text, "dry_run": dry_run}
         answer = self._ask("POST", PREFIX, body)
@@ -68,9 +71,9 @@ class RemoteService(Service):
         """Lines as they come."""
         asked = {"node": which.node, "rank": which.rank, "attempt": which.attempt}
         query = {key: value for key, value in asked.items() if value is not None} | {"follow": int(which.follow)}
-        connection, response = self._open("GET", f"{PREFIX}/{quote(name, safe='')}/logs?{urlencode(query)}")
-        if connection.sock is not None:
-            connection.sock.settimeout(None)
+        connection, response = self._open(
+            "GET", f"{PREFIX}/{quote(name, safe='')}/logs?{urlencode(query)}", may_be_silent=True
+        )
         return self._lines(connection, response)
 
     def _lines(self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> Iterator[LogLine]:
@@ -80,6 +83,7 @@ class RemoteService(Service):
         except (OSError, http.client.HTTPException, ValueError, TypeError) as error:
             raise self._failure(str(error) or type(error).__name__) from error
         finally:
+            response.close()
             connection.close()
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -92,9 +96,15 @@ class RemoteService(Service):
             connection.close()
 
     def _open(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, may_be_silent: bool = False
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         """A response that is no error.
+
+        Args:
+            method: Of the request.
+            path: Likewise.
+            body: Likewise, as JSON.
+            may_be_silent: What follows the head of the answer may come at any time.
 
         Raises:
             JobError: The adapter refuses; the text is its own.
@@ -107,8 +117,11 @@ class RemoteService(Service):
             headers["Authorization"] = f"Bearer {self._token}"
         try:
             connection.request(method, path, None if body is None else json.dumps(body), headers)
+            sock = connection.sock  # of an answer that ends with its connection, the response alone keeps it
             response = connection.getresponse()
             if response.status == http.client.OK:
+                if may_be_silent and sock is not None:
+                    sock.settimeout(None)
                 return connection, response
             said = response.read(2**20).decode(errors="replace")
         except (OSError, http.client.HTTPException) as error:

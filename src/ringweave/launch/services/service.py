@@ -64,14 +64,18 @@ class Service(abc.ABC):
     """
 
     @abc.abstractmethod
-    def submit(self, request: Request, *, base: Path, dry_run: bool = False) -> Submission:
+    def submit(
+        self, request: Request, *, base: Path, script_text: str | None = None, dry_run: bool = False
+    ) -> Submission:
         """Admit the request and let its job run; returns when the job is recorded, before anything of it runs.
 
         The name is taken in one step: of any number at once one gets it, the others are refused by `name_taken`.
 
         Args:
             request: What is asked for, well-formed.
-            base: Folder that relative paths of the request start from.
+            base: Folder that relative paths of the request start from; it lasts as long as the job may.
+            script_text: The script of a request without a directory, where it was handed over with the request; no file
+                is looked at then. None: it is read where its path says.
             dry_run: Check all there is to check, and change nothing.
         """
 

@@ -60,19 +60,37 @@ def os_user() -> str:
         return str(os.geteuid())
 
 
-def origin_of(request: Request, base: Path, environ: Mapping[str, str]) -> Origin:
+def script_of(request: Request, base: Path, script_text: str | None) -> str:
+    """The text of a script that is alone.
+
+    Args:
+        request: What is asked for.
+        base: Folder that its relative paths start from.
+        script_text: What was handed over with the request; no file is looked at then, whatever its path says.
+
+    Raises:
+        JobError: It is not there, or cannot travel.
+    """
+    if script_text is None:
+        return configs.read_script(base / request.script)
+    configs.check_script(script_text, request.script)
+    return script_text
+
+
+def origin_of(request: Request, base: Path, environ: Mapping[str, str], script_text: str | None = None) -> Origin:
     """What the job takes with it.
 
     Args:
         request: What is asked for.
         base: Folder that its relative paths start from.
         environ: What workers inherit.
+        script_text: The script, where it is alone and was handed over with the request.
 
     Raises:
         JobError: Script or directory is not there.
     """
     if request.directory is None:
-        text = configs.read_script(base / request.script)
+        text = script_of(request, base, script_text)
         return Origin(directory=str(base.absolute()), script_text=text, environ=dict(environ))
     directory = (base / request.directory).absolute()
     if not (directory / request.script).is_file():

@@ -14,6 +14,7 @@ from ringweave.launch.groups.handing import SharedFolder
 from ringweave.launch.groups.leading import Assignment, lead
 from ringweave.launch.local.jobs import locks
 from ringweave.launch.local.jobs.folders import JobFolder
+from ringweave.launch.local.launcher import Around
 from ringweave.launch.local.sites import ThisMachine
 from ringweave.launch.slurm.leases import Lease
 from ringweave.launch.slurm.post import SharedPost
@@ -36,7 +37,7 @@ def main(root: Path, node: int, attempt: int, key: str, lease_s: float) -> None:
         home=folder.runs(config.node(node).name, attempt),
         cpus_shared_by=config.node(node).workers,
         site=ThisMachine(address_towards(os.environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))),
-        guard_holds=(lock,),
+        around=Around(guard_holds=(lock,)),
         handover=SharedFolder(folder.secrets),
         shows_output=False,
     )

@@ -91,7 +91,7 @@ class SlurmPlace(FolderPlace):
         self._since: dict[tuple[int, int, str], float] = {}
         self._asked: tuple[float, dict[str, str], set[str]] = (float("-inf"), {}, set())
 
-    def _look(self, folder: GroupFolder) -> Group | None:
+    def _look(self, folder: GroupFolder, *, sweeps: bool) -> Group | None:
         """The group; None if there is none, or not any more."""
         # In this order: who has left since the first question has said so before.
         runs = locks.is_held(self._lock(folder)) or locks.is_held(folder.alive)
@@ -100,12 +100,13 @@ class SlurmPlace(FolderPlace):
         has_ended = report is not None and not report.phase.is_alive
         was_started = report is not None or self._log(folder).exists()
         if runs or (was_started and not has_ended and not self._is_gone(folder)):
-            if is_told:
+            if is_told and sweeps:
                 self._hurry(folder)
             return self._living(folder, report, orders, leaving=is_told or not runs)
         if folder.removing.exists() or not (was_started and folder.orders.exists()):
             # It is removed, or a crash came before its step was started: whoever starts one holds its lock until then.
-            shutil.rmtree(folder.root, ignore_errors=True)
+            if sweeps:
+                shutil.rmtree(folder.root, ignore_errors=True)
             return None
         return self._ended(folder, report, orders)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import platformdirs
 
-from ringweave.errors import JobError, explain
+from ringweave.errors import JobError, LaunchError, explain
 from ringweave.files.problems import closest
 from ringweave.jobs.admission import admitting, policy
 from ringweave.jobs.admission.permissions import PermissionCache
@@ -63,10 +63,12 @@ class SlurmService(Service):
             self._registry, slurm, environ=environ, patience=patience or Patience(), clock=clock, sleep=time.sleep
         )
 
-    def submit(self, request: Request, *, base: Path, dry_run: bool = False) -> Submission:
+    def submit(
+        self, request: Request, *, base: Path, script_text: str | None = None, dry_run: bool = False
+    ) -> Submission:
         """Admit the request, record its job, and ask Slurm for its allocation."""
         submitting.refuse_lab(request, "slurm")
-        origin = submitting.origin_of(request, base, self._environ)
+        origin = submitting.origin_of(request, base, self._environ, script_text)
         hosts = self._slurm.hosts(self._environ)
 
         def make(there: Sequence[Job]) -> Entry:
@@ -85,9 +87,8 @@ class SlurmService(Service):
             tended = self._tending.tend(request.name, may_ask=True)
         except SlurmSilentError:
             raise  # it may have taken the job: what is recorded finds that out
-        except Exception:
-            # Slurm refused it: nothing of it is there, and its name is free again.
-            self._registry.forget(entry)
+        except Exception as error:
+            self._check_refused(entry, error)
             raise
         return Submission(job=self._view(tended or Tended(entry=entry, allocation=None)), objects=self._objects(entry))
 
@@ -102,12 +103,18 @@ class SlurmService(Service):
 
     def job(self, name: str) -> JobView:
         """One job, with its events."""
-        gone = self._farewells.last(name) if self._registry.find(name) is None else None
-        if gone is not None:
-            return views.view(gone, place="slurm")
-        entry = self._find(name, "status")
-        self._farewells.listen(self._registry.folder(name).root, entry.job)
-        return self._view(self._tended(entry), with_events=True)
+        entry = self._registry.find(name)  # once: it may be forgotten at any moment, also by the look at it
+        tended = None
+        if entry is not None:
+            self._check("status", entry.job.requester, self._clock())
+            self._farewells.listen(self._registry.folder(name).root, entry.job)
+            tended = self._tending.tend(name)
+        if tended is not None:
+            return self._view(tended, with_events=True)
+        gone = self._farewells.last(name)
+        if gone is None:
+            raise self._unknown(name)
+        return views.view(gone, place="slurm")
 
     def act(self, name: str, verb: str) -> JobView:
         """Ask something of a job; what needs its controller is seen by it in a moment."""
@@ -129,6 +136,23 @@ class SlurmService(Service):
         entry = self._find(name, "logs")
         submitting.check_query(entry.job, which)
         return logs.read(self._registry.folder(name), which, is_over=lambda: self._is_over(name), sleep=time.sleep)
+
+    def _check_refused(self, entry: Entry, error: Exception) -> None:
+        """Forget a job that Slurm refused: nothing of it is there, and its name is free again.
+
+        Raises:
+            LaunchError: Slurm has taken it, and what went wrong came after that.
+        """
+        name = entry.job.request.name
+        with self._registry.changing(name) as latest:
+            if latest is None or latest.id != entry.id:
+                return
+            job_id = latest.hold.allocation
+            if job_id is None:
+                self._registry.forget(entry)
+                return
+        look = f"Look again with ringweave status {name} --on slurm"
+        raise LaunchError(f"{error} Slurm has taken job {name}: it is Slurm job {job_id}. {look}.") from error
 
     def _admitted(self, request: Request, there: Sequence[Job]) -> Job:
         return admitting.admit(

@@ -13,15 +13,18 @@ import pytest
 from ringweave.errors import LaunchError
 from ringweave.jobs.life import actions
 from ringweave.jobs.life.observing import Cause, Phase
+from ringweave.jobs.life.records import new_job
+from ringweave.jobs.requests.request import NodeRequest, Request
 from ringweave.launch.groups import posts
 from ringweave.launch.groups.config import Config, ConfigNode
 from ringweave.launch.groups.posts import Opening, Orders, Report
 from ringweave.launch.local.jobs import bells, locks, place, supervisor
 from ringweave.launch.local.jobs.bells import Bell
-from ringweave.launch.local.jobs.folders import JobFolder, job_folder
+from ringweave.launch.local.jobs.folders import REGISTRY, JobFolder, job_folder
 from ringweave.launch.local.jobs.group import gpus_of
 from ringweave.launch.local.jobs.place import LocalPlace
-from ringweave.launch.local.jobs.post import FilePost
+from ringweave.launch.local.jobs.post import WATCH_S, FilePost
+from ringweave.launch.local.jobs.registry import Entry, Origin, Registry
 from ringweave.launch.workers import Meeting
 from tests.launch.conftest import wait_until
 
@@ -149,6 +152,46 @@ def test_who_was_called_back_is_seen_to_be_before_it_hears_of_it(folder: JobFold
     (seen,) = here.observe().groups
     assert (seen.round, seen.called, seen.phase) == (1, 2, Phase.RUNNING)
     os.close(held)
+
+
+def test_an_agent_that_is_gone_before_its_lock_is_leaving(folder: JobFolder) -> None:
+    group = folder.group(0, 1)
+    group.root.mkdir(parents=True)
+    held = locks.try_lock(group.alive)  # by the guard of its workers
+    assert held is not None
+    group.orders.write_text(posts.dump_orders(Orders(round=1, leave=True)))
+    os.utime(group.orders, (1.0, 1.0))
+    group.report.write_text(posts.dump_report(Report(round=1, phase=Phase.RUNNING, pid=2**30)))
+    (seen,) = local_place(folder).observe().groups
+    os.close(held)
+    assert seen.leaving
+
+
+def test_who_has_given_the_lock_back_leaves_what_another_supervisor_makes(tmp_path: Path) -> None:
+    nodes = (NodeRequest(name="n0", capacity=3),)
+    request = Request(name="job", num_workers=3, script="s.py", nodes=nodes, device="cpu")
+    job = new_job(request, requester="ann", counts=(3,), now=0.0)
+    origin = Origin(directory=str(tmp_path), script_text="", environ={})
+    Registry(tmp_path / REGISTRY).submit(lambda _: Entry(id="job-1", job=job, origin=origin))
+    group = job_folder(tmp_path, "job-1").group(0, 1)
+    group.root.mkdir(parents=True)
+    assert not supervisor.Supervisor(tmp_path, "job-1").is_idle()
+    assert group.root.exists()
+
+
+def test_an_agent_goes_on_where_no_supervisor_can_be_started(folder: JobFolder) -> None:
+    now_s, tried_s = [0.0], list[float]()
+
+    def supervise() -> None:
+        tried_s.append(now_s[0])
+        raise LaunchError("supervisor could not be started: no space left.")
+
+    group = folder.group(0, 1)
+    group.root.mkdir(parents=True)
+    here = FilePost(folder, group, supervise, clock=lambda: now_s[0])
+    for now_s[0] in (1.0, WATCH_S, WATCH_S + 1.0, 2 * WATCH_S):
+        here.wait(0.0)
+    assert tried_s == [WATCH_S, 2 * WATCH_S]
 
 
 @pytest.mark.parametrize("has_reported", [True, False])

@@ -3,12 +3,19 @@
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ringweave.errors import JobError
+from ringweave.jobs.life.records import Record
+from ringweave.jobs.requests.request import NodeRequest, Request
+from ringweave.launch.local.jobs.folders import REGISTRY
+from ringweave.launch.local.jobs.registry import Registry
+from ringweave.launch.services.remote import RemoteService
 from ringweave.launch.services.service import LogQuery
 from tests.launch.conftest import wait_until
-from tests.launch.local.jobs.conftest import Here, processes_of
+from tests.launch.local.jobs.conftest import Here, Running, processes_of
+from tests.launch.services.served import TOKEN, served
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
@@ -111,24 +118,69 @@ def test_suspend_resume_stop_and_retry(here: Here) -> None:
     assert [node.retries for node in job.nodes] == [0, 0]
 
 
+def led_by(here: Here, module: str) -> list[Running]:
+    return [p for p in processes_of(here.state) if f"ringweave.launch.local.jobs.{module}" in p.command]
+
+
+def kill_supervisor(here: Here) -> psutil.Process:
+    """The one that the agents start in its place."""
+    (before,) = led_by(here, "supervisor")
+    before.process.send_signal(signal.SIGKILL)
+
+    def others() -> list[psutil.Process]:
+        return [each.process for each in led_by(here, "supervisor") if each.process != before.process]
+
+    wait_until(lambda: bool(others()), "another supervisor")
+    return others()[0]
+
+
+def wait_registered(here: Here, state: str, round_: int) -> Record:
+    """As the registry has it: where no supervisor lives a look by the service would start one."""
+    found: list[Record] = []
+
+    def holds() -> bool:
+        entry = Registry(here.state / REGISTRY).find("job")
+        assert entry is not None
+        found.append(entry.job.record)
+        return (found[-1].state, found[-1].round) == (state, round_)
+
+    wait_until(holds, lambda: f"{state} in round {round_}; last seen {found[-1]}")
+    return found[-1]
+
+
 def test_agents_bring_back_a_supervisor_that_is_killed(here: Here) -> None:
     here.submit(UNTIL, 1, 1)
     here.wait_state("Running")
-
-    def supervisors() -> set[int]:
-        return {
-            p.process.pid for p in processes_of(here.state) if "ringweave.launch.local.jobs.supervisor" in p.command
-        }
-
-    before = supervisors()
-    assert len(before) == 1
-    for running in processes_of(here.state):
-        if running.process.pid in before:
-            running.process.send_signal(signal.SIGKILL)
-    wait_until(lambda: bool(supervisors() - before), "another supervisor")
+    kill_supervisor(here)
     (here.folder / "finish").touch()
-    job = here.wait_state("Succeeded")
-    assert job.round == 1
+    wait_registered(here, "Succeeded", 1)
+
+
+def test_a_supervisor_that_was_brought_back_leads_on_when_its_agent_goes_back_to_the_gate(here: Here) -> None:
+    here.submit(UNTIL, 1, 1)
+    here.wait_state("Running")
+    brought_back = kill_supervisor(here)
+    (other,) = [each for each in led_by(here, "group") if each.process.pid != brought_back.ppid()]
+    other.process.send_signal(signal.SIGKILL)
+    wait_registered(here, "Running", 2)
+    assert [each.process for each in led_by(here, "supervisor")] == [brought_back]
+    (here.folder / "finish").touch()
+    record = wait_registered(here, "Succeeded", 2)
+    node = int(other.command[-2])
+    assert [record.nodes[index].retries for index in (node, 1 - node)] == [1, 0], "who was killed alone pays, and once"
+
+
+def test_a_script_that_came_by_the_remote_protocol_runs(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = here.folder / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    (here.folder / "script.py").write_text("import os; print(os.getcwd())")
+    nodes = (NodeRequest(name="n0", capacity=1),)
+    request = Request(name="job", num_workers=1, script="script.py", nodes=nodes, device="cpu", min_per_node=1)
+    with served(here.service) as adapter:
+        RemoteService(f"http://127.0.0.1:{adapter.server_port}", TOKEN).submit(request, base=here.folder)
+    here.wait(lambda job: job.state.is_end)
+    assert text_of(here) == [str(home)]
 
 
 def test_logs_are_followed_to_the_end(here: Here) -> None:

@@ -8,11 +8,42 @@ import pytest
 from ringweave.jobs.life.records import new_job
 from ringweave.jobs.life.states import JobState
 from ringweave.jobs.requests.request import NodeRequest, Request
+from ringweave.launch.local.jobs import supervisor
 from ringweave.launch.local.jobs.folders import REGISTRY, job_folder
 from ringweave.launch.local.jobs.registry import Entry, Origin, Registry
+from ringweave.launch.local.jobs.service import LocalService
 from ringweave.launch.local.jobs.supervisor import IDLE_S, Supervisor
+from ringweave.launch.services import farewells
 
 TTL_S = 100.0
+
+
+def test_how_it_ended_is_told_if_it_is_forgotten_while_somebody_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "ensure", lambda state, job_id, environ: None)
+    (tmp_path / "s.py").touch()
+    nodes = (NodeRequest(name="n0", capacity=3),)
+    service = LocalService(tmp_path, requester="ann", environ={})
+    service.submit(
+        Request(name="job", num_workers=3, script="s.py", nodes=nodes, device="cpu", ttl_s=0.0), base=tmp_path
+    )
+    registry, find = service._registry, service._registry.find
+    entry = find("job")
+    assert entry is not None
+    folder = job_folder(tmp_path, entry.id).root
+    folder.mkdir(parents=True)
+    service.job("job")
+
+    def find_and_forget(name: str) -> Entry | None:
+        found = find(name)
+        if found is not None:
+            farewells.say(folder, replace(found.job.record, state=JobState.SUCCEEDED, outcome=JobState.SUCCEEDED))
+            registry.forget(found.id)
+        return found
+
+    monkeypatch.setattr(registry, "find", find_and_forget)
+    assert [service.job("job").state for _ in range(2)] == [JobState.PENDING, JobState.SUCCEEDED]
 
 
 @pytest.mark.parametrize("before_s", [TTL_S, 40.0, 7.25, 0.001])
@@ -26,13 +57,13 @@ def test_a_supervisor_wakes_at_the_end_of_a_ttl_and_removes_the_job_then(tmp_pat
     origin = Origin(directory=str(tmp_path), script_text="", environ={})
     registry.submit(lambda _: Entry(id="job-1", job=replace(job, record=record), origin=origin))
     job_folder(tmp_path, "job-1").root.mkdir(parents=True)
-    supervisor = Supervisor(tmp_path, "job-1", clock=lambda: now[0])
-    place = supervisor._place(registry.load("job-1"))
-    while (wait_s := supervisor.step(place)) == 0.0:
+    leads = Supervisor(tmp_path, "job-1", clock=lambda: now[0])
+    place = leads._place(registry.load("job-1"))
+    while (wait_s := leads.step(place)) == 0.0:
         pass
     assert wait_s == pytest.approx(min(IDLE_S, before_s)), "not a moment longer than it is kept"
     now[0] = 1000.0 + TTL_S
-    while supervisor.step(place) is not None:
+    while leads.step(place) is not None:
         assert now[0] == 1000.0 + TTL_S, "nothing of its removal waits"
     assert registry.load("job-1") is None
     assert not list((tmp_path / "jobs").iterdir())

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
+
 from ringweave import lab
 from ringweave.launch.groups import config as configs
 from ringweave.launch.groups.config import Config
@@ -19,6 +21,7 @@ from ringweave.launch.groups.leading import Assignment, lead
 from ringweave.launch.local.jobs import locks, supervisor
 from ringweave.launch.local.jobs.folders import JobFolder
 from ringweave.launch.local.jobs.post import FilePost
+from ringweave.launch.local.launcher import Around
 from ringweave.launch.local.sites import InLab, ThisMachine
 
 
@@ -37,12 +40,21 @@ def main(root: Path, node: int, attempt: int) -> None:
         home=folder.runs(config.node(node).name, attempt),
         cpus_shared_by=config.world_size,
         site=InLab(lab.find(config.lab)) if config.lab else ThisMachine(),
-        guard_holds=(locks.INHERITED,),
+        around=Around(guard_holds=(locks.INHERITED,), is_other=leads_a_job),
         handover=SharedFolder(folder.secrets),
         shows_output=False,
     )
     os.chdir(config.directory or root)
     lead(assignment, post, environ | gpus_of(config, node, environ))
+
+
+def leads_a_job(process: psutil.Process) -> bool:
+    """A supervisor, or an agent like this one: of their job, not of the workers of whoever started them.
+
+    A supervisor that was killed is started again by an agent, so it comes from that agent, and so do the agents that it
+    starts in its turn; they outlive the round, and the agent itself.
+    """
+    return not {supervisor.MODULE, supervisor.AGENT[-1]}.isdisjoint(process.cmdline())
 
 
 def gpus_of(config: Config, node: int, environ: Mapping[str, str]) -> dict[str, str]:

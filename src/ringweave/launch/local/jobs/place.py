@@ -41,15 +41,16 @@ class LocalPlace(FolderPlace):
         """Remove all files of the job."""
         shutil.rmtree(self._folder.root, ignore_errors=True)
 
-    def _look(self, folder: GroupFolder) -> Group | None:
+    def _look(self, folder: GroupFolder, *, sweeps: bool) -> Group | None:
         """The group; None also where a crash came between making its folder and its process."""
         is_held = locks.is_held(folder.alive)
         report, orders = folder.read()
         is_told_to_go = folder.removing.exists() or (orders is not None and orders.leave)
         if not is_held and (report is None or folder.removing.exists()):
-            shutil.rmtree(folder.root, ignore_errors=True)
+            if sweeps:
+                shutil.rmtree(folder.root, ignore_errors=True)
             return None
-        if is_held and is_told_to_go:
+        if is_held and is_told_to_go and sweeps:
             self._hurry(folder, report)
         round_ = orders.round if orders else 0
         if report is None:
@@ -85,9 +86,9 @@ class LocalPlace(FolderPlace):
 
     def _agents(self, folder: GroupFolder, report: Report | None) -> Iterator[psutil.Process]:
         """The group's agent; it is looked for among all processes where it has never said its number."""
-        candidates = psutil.process_iter() if report is None else [psutil.Process(report.pid)]
-        for process in candidates:
+        for pid in psutil.pids() if report is None else [report.pid]:
             with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
                 # A process id may be somebody else's by now.
                 if process.cmdline()[-3:] == self._arguments(folder):
                     yield process

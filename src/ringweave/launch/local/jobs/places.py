@@ -40,8 +40,8 @@ class FolderPlace(abc.ABC):
         self._children: list[int] = []
 
     @abc.abstractmethod
-    def _look(self, folder: GroupFolder) -> Group | None:
-        """The group; None if there is none, or not any more. What is wholly gone is swept away."""
+    def _look(self, folder: GroupFolder, *, sweeps: bool) -> Group | None:
+        """The group; None if there is none, or not any more. If `sweeps`, it is helped to go as `observe` says."""
 
     @abc.abstractmethod
     def _lock(self, folder: GroupFolder) -> Path:
@@ -55,10 +55,16 @@ class FolderPlace(abc.ABC):
     def _ring(self, folder: GroupFolder) -> None:
         """Wake the group's agent, if that can be."""
 
-    def observe(self) -> Observed:
-        """What there is now. What is wholly gone is swept away on the way."""
+    def observe(self, *, sweeps: bool = True) -> Observed:
+        """What there is now.
+
+        Args:
+            sweeps: What is wholly gone is swept away on the way, and who does not leave is killed. Only for whoever
+                leads the job: a group that somebody else is just making looks like one that is gone.
+        """
         self._children = locks.reap(self._children)
-        groups = [found for group in self._folder.groups() if (found := self._look(group)) is not None]
+        found = [self._look(group, sweeps=sweeps) for group in self._folder.groups()]
+        groups = [group for group in found if group is not None]
         config = self._folder.config.exists()
         return Observed(config=config, gate=self._gate_round() if config else 0, groups=tuple(groups))
 

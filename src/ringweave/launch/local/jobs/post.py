@@ -1,10 +1,12 @@
 """The post of a group on this machine: files that are replaced whole, and a bell."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from ringweave.errors import LaunchError
 from ringweave.launch.groups import posts
 from ringweave.launch.groups.posts import Opening, Orders, Post, Report
 from ringweave.launch.local.jobs import bells
@@ -54,7 +56,8 @@ class FilePost(Post):
         now_s = self._clock()
         if now_s - self._watched_s >= WATCH_S:
             self._watched_s = now_s
-            self._supervise()
+            with contextlib.suppress(LaunchError):  # tried again; the workers go on without a supervisor
+                self._supervise()
 
 
 class _Kept(Generic[T]):

@@ -58,9 +58,11 @@ class LocalService(Service):
         self._clock, self._sleep = clock, sleep
         self._farewells = Farewells()
 
-    def submit(self, request: Request, *, base: Path, dry_run: bool = False) -> Submission:
+    def submit(
+        self, request: Request, *, base: Path, script_text: str | None = None, dry_run: bool = False
+    ) -> Submission:
         """Admit the request, register its job, and start its supervisor."""
-        origin = submitting.origin_of(request, base, self._environ)
+        origin = submitting.origin_of(request, base, self._environ, script_text)
         origin = replace(origin, cluster=submitting.lab_cluster(request))
         if dry_run:
             entry = self._admitted(request, origin, [each.job for each in self._registry.all()])
@@ -83,10 +85,10 @@ class LocalService(Service):
 
     def job(self, name: str) -> JobView:
         """One job, with its events."""
-        gone = self._farewells.last(name) if self._registry.find(name) is None else None
-        if gone is not None:
+        found = self._registry.find(name)  # once: it may be forgotten at any moment
+        if found is None and (gone := self._farewells.last(name)) is not None:
             return views.view(gone, place="local")
-        entry = self._find(name, "status")
+        entry = self._checked(found, name, "status")
         self._farewells.listen(job_folder(self._state, entry.id).root, entry.job)
         if _needs_supervisor(entry.job):
             self._supervise(entry)
@@ -126,7 +128,10 @@ class LocalService(Service):
         return Entry(id=f"{request.name}-{secrets.token_hex(4)}", job=job, origin=origin)
 
     def _find(self, name: str, verb: str) -> Entry:
-        entry = self._registry.find(name)
+        return self._checked(self._registry.find(name), name, verb)
+
+    def _checked(self, entry: Entry | None, name: str, verb: str) -> Entry:
+        """What was found, if it is there and the requester may."""
         if entry is None:
             names = [each.job.request.name for each in self._registry.all()]
             do = closest(name, names) or "See ringweave jobs, or say with --on where else it is"

@@ -32,6 +32,8 @@ IDLE_S = 30.0
 """The same while only a TTL runs; short enough for clocks that are set."""
 FAILED_S = 1.0
 """Before an action that failed is tried again."""
+MODULE = "ringweave.launch.local.jobs.supervisor"
+"""This one, as a command line names it."""
 AGENT = (sys.executable, "-P", "-m", "ringweave.launch.local.jobs.group")
 
 Reached = Callable[[str], None]
@@ -97,7 +99,7 @@ class Supervisor:
         if entry is None:
             self._clear()
             return True
-        observed = self._place(entry).observe()
+        observed = self._place(entry).observe(sweeps=False)  # another supervisor may lead it by now
         return not _is_under_way(observed) and not reconcile(entry.job, observed, self._clock())
 
     def _do(self, place: LocalPlace, action: Action, now: float) -> None:
@@ -139,7 +141,7 @@ def ensure(state: Path, job_id: str, environ: dict[str, str]) -> None:
             bells.ring(folder.bell)
             return
         try:
-            argv = (sys.executable, "-P", "-m", "ringweave.launch.local.jobs.supervisor", str(state), job_id)
+            argv = (sys.executable, "-P", "-m", MODULE, str(state), job_id)
             locks.spawn(argv, environ, lock=lock, log=folder.log)
         finally:
             os.close(lock)

@@ -1,0 +1,27 @@
+"""What a run has to know of the place where its workers are."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from ringweave.errors import LaunchError
+from ringweave.launch.local import sites
+
+
+class Slow:
+    """A lab whose nodes do nothing in time."""
+
+    def command(self, node: str, argv: object, device: int | None = None) -> list[str]:
+        return [sys.executable, "-I", "-S", "-c", "import signal; signal.pause()"]
+
+
+def test_a_node_that_does_not_say_its_port_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(argv: list[str], *, timeout: float, **_: Any) -> None:
+        raise subprocess.TimeoutExpired(argv, timeout)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    said = r"port on node b: 'nothing in 30 s', expected a free one\. See whether the lab is still up, and how busy"
+    with pytest.raises(LaunchError, match=said):
+        sites.InLab(Slow()).meeting("b")  # type: ignore[arg-type]

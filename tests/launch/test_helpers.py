@@ -1,0 +1,66 @@
+"""Processes that attend to the workers of a run are the run's to end, also those that were started again."""
+
+import io
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from ringweave import topology
+from ringweave.launch import runs
+from ringweave.launch.local import leftovers
+from ringweave.launch.local.sites import ThisMachine
+from ringweave.launch.run_dirs import RunDir
+from ringweave.launch.runs import Request
+from ringweave.launch.workers import Program
+
+WAITS = """
+import os, pathlib, time
+events = pathlib.Path(os.environ["RINGWEAVE_RUN_DIR"], "events.jsonl")
+deadline = time.monotonic() + 300
+while events.read_text().count('"server_started"') < 3 and time.monotonic() < deadline:
+    time.sleep(0.02)
+"""
+PAIR = "{name: pair, nodes: [{name: a, nic: 1Gbit/s, devices: 1}, {name: b, nic: 1Gbit/s, devices: 1}]}"
+
+
+class FirstOneFails(ThisMachine):
+    """Has something in the place of parameter servers: the first ends at once, all others stay until they are ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_asked = 0
+
+    def enter_node(self, node: str, argv: Sequence[str]) -> Sequence[str]:
+        self._num_asked += 1
+        does = "raise SystemExit(3)" if self._num_asked == 1 else "import signal; signal.pause()"
+        return [sys.executable, "-I", "-S", "-c", does]
+
+
+def test_a_server_that_was_started_again_is_stopped_by_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leftovers, "adopt_orphans", lambda: None)  # this process has other tests to run
+    (tmp_path / "s.py").write_text(WAITS)
+    run_dir = RunDir(root=tmp_path / "run")
+    request = Request(
+        program=Program(target=str(tmp_path / "s.py")),
+        cluster=topology.loads(PAIR),
+        cluster_text=PAIR,
+        cluster_path=None,
+        run_dir=run_dir,
+        schedule=None,
+        replace_backend=False,
+        mode="ps-hra",
+        has_standby=True,
+        site=FirstOneFails(),
+    )
+    said = [io.TextIOWrapper(io.BytesIO()) for _ in range(2)]
+    ending = runs.run(request, environ=os.environ, stdout=said[0], stderr=said[1])
+    assert ending.outcome == "done"
+    events = [json.loads(line) for line in run_dir.events.read_text().splitlines()]
+    exits = [
+        (event["exit_code"], event["signal"], event["stopped"]) for event in events if event["kind"] == "server_exited"
+    ]
+    assert exits == [(3, None, False), *[(None, "SIGTERM", True)] * 2]
