@@ -238,7 +238,7 @@ def test_a_reader_that_waits_for_nothing_more_frees_the_place() -> None:
     sender.send(SocketTransport.expose(message(1)), 1, TAG, 0)
     waiting = sender.send(SocketTransport.expose(message(2)), 2, TAG, 1)
     assert torch.equal(take(early, 0), message(1))  # and does nothing from here on
-    sender.wait(waiting, 1)
+    sender.wait(waiting, WAIT_S)
     assert torch.equal(take(late, 0), message(2))
     node.close()
 
