@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ringweave.comm.members import Entrance, Member, Members, Place
-from ringweave.comm.transport import arenas
+from ringweave.comm.transport import arenas, shared
 from ringweave.comm.transport.connecting import open_doors
 from ringweave.comm.transport.seam import MismatchError, TransferFailedError
 from ringweave.comm.transport.sockets import SocketTransport
@@ -222,6 +222,17 @@ def test_a_peer_that_left_is_told_nothing_more(pair: Node) -> None:
     pair.ends[1].begin(Layout(), 4)  # tells what has been read, before it waits
     pair.ends[1]._connections[0].write()
     assert torch.equal(take(pair.ends[1], 0), message(1))
+
+
+def test_who_has_read_all_of_a_peer_that_left_is_through(pair: Node) -> None:
+    count = shared._MAX_UNTOLD + 6
+    pair.ends[0].begin(layout(*[1] * count, size=10), 4)
+    for stage in range(count):
+        pair.ends[0].send(SocketTransport.expose(message(stage, size=10)), 1, TAG, stage)
+    pair.ends[0].close()
+    for stage in range(count):
+        assert torch.equal(take(pair.ends[1], 0, 10), message(stage, size=10))
+    pair.ends[1].end(WAIT_S)
 
 
 def test_a_piece_that_a_peer_did_not_wait_for_is_a_fault(pair: Node) -> None:
