@@ -53,13 +53,19 @@ class Hosts:
         self._by_lane: dict[int, Any] = {}
         self._is_cut = False
 
-    def prepare(self, lane: int) -> None:
+    def prepare(self, lane: int, meet: Callable[[], object]) -> None:
         """Make it for a lane; all ranks do so in the same collective.
+
+        Args:
+            lane: Its number.
+            meet: Blocks until all ranks are here, for a rank may come to this collective as much later than another as
+                a collective may take; to make the connections then takes no longer than to form a group.
 
         Raises:
             TransferFailedError: A rank did not come.
         """
         if lane not in self._by_lane:
+            meet()
             self._attempt(lambda: self._make(lane))
 
     def allreduce(self, lane: int, message: Tensor, op: Any, timeout_s: float) -> None:

@@ -86,7 +86,7 @@ class Engine:
         use = Use(tensor, op, reduction)
         work = PendingWork([tensor])
         with self._order:  # the lanes get collectives in the order of their numbers
-            ticket = self._director.admit(asked, lambda decision: self._promise(use, decision))
+            ticket = self._director.admit(asked, lambda decision: self._promise(use, decision), timeout_s)
             how = ticket.decision.choice.schedule if ticket.decision else "a schedule to be tried"
             doing = f"allreduce #{ticket.number} ({reduction.name}, {tensor.numel()} x {tensor.dtype}, {how})"
             job = Job(lambda lane: self._run(ticket, use, lane, timeout_s), doing, work, use.abandon)
@@ -115,14 +115,14 @@ class Engine:
         index = ticket.number % NUM_LANES
         plan = None
         if use.promised is None:
-            self._hosts.prepare(index)
+            self._hosts.prepare(index, lambda: self._director.meet(lane.transport, tag=tag, timeout_s=timeout_s))
         else:
             if use.is_first:
                 self._keep_promise(use.promised, lane, message, use.reduction, decision, ticket.number, timeout_s)
             plan = use.promised.result()
-            lane.transport.connect(plan.program.peers)
+            lane.transport.connect(plan.program.peers, timeout_s)
         if decision.is_trial:
-            self._director.start_trial(lane.transport, tag=tag, timeout_s=timeout_s)
+            self._director.meet(lane.transport, tag=tag, timeout_s=timeout_s)
         started_s = time.monotonic()
         if plan is None:
             self._hosts.allreduce(index, message, use.op, timeout_s)

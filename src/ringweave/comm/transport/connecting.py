@@ -72,7 +72,7 @@ class Switchboard:
     """Makes the connections of one lane."""
 
     def __init__(self, door: Door, lane: int, members: Members, timeout_s: float, clock: Callable[[], float]) -> None:
-        """`timeout_s` bounds how long a peer may take to come."""
+        """`timeout_s` bounds how long a peer may take to answer, and to call where no other limit is given."""
         self._door = door
         self._lane = lane
         self._members = members
@@ -82,9 +82,9 @@ class Switchboard:
         self._callers = Callers(door.listeners, _HELLO.size, clock)
         self._pauses: dict[int, tuple[float, float]] = {}
 
-    def deadline(self) -> float:
-        """When a peer that is called now has to be there."""
-        return self._clock() + self._timeout_s
+    def deadline(self, timeout_s: float | None) -> float:
+        """When a peer that is waited for from now on has to be there; None is what it may take to answer."""
+        return self._clock() + (self._timeout_s if timeout_s is None else timeout_s)
 
     def rail_rates(self, peer: int) -> tuple[float, ...]:
         """Relative rates of the connections to a rank: one for each NIC that both nodes have, that of the slower."""
