@@ -20,6 +20,7 @@ from ringweave.comm.transport.seam import TransferFailedError
 
 _ABORT_TAG = 2**31 - 1
 """A tag that no message carries."""
+_CUT = "the connections of this group were cut"
 
 
 def failure_of(cause: RuntimeError) -> TransferFailedError:
@@ -81,8 +82,8 @@ class Hosts:
 
     def cut(self) -> None:
         """Let all that is in flight fail, from any thread."""
-        self._is_cut = True
         with self._lock:
+            self._is_cut = True
             made = list(self._by_lane.values())
         self._cut_own()
         for gloo in made:
@@ -95,7 +96,7 @@ class Hosts:
 
     def _make(self, lane: int) -> None:
         if self._is_cut:
-            raise RuntimeError("the connections of this group were cut")
+            raise RuntimeError(_CUT)
         place = (self._members.group_rank, self._members.group_size)
         # A connection to the store of our own: whoever waits for a key keeps all other users of its connection waiting,
         # and ranks that are at different groups would wait for each other.
@@ -104,6 +105,10 @@ class Hosts:
         gloo = ProcessGroupGloo(store, *place, self._timeout)
         with self._lock:
             self._by_lane[lane] = gloo
+            is_cut = self._is_cut
+        if is_cut:  # meanwhile: whoever cut it did not find this one
+            cut_gloo(gloo, self._members)
+            raise RuntimeError(_CUT)
 
     @staticmethod
     def _attempt(action: Callable[[], object]) -> None:
