@@ -89,7 +89,7 @@ class Engine:
             ticket = self._director.admit(asked, lambda decision: self._promise(use, decision), timeout_s)
             how = ticket.decision.choice.schedule if ticket.decision else "a schedule to be tried"
             doing = f"allreduce #{ticket.number} ({reduction.name}, {tensor.numel()} x {tensor.dtype}, {how})"
-            job = Job(lambda lane: self._run(ticket, use, lane, timeout_s), doing, work, use.abandon)
+            job = Job(lambda lane: self._run(ticket, use, lane, timeout_s), doing, work, use.end)
             if self._broken is None:
                 self._lanes[ticket.number % NUM_LANES].submit(job)  # dealt to the lanes in turn
                 return work
@@ -203,10 +203,13 @@ class Engine:
         self._cut()
 
     def _outcome_of(self, job: Job, lane: Lane) -> BaseException | None:
-        """Run a job; None if it went well."""
-        if self._broken is not None:
-            job.abandon()
-            return self._again(job.doing)
+        """Run a job unless the group has ended; None if it went well."""
+        try:
+            return self._again(job.doing) if self._broken else self._attempt(job, lane)
+        finally:
+            job.end()
+
+    def _attempt(self, job: Job, lane: Lane) -> CommunicationError | None:
         try:
             job.run(lane)
         except TransferFailedError as failure:
