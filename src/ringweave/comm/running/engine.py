@@ -182,6 +182,9 @@ class Engine:
             self._broken = self._broken or destroyed  # so that nobody looks for who is to blame
             self._board.give_up()
             self._director.cut()
+            for lane in self._lanes:  # before any is waited for: it may wait for what another one makes
+                if not lane.wait_ended(0.0):
+                    lane.abort()
         for lane in self._lanes:
             lane.close(timeout_s)
         self._hosts.close()
