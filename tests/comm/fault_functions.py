@@ -1,6 +1,7 @@
 """What the ranks of the fault tests run: real processes that die, stop, stay away or disagree."""
 
 import os
+import signal
 import time
 from typing import Any
 
@@ -37,6 +38,41 @@ def fail_at_first_use() -> list[str]:
         except RuntimeError as error:
             errors.append(str(error))
     return errors
+
+
+def wait_for_one_that_stops() -> list[str]:
+    """Rank 3 stops with collectives of both lanes under way; the errors of both."""
+    for _ in range(2):
+        dist.all_reduce(torch.ones(2_000_000))  # both lanes are connected now
+    if dist.get_rank() == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    works: list[Any] = [dist.all_reduce(torch.ones(2_000_000), async_op=True) for _ in range(2)]
+    errors = []
+    for work in works:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors
+
+
+def come_late_in_an_epoch(form_s: float) -> float:
+    """Rank 0 comes to its first collective later than members may to the forming of the group; what is summed."""
+    from ringweave.comm.regrouping import EpochGroups
+
+    groups, rank = EpochGroups("127.0.0.1", form_s=100.0), dist.get_rank()
+    places: list[Any] = [groups.store_place]
+    dist.broadcast_object_list(places)
+    groups.form(places[0], "1.1", rank, dist.get_world_size(), groups.num_aborts)
+    formed: Any = dist.group.WORLD
+    for lane in formed._engine._lanes:  # as if it had been formed within so short a time
+        lane.transport._switchboard._timeout_s = form_s
+    if rank == 0:
+        time.sleep(2.5 * form_s)
+    tensor = torch.ones(2_000_000)
+    dist.all_reduce(tensor)
+    dist.barrier()  # the store is rank 0's
+    return float(tensor.sum())
 
 
 def fail_alone() -> str:

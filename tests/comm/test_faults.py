@@ -3,9 +3,11 @@
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 
+from ringweave.telemetry.events import read
 from ringweave.testing.ranks import Outcome, Ranks
 from tests.comm import fault_functions
 
@@ -58,6 +60,22 @@ def test_a_stopped_peer_is_named_within_the_time_out(num_elements: int) -> None:
         ranks.signal(3, signal.SIGSTOP)
         for outcome in ranks.outcomes([0, 1, 2], timeout_s=SOON_S):
             assert "rank 3 (node b1) does not answer, expected every rank of the group" in last_line(outcome)
+
+
+def test_a_stopped_peer_is_named_once_with_several_collectives_under_way(tmp_path: Path) -> None:
+    settings = {"timeout_s": SILENCE_S, "nodes": NODES, "environ": {"RINGWEAVE_RUN_DIR": str(tmp_path)}}
+    with Ranks(fault_functions.wait_for_one_that_stops, 4, **settings) as ranks:
+        for outcome in ranks.outcomes([0, 1, 2], timeout_s=SOON_S):
+            assert len(outcome.value) == 2, outcome.error
+            assert all("rank 3 (node b1) does not answer" in text for text in outcome.value)
+    failed = [event for event in read(tmp_path / "events.jsonl") if event["kind"] == "communication_failed"]
+    assert sorted(event["rank"] for event in failed) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("nodes", [["a0", "b0"], ["a0", "a0"]], ids=["two nodes", "one node"])
+def test_a_member_that_is_slow_to_its_first_collective_of_an_epoch_is_waited_for(nodes: list[str]) -> None:
+    with Ranks(fault_functions.come_late_in_an_epoch, 2, 1.0, backend="gloo", nodes=nodes) as ranks:
+        assert ranks.values(timeout_s=SOON_S) == [4e6, 4e6]
 
 
 def test_another_size_is_a_disagreement_that_names_both_ranks() -> None:

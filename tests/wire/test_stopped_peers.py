@@ -43,7 +43,7 @@ def test_a_stopped_peer_is_cut_in_time_and_nobody_else_waits(
     authority: wire.Authority, events: Events, tmp_path: Path
 ) -> None:
     authority.issue("worker", "stopped").save(tmp_path / "stopped")
-    limits = wire.Limits(patience_s=3.0, slowest_bytes_per_s=20e6)
+    limits = wire.Limits(patience_s=6.0, slowest_bytes_per_s=20e6)
     echo = wire.Handler(message=Echo, handle=lambda call: wire.Answer(Echo(), call.buffers))
     with serving(trust(authority, "server", "0"), echo, limits=limits, record=events) as server:
         argv = [sys.executable, "-c", PEER, str(server.port), str(tmp_path / "stopped")]

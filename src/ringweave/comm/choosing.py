@@ -4,6 +4,7 @@ import json
 import math
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ MIN_SHARED_BYTES = 3 * 10**6
 _MAX_CHOICES = 4096
 
 _KEY = "plan"
+_LOOK_S = 0.2
+"""How often a rank looks whether the plan is there. It does not wait in the store: all other threads of the process
+would wait for their turn there, and nobody could end it."""
 
 
 class GroupPlan:
@@ -54,21 +58,31 @@ class GroupPlan:
         self._plan: Plan | None = None
         self._tuned: Mapping[int, str] | None = None
         self._choices: dict[tuple[int, str | None], Choice] = {}
+        self._is_cut = False
         if sending is not None and sending.members.group_rank == 0:
             self._plan = make()
             self._tuned = load(self._plan)
             sending.send(self._plan, self._tuned)
 
-    def get(self) -> Plan:
-        """The plan.
+    def get(self, timeout_s: float | None = None) -> Plan:
+        """The plan; the first rank may take `timeout_s` to send it, None is the group's time-out.
 
         Raises:
-            PeerError: The first rank did not send it in time.
+            PeerError: It did not come in time, or before the group was cut.
         """
         with self._lock:
-            if self._plan is None:
-                self._plan, self._tuned = (self._make(), None) if self._sending is None else self._sending.receive()
-            return self._plan
+            if self._plan is not None:
+                return self._plan
+            if self._sending is None:
+                plan, self._tuned = self._make(), None
+            else:
+                plan, self._tuned = self._sending.receive(timeout_s, lambda: self._is_cut)
+            self._plan = plan
+            return plan
+
+    def cut(self) -> None:
+        """Let go whoever waits for the plan, from any thread: the group has ended."""
+        self._is_cut = True
 
     @property
     def adapts(self) -> bool:
@@ -109,27 +123,44 @@ class Sending:
     store: Store
     members: Members
     timeout: timedelta
+    """How long the plan may take, where no other limit is given."""
+    clock: Callable[[], float] = time.monotonic
+    """Seconds that only grow."""
+    sleep: Callable[[float], None] = time.sleep
+    """Between two looks."""
 
     def send(self, plan: Plan, tuned: Mapping[int, str] | None) -> None:
         """Called on the first rank."""
         known = None if tuned is None else {str(number): name for number, name in tuned.items()}
         self.store.set(_KEY, json.dumps({"plan": str(plan), "tuned": known}))
 
-    def receive(self) -> tuple[Plan, Mapping[int, str] | None]:
+    def receive(
+        self, timeout_s: float | None = None, is_cut: Callable[[], bool] = lambda: False
+    ) -> tuple[Plan, Mapping[int, str] | None]:
         """What the first rank sent.
 
+        Args:
+            timeout_s: How long it may take: it may still be measuring the network. None is the group's time-out.
+            is_cut: Whether nobody wants it any more.
+
         Raises:
-            PeerError: Nothing came in time.
+            PeerError: Nothing came in time, or while it was wanted.
             DisagreementError: What came is no plan.
         """
+        limit_s = self.timeout.total_seconds() if timeout_s is None else timeout_s
+        deadline = self.clock() + limit_s
         try:
-            self.store.wait([_KEY], self.timeout)
+            while not self.store.check([_KEY]):
+                if is_cut():
+                    raise self._absence("before the group was cut")
+                if self.clock() >= deadline:
+                    raise self._absence(f"within {limit_s:g} s")
+                self.sleep(_LOOK_S)
             value = self.store.get(_KEY)
+        except PeerError:
+            raise
         except RuntimeError as cause:
-            raise PeerError(
-                f"process group: {self.members.name(0)} sent no plan within {self.timeout.total_seconds():g} s, "
-                "expected one when the group is formed. Look into the log of that rank."
-            ) from cause
+            raise self._absence("before the store was gone") from cause
         try:
             document = json.loads(value)
             tuned = document["tuned"]
@@ -144,6 +175,12 @@ class Sending:
                     do="Run the same ringweave on all ranks, and keep others out of the store",
                 )
             ) from cause
+
+    def _absence(self, until: str) -> PeerError:
+        return PeerError(
+            f"process group: {self.members.name(0)} sent no plan {until}, expected one when the group is formed. "
+            "Look into the log of that rank."
+        )
 
 
 def situation(members: Members, environment: WorkerEnvironment, found: Findings | None = None) -> Situation:

@@ -70,7 +70,10 @@ class NamingWork(Work):
         try:
             done = self._work.wait() if timeout is None else self._work.wait(timeout)
         except RuntimeError as cause:
-            raise self._explain(failure_of(cause)) from cause
+            failure = failure_of(cause)
+            failure.__cause__ = cause
+            error = self._explain(failure)
+            raise error from error.__cause__  # which may be another failure, one that came before
         if self._future is not None:
             self._future.wait()
         return done

@@ -21,15 +21,23 @@ MEMBERS = Members((Member(0, Place("a", "127.0.0.1"), ()),), 0, b"")
 class Transport:
     """Of a group without peers."""
 
-    def connect(self, peers: set[int]) -> None:
+    def connect(self, peers: set[int], timeout_s: float | None = None) -> None:
         assert not peers
 
 
 class Guide:
     adapts = True
 
-    def get(self) -> Any:
+    def __init__(self) -> None:
+        self.limits_s: list[float | None] = []
+        self.is_cut = False
+
+    def get(self, timeout_s: float | None = None) -> Any:
+        self.limits_s.append(timeout_s)
         return "plan"
+
+    def cut(self) -> None:
+        self.is_cut = True
 
     def choose(self, num_bytes: int, name: str | None) -> Choice:
         return Choice(schedule=name or "planned", num_segments=1, lag=0, window=2, predicted_s=1.0)
@@ -52,8 +60,8 @@ class Group:
         self.adviser = Adviser(iter(rulings))
         make: Any = lambda plan: self.adviser  # noqa: E731
         self.timings = Timings(None, 0, "g")
-        guide: Any = Guide()
-        self.director = Director(guide, MEMBERS, make, lambda adviser: None, self.timings)
+        self.guide: Any = Guide()
+        self.director = Director(self.guide, MEMBERS, make, lambda adviser: None, self.timings)
         self.decided: list[tuple[int, str]] = []
         self.num_admitted = 0
 
@@ -153,10 +161,17 @@ def test_whoever_waits_when_the_group_is_cut_goes() -> None:
     thread = threading.Thread(target=wait)
     thread.start()
     group.director.cut()
+    assert group.guide.is_cut
     thread.join(60)
     assert [str(failure) for failure in failures] == ["the connections of this group were cut"]
     with pytest.raises(TransferFailedError, match="were cut"):
         group.decide(second)
+
+
+def test_the_plan_may_take_as_long_as_the_collective() -> None:
+    group = Group()
+    group.director.admit(Asked(num_bytes=SIZE, forced="ring", host_can=True), lambda decision: None, 86_400.0)
+    assert group.guide.limits_s[0] == 86_400.0
 
 
 def test_timings_write_medians_of_each_kind(tmp_path) -> None:

@@ -1,5 +1,6 @@
 """What a stranger can do with bytes at the door of a rank, and what a peer can do with a header."""
 
+import math
 import random
 import select
 import socket
@@ -8,7 +9,7 @@ import time
 import pytest
 
 from ringweave.comm.members import Member, Members, Place
-from ringweave.comm.transport import connecting
+from ringweave.comm.transport import callers, connecting
 from ringweave.comm.transport.connecting import Switchboard, open_doors
 from ringweave.comm.transport.seam import MismatchError
 from ringweave.comm.transport.streams import StreamConnection
@@ -38,11 +39,16 @@ def test_mutated_hellos_let_nobody_in_but_those_who_know_the_token() -> None:
 
 
 def caller(switchboard: Switchboard, data: bytes) -> tuple[int, int] | None:
-    ours, theirs = socket.socketpair()
+    """Who is let in when a stranger says this and hangs up."""
+    known, (ours, theirs) = switchboard._callers, socket.socketpair()
+    ours.setblocking(False)
+    theirs.sendall(data)
+    theirs.close()
+    known._silent[ours.fileno()] = callers._Caller(ours, math.inf)
     with ours:
-        theirs.sendall(data)
-        theirs.close()
-        return switchboard._caller(ours, 60.0)
+        while known._silent:
+            said = known.wait_hello(60.0)
+        return switchboard._identify(said[0]) if said is not None else None
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ringweave.comm.members import Entrance, Member, Members, Place
-from ringweave.comm.transport import arenas
+from ringweave.comm.transport import arenas, shared
 from ringweave.comm.transport.connecting import open_doors
 from ringweave.comm.transport.seam import MismatchError, TransferFailedError
 from ringweave.comm.transport.sockets import SocketTransport
@@ -230,6 +230,17 @@ def test_a_peer_that_left_is_told_nothing_more(pair: Node) -> None:
     assert torch.equal(take(pair.ends[1], 0), message(1))
 
 
+def test_who_has_read_all_of_a_peer_that_left_is_through(pair: Node) -> None:
+    count = shared._MAX_UNTOLD + 6
+    pair.ends[0].begin(layout(*[1] * count, size=10), 4)
+    for stage in range(count):
+        pair.ends[0].send(SocketTransport.expose(message(stage, size=10)), 1, TAG, stage)
+    pair.ends[0].close()
+    for stage in range(count):
+        assert torch.equal(take(pair.ends[1], 0, 10), message(stage, size=10))
+    pair.ends[1].end(WAIT_S)
+
+
 def test_a_piece_that_a_peer_did_not_wait_for_is_a_fault(pair: Node) -> None:
     pair.ends[1].close()
     pair.ends[0].begin(layout(1, size=1000), 4)
@@ -244,7 +255,7 @@ def test_a_reader_that_waits_for_nothing_more_frees_the_place() -> None:
     sender.send(SocketTransport.expose(message(1)), 1, TAG, 0)
     waiting = sender.send(SocketTransport.expose(message(2)), 2, TAG, 1)
     assert torch.equal(take(early, 0), message(1))  # and does nothing from here on
-    sender.wait(waiting, 1)
+    sender.wait(waiting, WAIT_S)
     assert torch.equal(take(late, 0), message(2))
     node.close()
 

@@ -5,6 +5,7 @@ import os
 import resource
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -149,6 +150,23 @@ def test_abort_ends_a_wait_from_another_thread_and_the_buffer_is_free(pair: Pair
     with pytest.raises(TransferFailedError):
         waiting.result(60)  # less than it would wait by itself
     tensor.fill_(1)
+
+
+def test_a_peer_may_take_as_long_to_come_as_the_collective_may() -> None:
+    pair = Pair(timeout_s=0.5)
+    try:
+        answering = in_thread(lambda: pair.ends[1].connect([0], 100.0))
+        time.sleep(1.0)
+        pair.ends[0].connect([1], 100.0)
+        answering.result(100)
+    finally:
+        pair.close()
+
+
+def test_a_peer_that_does_not_come_is_a_time_out(pair: Pair) -> None:
+    with pytest.raises(TransferFailedError, match="it did not connect") as caught:
+        pair.ends[1].connect([0], 0.05)
+    assert (caught.value.peer, caught.value.hung) == (0, True)
 
 
 def test_a_peer_that_is_gone_before_it_called_is_noticed(pair: Pair) -> None:

@@ -27,7 +27,7 @@ class Council:
         self._parent = (own - 1) // FAN_OUT if own else None
         self._children = list(range(FAN_OUT * own + 1, min(size, FAN_OUT * own + FAN_OUT + 1)))
         self._transport, self._tag, self._timeout_s = transport, tag, timeout_s
-        transport.connect({*self._children, *(() if self._parent is None else (self._parent,))})
+        transport.connect({*self._children, *(() if self._parent is None else (self._parent,))}, timeout_s)
 
     def consult(self, own: Sequence[float], rule: Callable[[list[float]], str]) -> str:
         """What the first rank says to the combined numbers of all ranks; nobody returns before all have come.

@@ -118,14 +118,19 @@ class Director:
         self._trial_s = float("nan")
         self._is_cut = False
 
-    def admit(self, asked: Asked, bind: Callable[[Decision], None]) -> Ticket:
+    def admit(self, asked: Asked, bind: Callable[[Decision], None], timeout_s: float | None = None) -> Ticket:
         """Give a collective its number; it is decided now or later.
+
+        Args:
+            asked: What is to be decided.
+            bind: Called with the decision, in the order of the numbers.
+            timeout_s: How long the first rank may take to send the plan; None is the group's time-out.
 
         Raises:
             PeerError: The first rank did not send the plan in time.
             UsageError: This group cannot run the forced schedule.
         """
-        self._guide.get()
+        self._guide.get(timeout_s)
         with self._changed:
             self._num_admitted += 1
             ticket = Ticket(self._num_admitted, asked, bind)
@@ -156,8 +161,12 @@ class Director:
             self._wait_alone(ticket)
         return ticket.decision
 
-    def start_trial(self, transport: Transport, *, tag: int, timeout_s: float) -> None:
-        """Block until all ranks are ready to run the trial that was decided."""
+    def meet(self, transport: Transport, *, tag: int, timeout_s: float) -> None:
+        """Block until all ranks have come as far in the collective whose turn it is in this lane.
+
+        Raises:
+            TransferFailedError: A rank is gone or silent.
+        """
         Council(self._members, transport, tag=tag, timeout_s=timeout_s).wait_all()
 
     def finish(self, ticket: Ticket, seconds: float) -> None:
@@ -196,6 +205,7 @@ class Director:
         """Let everybody go who waits here: the group has ended."""
         with self._changed:
             self._is_cut = True
+            self._guide.cut()
             self._undecided.clear()
             self._changed.notify_all()
 

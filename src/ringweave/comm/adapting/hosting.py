@@ -20,6 +20,7 @@ from ringweave.comm.transport.seam import TransferFailedError
 
 _ABORT_TAG = 2**31 - 1
 """A tag that no message carries."""
+_CUT = "the connections of this group were cut"
 
 
 def failure_of(cause: RuntimeError) -> TransferFailedError:
@@ -53,13 +54,19 @@ class Hosts:
         self._by_lane: dict[int, Any] = {}
         self._is_cut = False
 
-    def prepare(self, lane: int) -> None:
+    def prepare(self, lane: int, meet: Callable[[], object]) -> None:
         """Make it for a lane; all ranks do so in the same collective.
+
+        Args:
+            lane: Its number.
+            meet: Blocks until all ranks are here, for a rank may come to this collective as much later than another as
+                a collective may take; to make the connections then takes no longer than to form a group.
 
         Raises:
             TransferFailedError: A rank did not come.
         """
         if lane not in self._by_lane:
+            meet()
             self._attempt(lambda: self._make(lane))
 
     def allreduce(self, lane: int, message: Tensor, op: Any, timeout_s: float) -> None:
@@ -75,8 +82,8 @@ class Hosts:
 
     def cut(self) -> None:
         """Let all that is in flight fail, from any thread."""
-        self._is_cut = True
         with self._lock:
+            self._is_cut = True
             made = list(self._by_lane.values())
         self._cut_own()
         for gloo in made:
@@ -89,7 +96,7 @@ class Hosts:
 
     def _make(self, lane: int) -> None:
         if self._is_cut:
-            raise RuntimeError("the connections of this group were cut")
+            raise RuntimeError(_CUT)
         place = (self._members.group_rank, self._members.group_size)
         # A connection to the store of our own: whoever waits for a key keeps all other users of its connection waiting,
         # and ranks that are at different groups would wait for each other.
@@ -98,6 +105,10 @@ class Hosts:
         gloo = ProcessGroupGloo(store, *place, self._timeout)
         with self._lock:
             self._by_lane[lane] = gloo
+            is_cut = self._is_cut
+        if is_cut:  # meanwhile: whoever cut it did not find this one
+            cut_gloo(gloo, self._members)
+            raise RuntimeError(_CUT)
 
     @staticmethod
     def _attempt(action: Callable[[], object]) -> None:

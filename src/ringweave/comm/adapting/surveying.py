@@ -50,7 +50,7 @@ def survey(
         ranked = [(speakers[src], speakers[dst], num_bytes) for src, dst, num_bytes in phase]
         sent = [(dst, num_bytes) for src, dst, num_bytes in ranked if src == members.group_rank]
         received = [(src, num_bytes) for src, dst, num_bytes in ranked if dst == members.group_rank]
-        transport.connect({peer for peer, _ in (*sent, *received)})
+        transport.connect({peer for peer, _ in (*sent, *received)}, timeout_s)
         transport.begin(Layout(), 1)
         council.wait_all()
         timed = iter(_stream(transport, sent, received, tag=tag, timeout_s=timeout_s, clock=clock))

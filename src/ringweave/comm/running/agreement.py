@@ -53,7 +53,7 @@ def agree(intent: Intent, members: Members, transport: Transport, *, tag: int, t
     size, own = members.group_size, members.group_rank
     right, left = (own + 1) % size, (own - 1) % size
     theirs = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
-    transport.connect({left, right})
+    transport.connect({left, right}, timeout_s)
     transport.begin(_LAYOUT, 1)
     arriving = transport.receive(transport.expose(theirs)[:], left, tag)
     leaving = transport.send(transport.expose(_pack(intent))[:], right, tag, 0)

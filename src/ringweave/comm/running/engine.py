@@ -71,6 +71,7 @@ class Engine:
         self._version = 1
         self._plans: Promises[Compiled] = Promises()
         self._order = threading.Lock()
+        self._ending = threading.Lock()
         self._broken: CommunicationError | None = None
 
     def allreduce(self, tensor: Tensor, op: Any, reduction: Reduction, asked: Asked, timeout_s: float) -> PendingWork:
@@ -86,10 +87,10 @@ class Engine:
         use = Use(tensor, op, reduction)
         work = PendingWork([tensor])
         with self._order:  # the lanes get collectives in the order of their numbers
-            ticket = self._director.admit(asked, lambda decision: self._promise(use, decision))
+            ticket = self._director.admit(asked, lambda decision: self._promise(use, decision), timeout_s)
             how = ticket.decision.choice.schedule if ticket.decision else "a schedule to be tried"
             doing = f"allreduce #{ticket.number} ({reduction.name}, {tensor.numel()} x {tensor.dtype}, {how})"
-            job = Job(lambda lane: self._run(ticket, use, lane, timeout_s), doing, work, use.abandon)
+            job = Job(lambda lane: self._run(ticket, use, lane, timeout_s), doing, work, use.end)
             if self._broken is None:
                 self._lanes[ticket.number % NUM_LANES].submit(job)  # dealt to the lanes in turn
                 return work
@@ -115,14 +116,14 @@ class Engine:
         index = ticket.number % NUM_LANES
         plan = None
         if use.promised is None:
-            self._hosts.prepare(index)
+            self._hosts.prepare(index, lambda: self._director.meet(lane.transport, tag=tag, timeout_s=timeout_s))
         else:
             if use.is_first:
                 self._keep_promise(use.promised, lane, message, use.reduction, decision, ticket.number, timeout_s)
             plan = use.promised.result()
-            lane.transport.connect(plan.program.peers)
+            lane.transport.connect(plan.program.peers, timeout_s)
         if decision.is_trial:
-            self._director.start_trial(lane.transport, tag=tag, timeout_s=timeout_s)
+            self._director.meet(lane.transport, tag=tag, timeout_s=timeout_s)
         started_s = time.monotonic()
         if plan is None:
             self._hosts.allreduce(index, message, use.op, timeout_s)
@@ -166,11 +167,8 @@ class Engine:
             failure: The message that did not get through.
             doing: The collective in words.
         """
-        self._board.report(Report(doing=doing, suspect=failure.peer, hung=failure.hung))
-        self._cut()
-        error = self._board.explain(failure, doing)
-        error.__cause__ = failure
-        return self._break(error)
+        report = Report(doing=doing, suspect=failure.peer, hung=failure.hung)
+        return self._end(report, lambda: self._board.explain(failure, doing), failure)
 
     def close(self, timeout_s: float) -> None:
         """Finish what was submitted if that takes no longer, then cut what is left; safe to call twice."""
@@ -182,6 +180,9 @@ class Engine:
             self._broken = self._broken or destroyed  # so that nobody looks for who is to blame
             self._board.give_up()
             self._director.cut()
+            for lane in self._lanes:  # before any is waited for: it may wait for what another one makes
+                if not lane.wait_ended(0.0):
+                    lane.abort()
         for lane in self._lanes:
             lane.close(timeout_s)
         self._hosts.close()
@@ -203,34 +204,52 @@ class Engine:
         self._cut()
 
     def _outcome_of(self, job: Job, lane: Lane) -> BaseException | None:
-        """Run a job; None if it went well."""
-        if self._broken is not None:
-            job.abandon()
-            return self._again(job.doing)
+        """Run a job unless the group has ended; None if it went well."""
+        try:
+            return self._again(job.doing) if self._broken else self._attempt(job, lane)
+        finally:
+            job.end()
+
+    def _attempt(self, job: Job, lane: Lane) -> CommunicationError | None:
         try:
             job.run(lane)
         except TransferFailedError as failure:
-            return self._again(job.doing) if self._broken else self.fail(failure, job.doing)
+            return self.fail(failure, job.doing)
         except MismatchError as mismatch:
             peer = self._members.name(mismatch.peer)
             return self._disagree(DisagreementError(f"{job.doing}: {peer} runs something else: {mismatch}"), job)
         except DisagreementError as disagreement:
             return self._disagree(disagreement, job)
         except Exception as failure:
-            return self._again(job.doing) if self._broken else self._give_up(failure, job)
+            return self._give_up(failure, job)
         return None
 
     def _give_up(self, cause: Exception, job: Job) -> CommunicationError:
         """Something of this rank's own failed, such as its memory: the others must not wait for it."""
         own, text = self._members.name(self._members.group_rank), f"{type(cause).__name__}: {cause}"
-        self._board.report(Report(doing=job.doing, suspect=None, failure=text))
         error = CommunicationError(f"{job.doing}: {own} failed: {text}. Mend what failed there.")
-        error.__cause__ = cause
-        return self._break(error)
+        return self._end(Report(doing=job.doing, suspect=None, failure=text), lambda: error, cause)
 
     def _disagree(self, error: DisagreementError, job: Job) -> CommunicationError:
-        self._board.report(Report(doing=job.doing, suspect=None, disagreement=str(error)))
-        return self._break(error)
+        report = Report(doing=job.doing, suspect=None, disagreement=str(error))
+        return self._end(report, lambda: error, error.__cause__)
+
+    def _end(
+        self, report: Report, explain: Callable[[], CommunicationError], cause: BaseException | None
+    ) -> CommunicationError:
+        """End the group for the first failure of this rank, and tell the others of that one alone.
+
+        To end it makes what else is in flight fail, with the wrong peers and reasons. That waits here until it is known
+        why the group ended, and says so.
+        """
+        with self._ending:
+            if self._broken is not None:
+                return self._again(report.doing)
+            self._board.report(report)
+            self._cut()
+            error = explain()
+            error.__cause__ = cause
+            return self._break(error)
 
     def _cut(self) -> None:
         for lane in self._lanes:
@@ -240,7 +259,6 @@ class Engine:
 
     def _break(self, error: CommunicationError) -> CommunicationError:
         self._broken = self._broken or error
-        self._cut()
         self.counters.flush()
         self._director.flush()
         if self._log is not None:
@@ -251,7 +269,9 @@ class Engine:
 
     def _again(self, doing: str) -> CommunicationError:
         assert self._broken is not None
-        return type(self._broken)(f"{doing}: this process group has failed before: {self._broken}")
+        error = type(self._broken)(f"{doing}: this process group has failed before: {self._broken}")
+        error.__cause__ = self._broken
+        return error
 
     def _keep_promise(self, promised: Future[Compiled], *what: Any) -> None:
         """Make the plan that other collectives may be waiting for already; they fail with us if we fail."""

@@ -21,8 +21,8 @@ class Job:
     doing: str
     """The collective in words."""
     work: PendingWork
-    abandon: Callable[[], object]
-    """Called if it is never run: whatever waits for a result of it must not wait for ever."""
+    end: Callable[[], object]
+    """Called when it is over, run or not: whatever waits for a result that it did not make must not wait for ever."""
 
 
 class Lane:

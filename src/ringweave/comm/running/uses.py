@@ -31,7 +31,10 @@ class Use:
     is_first: bool = False
     """It makes the program."""
 
-    def abandon(self) -> None:
-        """It is never run: whoever waits for the program must not wait for ever."""
-        if self.promised is not None:
-            self.promised.cancel()
+    def end(self) -> None:
+        """It is over, run or not: if it did not make the program that it was to, nobody waits for that any more.
+
+        Others that are to use the program leave it alone: it may be in the making.
+        """
+        if self.is_first and self.promised is not None:
+            self.promised.cancel()  # nothing happens to one that was kept, or broken

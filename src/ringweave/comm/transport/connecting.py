@@ -2,15 +2,14 @@
 
 import contextlib
 import hmac
-import math
 import os
-import select
 import socket
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ringweave.comm.members import TOKEN_BYTES, Entrance, Members
+from ringweave.comm.transport.callers import Callers
 from ringweave.comm.transport.seam import TransferFailedError
 
 _HELLO = struct.Struct(f"<{TOKEN_BYTES}sII")
@@ -21,8 +20,9 @@ _NAME_BYTES = 16
 LOOK_UP_S = 0.2
 """How often a waiting thread looks for what no event tells it: that it was aborted, that a caller is gone."""
 
-_HELLO_S = 1.0
-"""How long a caller may take to say who it is."""
+_MAX_PAUSE_S = 5.0
+"""The longest between two looks whether a peer that has not called is gone. Each takes a place among its callers until
+it answers, so they get rarer the longer it does not come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,6 @@ class Door:
     def listeners(self) -> tuple[socket.socket, ...]:
         """Wherever somebody may call."""
         return (*self.outer, self.inner)
-
-    def wait_called(self, timeout_s: float) -> socket.socket | None:
-        """Where somebody calls; None if nobody does in time."""
-        poller = select.poll()  # select.select fails in a process with more than 1023 descriptors
-        for listener in self.listeners:
-            poller.register(listener, select.POLLIN)
-        called = {descriptor for descriptor, _ in poller.poll(math.ceil(1000 * timeout_s))}
-        return next((listener for listener in self.listeners if listener.fileno() in called), None)
 
     def close(self) -> None:
         """Answer no more."""
@@ -80,17 +72,19 @@ class Switchboard:
     """Makes the connections of one lane."""
 
     def __init__(self, door: Door, lane: int, members: Members, timeout_s: float, clock: Callable[[], float]) -> None:
-        """`timeout_s` bounds how long a peer may take to come."""
+        """`timeout_s` bounds how long a peer may take to answer, and to call where no other limit is given."""
         self._door = door
         self._lane = lane
         self._members = members
         self._timeout_s = timeout_s
         self._clock = clock
         self._closed = False
+        self._callers = Callers(door.listeners, _HELLO.size, clock)
+        self._pauses: dict[int, tuple[float, float]] = {}
 
-    def deadline(self) -> float:
-        """When a peer that is called now has to be there."""
-        return self._clock() + self._timeout_s
+    def deadline(self, timeout_s: float | None) -> float:
+        """When a peer that is waited for from now on has to be there; None is what it may take to answer."""
+        return self._clock() + (self._timeout_s if timeout_s is None else timeout_s)
 
     def rail_rates(self, peer: int) -> tuple[float, ...]:
         """Relative rates of the connections to a rank: one for each NIC that both nodes have, that of the slower."""
@@ -133,6 +127,8 @@ class Switchboard:
     def answer(self, peer: int, deadline: float) -> tuple[int, int, socket.socket] | None:
         """Take one call, while `peer` is waited for; whoever does not know the token is hung up on.
 
+        A caller that says nothing yet keeps nobody waiting, neither us nor other callers.
+
         Returns:
             Who called, by which rail, and the connection; None if nobody has, for now.
 
@@ -143,14 +139,15 @@ class Switchboard:
         if left_s <= 0 or self._closed:
             raise TransferFailedError(peer, "it did not connect", hung=not self._closed)
         try:
-            ready = self._door.wait_called(min(left_s, LOOK_UP_S))
-            if ready is None:
-                self._probe(peer)
-                return None
-            sock, _ = ready.accept()
+            said = self._callers.wait_hello(min(left_s, LOOK_UP_S))
         except (OSError, ValueError):
             return None  # we were cut off, which the next round says
-        caller = self._caller(sock, min(left_s, _HELLO_S))
+        if said is None:
+            if self._is_due(peer):
+                self._probe(peer)
+            return None
+        hello, sock = said
+        caller = self._identify(hello)
         if caller is None:
             sock.close()
             return None
@@ -159,14 +156,24 @@ class Switchboard:
     def close(self) -> None:
         """Answer no more."""
         self._closed = True
+        self._callers.close()
         self._door.close()
 
     def abort(self) -> None:
         """End every wait for a caller, from any thread."""
         self._closed = True
-        for listener in self._door.listeners:
+        for sock in (*self._door.listeners, *self._callers.socks()):
             with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _is_due(self, peer: int) -> bool:
+        """Whether to look for a peer that does not come: often at first, then ever more rarely."""
+        now_s = self._clock()
+        due_s, pause_s = self._pauses.get(peer, (now_s, LOOK_UP_S))
+        if now_s < due_s:
+            return False
+        self._pauses[peer] = now_s + pause_s, min(2 * pause_s, _MAX_PAUSE_S)
+        return True
 
     def _probe(self, peer: int) -> None:
         """Raise if the peer that should call us is gone: then nobody listens at its port any more."""
@@ -179,15 +186,8 @@ class Switchboard:
         except OSError as cause:
             raise TransferFailedError(peer, f"it does not listen any more: {cause}", hung=False) from cause
 
-    def _caller(self, sock: socket.socket, timeout_s: float) -> tuple[int, int] | None:
-        """Group rank and rail of the caller, None if it is not one that may call."""
-        sock.settimeout(timeout_s)
-        try:
-            hello = sock.recv(_HELLO.size, socket.MSG_WAITALL)
-        except OSError:
-            return None
-        if len(hello) < _HELLO.size:
-            return None
+    def _identify(self, hello: bytes) -> tuple[int, int] | None:
+        """Group rank and rail of the caller that said this, None if it is not one that may call."""
         token, caller, rail = _HELLO.unpack(hello)
         may_call = hmac.compare_digest(token, self._members.token) and caller < self._members.group_rank
         return (caller, rail) if may_call and rail < len(self.rail_rates(caller)) else None

@@ -56,8 +56,16 @@ class Transport(Protocol):
         """The memory of a contiguous one-dimensional tensor: sliced by elements, it gives what is sent and received."""
         ...
 
-    def connect(self, peers: Iterable[int]) -> None:
-        """Make sure that `peers` can be reached; they do the same with us."""
+    def connect(self, peers: Iterable[int], timeout_s: float | None = None) -> None:
+        """Make sure that `peers` can be reached; they do the same with us.
+
+        Args:
+            peers: Group ranks.
+            timeout_s: How long they may take to begin with it; None is what the transport gives them.
+
+        Raises:
+            TransferFailedError: A peer is gone, or did not come in time.
+        """
         ...
 
     def begin(self, layout: Layout, element_bytes: int) -> None:

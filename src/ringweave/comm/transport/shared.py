@@ -209,9 +209,12 @@ class SharedConnection:
         return True
 
     def write(self) -> None:
-        """Send the frames that wait, as many as the kernel takes, and after them what has been read."""
+        """Send the frames that wait, as many as the kernel takes, and after them what has been read.
+
+        A peer that has left is told nothing: the frame would wait for ever, and `telling` with it.
+        """
         self._write_frames()
-        if not self._frames and (self._is_awaited or self._num_read > _MAX_UNTOLD):
+        if not self._frames and not self._has_left and (self._is_awaited or self._num_read > _MAX_UNTOLD):
             self._is_awaited = False
             self._frames.append((_FRAME.pack(_READ, self._num_read, 0, 0), None))
             self._num_read = 0

@@ -59,7 +59,7 @@ class SocketTransport:
             door: Where the members expect this rank's lane.
             lane: Its number.
             members: Who is in the group.
-            timeout: How long a peer may take to come.
+            timeout: How long a peer may take to answer a call, and to call us where no other limit is given.
             look_s: Seconds for which a rank of this node is looked for before this thread sleeps; see LOOK_S.
             lends: Whether ranks of this node read large pieces in this one's memory, where the kernel lets them.
             clock: Seconds that only grow.
@@ -83,19 +83,24 @@ class SocketTransport:
         """The memory of a contiguous one-dimensional CPU tensor, to be sliced by elements."""
         return tensor.view(torch.uint8).numpy().reshape(tensor.numel(), tensor.element_size())
 
-    def connect(self, peers: Iterable[int]) -> None:
+    def connect(self, peers: Iterable[int], timeout_s: float | None = None) -> None:
         """Make sure that there is a connection to each of `peers`; both sides have to want it.
 
         The lower rank calls, the higher one answers: a call succeeds as soon as the other listens, so nobody waits in
         a circle.
 
+        Args:
+            peers: Group ranks.
+            timeout_s: How long those that have to call us may take to come to it: as long as the collective may that
+                they are connected for. None is the limit of the transport.
+
         Raises:
-            TransferFailedError: A peer did not come within the time-out.
+            TransferFailedError: A peer is gone, or did not come in time.
         """
         missing = [peer for peer in peers if peer not in self._connections]
         if not missing:
             return
-        deadline = self._switchboard.deadline()
+        deadline = self._switchboard.deadline(timeout_s)
         for peer in missing:
             if peer > self._members.group_rank:
                 self._adopt(peer, self._switchboard.call(peer))

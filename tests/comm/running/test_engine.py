@@ -1,0 +1,227 @@
+"""What becomes of a group's collectives when one fails, on one rank whose director does what the test wants."""
+
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+
+from ringweave.comm.adapting.directing import Asked, Decision, Ticket
+from ringweave.comm.counters import Counters
+from ringweave.comm.faults import Report
+from ringweave.comm.members import Member, Members, Place
+from ringweave.comm.running.engine import NUM_LANES, Engine
+from ringweave.comm.running.reductions import reduction_for
+from ringweave.comm.transport.seam import TransferFailedError
+from ringweave.errors import CommunicationError, PeerError
+from ringweave.planning import Choice
+from ringweave.schedules import HOST
+from ringweave.telemetry.events import EventLog, read
+from ringweave.training.elastic import seams
+
+MEMBERS = Members((Member(0, Place("a", "127.0.0.1"), ()),), 0, b"")
+SOON = timedelta(seconds=100)
+
+
+class Transport:
+    """Of a lane without peers."""
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+    def close(self) -> None:
+        pass
+
+
+class Director:
+    """Decides all at once; `at_turn` is called with the number of each collective when its turn comes."""
+
+    plan: Any = None
+
+    def __init__(self, schedule: str, at_turn: Callable[[int, Transport], object]) -> None:
+        self.schedule, self.at_turn = schedule, at_turn
+        self.num_admitted = 0
+        self.met: list[int] = []
+
+    def admit(self, asked: Asked, bind: Callable[[Decision], None], timeout_s: float) -> Ticket:
+        self.num_admitted += 1
+        choice = Choice(schedule=self.schedule, num_segments=1, lag=0, window=1, predicted_s=1.0)
+        decision = Decision(choice, self.plan, 1)
+        bind(decision)
+        return Ticket(self.num_admitted, asked, bind, decision=decision)
+
+    def decide(self, ticket: Ticket, transport: Transport, *, tag: int, timeout_s: float) -> Decision:
+        self.at_turn(ticket.number, transport)
+        assert ticket.decision is not None
+        return ticket.decision
+
+    def meet(self, transport: Transport, *, tag: int, timeout_s: float) -> None:
+        self.met.append(tag >> 32)
+
+    def finish(self, ticket: Ticket, seconds: float) -> None:
+        pass
+
+    def cut(self) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+
+class Hosts:
+    """A host library for a group of one."""
+
+    def prepare(self, lane: int, meet: Callable[[], object]) -> None:
+        meet()
+
+    def allreduce(self, lane: int, message: torch.Tensor, op: Any, timeout_s: float) -> None:
+        pass
+
+    def cut(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Board:
+    """Notes what is reported; `while_explaining` is called by whoever looks for who is to blame."""
+
+    def __init__(self) -> None:
+        self.reports: list[Report] = []
+        self.while_explaining: Callable[[], object] = lambda: None
+
+    def report(self, report: Report) -> None:
+        self.reports.append(report)
+
+    def explain(self, failure: TransferFailedError, doing: str) -> CommunicationError:
+        self.while_explaining()
+        return PeerError(f"{doing}: {failure}")
+
+    def give_up(self) -> None:
+        pass
+
+
+class Group:
+    """An engine and what it works with."""
+
+    def __init__(
+        self,
+        at_turn: Callable[[int, Transport], object] = lambda number, transport: None,
+        *,
+        schedule: str = "ring",
+        log: EventLog | None = None,
+    ) -> None:
+        self.transports = [Transport() for _ in range(NUM_LANES)]
+        self.director: Any = Director(schedule, at_turn)
+        self.board: Any = Board()
+        connect: Any = lambda lane: self.transports[lane]  # noqa: E731
+        hosts: Any = Hosts()
+        counters = Counters(None, 0, "g")
+        self.engine = Engine(MEMBERS, self.director, connect, hosts, self.board, counters, log)
+
+    def allreduce(self) -> Any:
+        op, tensor = ReduceOp.SUM, torch.ones(100)
+        asked = Asked(num_bytes=tensor.nbytes, forced=None, host_can=True)
+        return self.engine.allreduce(tensor, op, reduction_for(op, tensor.dtype), asked, 100.0)
+
+
+@pytest.fixture
+def groups() -> Iterator[list[Group]]:
+    """Are closed at the end."""
+    made: list[Group] = []
+    yield made
+    for group in made:
+        group.engine.close(100.0)
+
+
+@pytest.mark.parametrize("failure", [TransferFailedError(None, "cut", hung=False), MemoryError("no room")], ids=str)
+def test_who_waits_for_a_program_that_is_never_made_fails_with_the_one_that_was_to_make_it(
+    groups: list[Group], failure: Exception
+) -> None:
+    has_begun = threading.Event()
+
+    def at_turn(number: int, transport: Transport) -> None:
+        if number == 2:
+            has_begun.set()
+        else:
+            assert has_begun.wait(100)
+            raise failure
+
+    groups.append(group := Group(at_turn))
+    first, second = group.allreduce(), group.allreduce()
+    with pytest.raises(CommunicationError, match=r"^allreduce #1 \(.*(cut|no room)"):
+        first.wait(SOON)
+    with pytest.raises(CommunicationError, match=r"allreduce #2 .* this process group has failed before: allreduce #1"):
+        second.wait(SOON)
+    assert len(group.board.reports) == 1
+
+
+def test_the_first_failure_of_a_rank_is_the_one_that_counts(groups: list[Group], tmp_path: Path) -> None:
+    """The second one follows from it, while the group looks for who is to blame."""
+    log = EventLog(tmp_path / "events.jsonl")
+    groups.append(group := Group(log=log))
+    consequence, later = TransferFailedError(1, "connection closed by peer", hung=False), []
+
+    def fail_again() -> None:
+        thread = threading.Thread(target=lambda: later.append(group.engine.fail(consequence, "allreduce #2")))
+        thread.start()
+        thread.join(0.2)
+        threads.append(thread)
+
+    threads: list[threading.Thread] = []
+    group.board.while_explaining = fail_again
+    cause = TransferFailedError(3, "nothing for 9 s", hung=True)
+    first = group.engine.fail(cause, "allreduce #1")
+    threads[0].join(100)
+    assert group.board.reports == [Report(doing="allreduce #1", suspect=3, hung=True)]
+    (second,) = later
+    assert str(first) == "allreduce #1: nothing for 9 s"
+    assert str(second) == "allreduce #2: this process group has failed before: allreduce #1: nothing for 9 s"
+    decree: Any = SimpleNamespace(members=("m0", "m1", "m2", "m3"))
+    assert [seams.suspects(error, decree) for error in (first, second)] == [["m3"], ["m3"]]
+    failed = [event for event in read(tmp_path / "events.jsonl") if event["kind"] == "communication_failed"]
+    assert [event["text"] for event in failed] == [str(first)]
+
+
+def test_a_group_that_is_closed_cuts_all_lanes_before_it_waits_for_one() -> None:
+    """The first lane waits for what the second one is to make."""
+    are_at_it = threading.Barrier(3)
+
+    def at_turn(number: int, transport: Transport) -> None:
+        are_at_it.wait(100)
+        if number == 1:
+            assert transport.aborted.wait(100)
+            raise TransferFailedError(None, "cut", hung=False)
+
+    group = Group(at_turn)
+    works = [group.allreduce(), group.allreduce()]
+    waiting: Any = group.engine._lanes[0]
+    close, were_cut = waiting.close, []
+
+    def note_and_close(timeout_s: float) -> None:
+        were_cut.extend(transport.aborted.is_set() for transport in group.transports)
+        group.transports[1].abort()
+        close(timeout_s)
+
+    waiting.close = note_and_close
+    are_at_it.wait(100)
+    group.engine.close(0.5)
+    assert were_cut == [True, True]
+    for work in works:
+        with pytest.raises(CommunicationError, match="it was destroyed"):
+            work.wait(SOON)
+
+
+def test_all_ranks_meet_before_a_lane_gets_its_host_library(groups: list[Group]) -> None:
+    groups.append(group := Group(schedule=HOST))
+    group.allreduce().wait(SOON)
+    assert group.director.met == [1]

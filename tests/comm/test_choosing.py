@@ -1,0 +1,60 @@
+"""When the ranks of a group have its plan."""
+
+from datetime import timedelta
+
+import pytest
+from torch.distributed import HashStore
+
+from ringweave import planning, topology
+from ringweave.comm.choosing import GroupPlan, Sending
+from ringweave.comm.members import Member, Members, Place
+from ringweave.errors import PeerError
+from ringweave.planning import Plan
+
+CLUSTER = topology.one_machine([1, 1])
+NODES = [node.name for node in CLUSTER.nodes]
+RANKS = tuple(Member(rank, Place(node, "127.0.0.1"), ()) for rank, node in enumerate(NODES))
+FORM_S = 10.0
+"""The time-out of the group."""
+
+
+class Second:
+    """The second rank of a group, whose first one sends the plan `sent_s` after it was asked for."""
+
+    def __init__(self, sent_s: float = float("inf"), cut_s: float = float("inf")) -> None:
+        self.now_s = 0.0
+        self.sent_s, self.cut_s = sent_s, cut_s
+        self.plan = planning.plan_group(CLUSTER, NODES)
+        self.store = HashStore()
+        limit = timedelta(seconds=FORM_S)
+        sending = Sending(self.store, Members(RANKS, 1, b""), limit, clock=lambda: self.now_s, sleep=self.sleep)
+        self.guide = GroupPlan(self.refuse, lambda plan: None, sending)
+
+    def refuse(self) -> Plan:
+        raise AssertionError("the first rank makes it")
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        if self.now_s >= self.sent_s:
+            Sending(self.store, Members(RANKS, 0, b""), timedelta(seconds=FORM_S)).send(self.plan, None)
+        if self.now_s >= self.cut_s:
+            self.guide.cut()
+
+
+def test_a_first_rank_that_still_measures_the_network_has_as_long_as_the_collective() -> None:
+    second = Second(sent_s=3 * FORM_S)
+    assert second.guide.get(86_400.0) == second.plan
+
+
+def test_a_first_rank_that_sends_no_plan_is_named_when_time_is_up() -> None:
+    second = Second()
+    with pytest.raises(PeerError, match=r"process group: rank 0 \(node .*\) sent no plan within 10 s, expected one"):
+        second.guide.get()
+    assert FORM_S <= second.now_s < 2 * FORM_S
+
+
+def test_who_waits_for_the_plan_when_the_group_is_cut_goes() -> None:
+    second = Second(cut_s=20.0)
+    with pytest.raises(PeerError, match=r"sent no plan before the group was cut"):
+        second.guide.get(86_400.0)
+    assert second.now_s < 30.0
