@@ -3,8 +3,6 @@
 import gc
 import os
 import socket
-import threading
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
@@ -14,7 +12,7 @@ import pytest
 import torch
 
 from ringweave.comm.members import Entrance, Member, Members, Place
-from ringweave.comm.transport import arenas, shared
+from ringweave.comm.transport import shared
 from ringweave.comm.transport.connecting import open_doors
 from ringweave.comm.transport.seam import MismatchError, TransferFailedError
 from ringweave.comm.transport.sockets import SocketTransport
@@ -313,42 +311,3 @@ def test_memory_whose_size_may_change_is_refused(pair: Node) -> None:
     with pytest.raises(TransferFailedError, match="shared memory whose size is not fixed"):
         take(pair.ends[1], 0)
     os.close(descriptor)
-
-
-def test_the_size_of_an_arena_is_fixed() -> None:
-    arena = arenas.make_arena(4096)
-    with pytest.raises(PermissionError):
-        os.ftruncate(arena.descriptor, 0)
-
-
-def test_what_is_read_is_not_kept_even_if_nothing_was_shown() -> None:
-    room, seen = arenas.ShowRoom(), []
-    for _ in range(5):
-        showing = room.begin(layout(1, size=10), 4)
-        assert showing is not None
-        showing.note_read(0)  # by a rank that was reached over TCP
-        seen.append(weakref.ref(showing))
-    del showing
-    assert [ref() is None for ref in seen] == [True, True, True, False, False]
-
-
-def test_memory_that_cannot_be_mapped_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    gc.collect()  # what earlier tests left must not go in between
-    closed: list[int] = []
-    close, own_thread = os.close, threading.get_ident()
-
-    def note(descriptor: int) -> None:
-        if threading.get_ident() == own_thread:  # others may have something to close, too
-            closed.append(descriptor)
-        close(descriptor)
-
-    monkeypatch.setattr(os, "close", note)
-
-    def refuse(*_: object) -> None:
-        raise OSError("no room")
-
-    monkeypatch.setattr(arenas.mmap, "mmap", refuse)
-    with pytest.raises(OSError, match="no room"):
-        arenas.make_arena(4096)
-    gc.collect()
-    assert len(closed) == 1
