@@ -71,7 +71,10 @@ class Callers:
 
     def _take_in(self, descriptor: int) -> _Caller:
         """Answer at the listener with this descriptor."""
-        sock, _ = next(each for each in self._listeners if each.fileno() == descriptor).accept()
+        listener = next((each for each in self._listeners if each.fileno() == descriptor), None)
+        if listener is None:
+            raise ValueError("the door was closed")
+        sock, _ = listener.accept()
         sock.setblocking(False)
         caller = self._silent[sock.fileno()] = _Caller(sock, self._clock() + _HELLO_S)
         return caller
