@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ringweave.errors import TrainingError, explain
 from ringweave.params import flat
 from ringweave.params.flat import Flat
-from ringweave.params.messages import Pull, Setup
+from ringweave.params.messages import Pull, Setup, Status
 from ringweave.params.rules import Leads, Ledger, Meetings, StalenessPolicy, Tempo, TicketOffice
 from ringweave.params.serving import snapshots
 from ringweave.params.serving.model import GatheredModel
@@ -103,6 +103,22 @@ def regrouped(job: Job, setup: Setup, clock: Callable[[], float] = time.monotoni
     job.model.setup = setup
     ledger = Ledger(_policy(setup), version=job.ledger.version)
     return _made(job.model, ledger, TicketOffice(len(setup.rings), clock=clock), clock)
+
+
+def status(job: Job | None, counts: Counts, copying_bytes: int) -> Status:
+    """What the server tells of itself; `copying_bytes` are held for copies that are being written."""
+    return Status(
+        version=job.ledger.version if job else 0,
+        staleness={str(age): number for age, number in sorted(counts.staleness.items())},
+        pushes={str(ring): number for ring, number in sorted(counts.pushes.items())},
+        samples=counts.samples,
+        repeats=counts.repeats,
+        received_bytes=counts.received_bytes,
+        sent_bytes=counts.sent_bytes,
+        most_peers=counts.most_peers,
+        train_steps=job.model.progress.total if job else 0.0,
+        memory_bytes=copying_bytes + (job.memory_bytes if job else 0),
+    )
 
 
 def _policy(setup: Setup) -> StalenessPolicy:

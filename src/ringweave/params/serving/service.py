@@ -153,19 +153,7 @@ class ParameterService:
     def status(self) -> Status:
         """What it has done so far."""
         with self.changed:
-            counts, job = self.counts, self.job
-            return Status(
-                version=job.ledger.version if job else 0,
-                staleness={str(age): number for age, number in sorted(counts.staleness.items())},
-                pushes={str(ring): number for ring, number in sorted(counts.pushes.items())},
-                samples=counts.samples,
-                repeats=counts.repeats,
-                received_bytes=counts.received_bytes,
-                sent_bytes=counts.sent_bytes,
-                most_peers=counts.most_peers,
-                train_steps=job.model.progress.total if job else 0.0,
-                memory_bytes=self._copying_bytes + (job.memory_bytes if job else 0),
-            )
+            return jobs.status(self.job, self.counts, self._copying_bytes)
 
     def _start(self, call: Call) -> Done:
         message: Start = call.message
