@@ -31,13 +31,7 @@ def fail_at_first_use() -> list[str]:
     if dist.get_rank() == 1:
         os._exit(3)
     works = [dist.all_reduce(torch.ones(100_000), async_op=True) for _ in range(2)]
-    errors = []
-    for work in works:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            errors.append(str(error))
-    return errors
+    return _errors_of(works)
 
 
 def wait_for_one_that_stops() -> list[str]:
@@ -47,13 +41,7 @@ def wait_for_one_that_stops() -> list[str]:
     if dist.get_rank() == 3:
         os.kill(os.getpid(), signal.SIGSTOP)
     works: list[Any] = [dist.all_reduce(torch.ones(2_000_000), async_op=True) for _ in range(2)]
-    errors = []
-    for work in works:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            errors.append(str(error))
-    return errors
+    return _errors_of(works)
 
 
 def come_late_in_an_epoch(form_s: float) -> float:
@@ -142,3 +130,14 @@ def die_in_training(during: str) -> None:
         model(torch.randn(3, 500)).sum().backward()
     else:
         dist.barrier()
+
+
+def _errors_of(works: list[Any]) -> list[str]:
+    """What each of these collectives fails with."""
+    errors = []
+    for work in works:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors
