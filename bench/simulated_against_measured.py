@@ -5,9 +5,10 @@
 
 Each schedule is simulated with the plan's own pipelining, at the measured rates of the links, on a machine as the
 simulator assumes it, whose processors all ranks share and whose links let a full bucket pass at once, as in the lab.
-Nothing is fitted to a cluster. The error is simulated over
-the median of the measured seconds, less one. Exit code 1 if the median of the errors' sizes is above 5 %, or their 95th
-percentile above 12 %.
+Nothing is fitted to a cluster, nor to how long anything took. What messages cost the machine's processors on that day
+may be given: bench/simulation/processor_costs.py fits it to the processor time in the same files. The error is
+simulated seconds over the median of the measured ones, less one. Exit code 1 if the median of the errors' sizes is
+above 5 %, or their 95th percentile above 12 %.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import numpy as np
 
 from ringweave import cost, planning, sim, topology, units
 from ringweave.lab import batches
+from ringweave.sim import measured_costs
 
 CLUSTERS = Path(__file__).parents[1] / "examples" / "clusters"
 MEDIAN_BAR, HIGH_BAR, HIGH_PERCENTILE = 0.05, 0.12, 95
@@ -32,7 +34,8 @@ def main() -> None:
     """Simulate what was measured, print the table, exit 1 if a bar is missed."""
     options = parse_options()
     documents = [json.loads(path.read_text()) for path in options.measured]
-    rows = [row for document in documents for row in compared(document)]
+    machine = measured_costs.load(options.processors) if options.processors else sim.Machine.assumed()
+    rows = [row for document in documents for row in compared(document, machine)]
     found = {
         **summary(rows),
         "by_schedule": by("schedule", rows),
@@ -59,16 +62,17 @@ def parse_options() -> argparse.Namespace:
     """Returns the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measured", nargs="+", type=Path, help="what measure_every_schedule.py wrote")
+    parser.add_argument("--processors", type=Path, help="what processor_costs.py --out wrote")
     parser.add_argument("--out", type=Path, help="write everything here, as JSON")
     return parser.parse_args()
 
 
-def compared(document: dict[str, Any]) -> list[dict[str, Any]]:
+def compared(document: dict[str, Any], assumed: sim.Machine) -> list[dict[str, Any]]:
     """A row for each schedule and size of one cluster."""
     cluster = topology.load(CLUSTERS / f"{document['cluster']}.yaml")
     plan = planning.plan_group(cluster, [node.name for node in cluster.nodes for _ in node.devices])
     cpus = document["machine"]["num_cpus"]
-    machine = dataclasses.replace(sim.Machine.assumed(), num_processors=cpus, bucket_bytes=batches.MIN_BURST_BYTES)
+    machine = dataclasses.replace(assumed, num_processors=cpus, bucket_bytes=batches.MIN_BURST_BYTES)
     rates, rows = document["rates_bytes_per_s"], []
     for measured in document["measured"]:
         choice = plan.choose(measured["bytes"], forced=measured["schedule"])

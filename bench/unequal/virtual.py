@@ -1,8 +1,9 @@
 """How shares follow speeds, in virtual time: `python bench/unequal/virtual.py`. Seconds, no lab, no torch.
 
-Eight ranks under CPU quotas of 40 ms periods, as in the table of unequal workers, with the product's estimators and
-rules, and the delays of its exchanges. A step has work by the sample, fixed work, and noise that lasts: the logarithm
-of its factor has the standard deviation `sd` and, from step to step, the correlation `memory`. Printed is the speed
+Eight ranks under CPU quotas of 40 ms periods, which begin at another time on each, as in the table of unequal workers,
+with the product's estimators and rules, and the delays of its exchanges. A step has work by the sample, fixed work, and
+noise that lasts: the logarithm of its factor has the standard deviation `sd` and, from step to step, the correlation
+`memory`. `--wall` measures without knowing the quota. Printed is the speed
 beside that of fixed shares in proportion to the quotas (simulated): before the speeds change, in the ten steps after
 it, and from then on; and how often shares changed in each. With `--stall` a step takes a rank four times as long now
 and then, as in the table's row.
@@ -16,12 +17,13 @@ from dataclasses import dataclass, field
 
 from rows import CORES, ROWS, WITHIN_STEPS
 
-from ringweave.planning.balancing import Rebalancer, Speed, SpeedEstimator, apportion
+from ringweave.planning.balancing import Rebalancer, Speed, SpeedEstimator, apportion, steady_s
+from ringweave.topology.cgroups import Quota
 
 PERIOD_S = 0.04
 EXCHANGE_EVERY = 2
 BATCH = 2048
-SAMPLE_S, FIXED_S = 0.16e-3, 3e-3
+SAMPLE_S, FIXED_S = 0.085e-3, 3e-3
 """Core-seconds of a sample and of a step beside: about those of the table's model."""
 REDUCING_S = 0.02
 
@@ -37,32 +39,51 @@ class Ranks:
     sd: float
     memory: float
     stall: float = 0.0
+    knows_quota: bool = True
     now_s: float = 0.0
     levels: list[float] = field(default_factory=lambda: [0.0] * 8)
+    periods: list["Periods"] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.periods = [Periods(offset_s=self.draw.random() * PERIOD_S) for _ in self.quotas]
 
     def step(self) -> list[float]:
-        """Seconds that each rank has computed."""
+        """Seconds that each rank has computed, as its timer gives them."""
         fresh = math.sqrt(1 - self.memory**2)
         self.levels = [self.memory * level + fresh * self.draw.gauss(0, self.sd) for level in self.levels]
         took_s = []
-        for quota, share, level in zip(self.quotas, self.shares, self.levels, strict=True):
+        for periods, quota, share, level in zip(self.periods, self.quotas, self.shares, self.levels, strict=True):
             stalled = 4.0 if self.draw.random() < self.stall else 1.0
             work_s = (SAMPLE_S * share * stalled + FIXED_S) * math.exp(level)
-            begin_s = self.now_s + self.draw.random() * PERIOD_S  # of no rank are periods those of another one
-            took_s.append(ends_s(begin_s, work_s, quota) - begin_s)
-        self.now_s += max(took_s) + REDUCING_S
-        return took_s
+            wall_s = periods.ends_s(self.now_s, work_s, quota) - self.now_s
+            known = Quota(cores=quota, period_s=PERIOD_S, num_throttled=1)
+            took_s.append((wall_s, steady_s(wall_s, work_s, known) if self.knows_quota else wall_s))
+        self.now_s += max(wall_s for wall_s, _ in took_s) + REDUCING_S
+        return [seconds for _, seconds in took_s]
 
 
-def ends_s(begin_s: float, work_s: float, quota: float) -> float:
-    """When so much work is done by a process that has `quota` of each period, and runs in its first part."""
-    slice_s, now_s = quota * PERIOD_S, begin_s
-    while True:
-        period = math.floor(now_s / PERIOD_S + 1e-9) * PERIOD_S
-        free_s = max(0.0, period + slice_s - now_s)
-        if work_s <= free_s:
-            return now_s + work_s
-        work_s, now_s = work_s - free_s, period + PERIOD_S
+@dataclass(kw_only=True, slots=True)
+class Periods:
+    """What one rank has left of its periods, which begin at times of their own."""
+
+    offset_s: float
+    number: int = -1
+    left_s: float = 0.0
+
+    def ends_s(self, begin_s: float, work_s: float, quota: float) -> float:
+        """When so much work is done that can begin then."""
+        now_s = begin_s
+        while True:
+            number = math.floor((now_s - self.offset_s) / PERIOD_S + 1e-9)
+            if number != self.number:
+                self.number, self.left_s = number, quota * PERIOD_S
+            next_s = self.offset_s + (number + 1) * PERIOD_S
+            does_s = min(work_s, self.left_s, next_s - now_s)
+            self.left_s -= does_s
+            work_s -= does_s
+            if work_s <= 1e-12:
+                return now_s + does_s
+            now_s = next_s
 
 
 class Balanced:
@@ -89,7 +110,11 @@ class Balanced:
         if self.num_steps % EXCHANGE_EVERY:
             return
         known = [speed for speed in self.said if speed]
-        if known and len(known) == len(self.said) and (change := self.rebalancer.look(self.ranks.shares, known)):
+        if (
+            known
+            and len(known) == len(self.said)
+            and (change := self.rebalancer.look(self.ranks.shares, known, None, EXCHANGE_EVERY))
+        ):
             self.ranks.shares = change.shares
             self.num_changes += 1
         self.said = [estimator.speed for estimator in self.estimators]
@@ -116,6 +141,7 @@ def main() -> None:
     parser.add_argument("--row", choices=[name for name, row in ROWS.items() if row.later_speeds], default="changed")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--stall", type=float, default=0.0, help="probability of a step that takes four times as long")
+    parser.add_argument("--wall", action="store_true", help="without the quota")
     parser.add_argument("--before", type=int, default=24, help="steps before the change")
     parser.add_argument("--after", type=int, default=24, help="steps after it")
     options = parser.parse_args()
@@ -129,7 +155,8 @@ def main() -> None:
         for seed in range(options.seeds):
             speeds = [Speed(s_per_sample=1.0)] * len(first)
             shares, draw = apportion(BATCH, speeds), random.Random(seed)
-            ranks = Ranks(quotas=first, shares=shares, draw=draw, sd=sd, memory=memory, stall=options.stall)
+            noise = {"sd": sd, "memory": memory, "stall": options.stall, "knows_quota": not options.wall}
+            ranks = Ranks(quotas=first, shares=shares, draw=draw, **noise)
             training = Balanced(ranks)
             for place, (quotas, count) in enumerate(zip((first, later, later), lengths, strict=True)):
                 training.ranks.quotas = quotas

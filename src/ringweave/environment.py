@@ -40,7 +40,8 @@ class WorkerEnvironment:
     mode: str | None = None
     """How `ringweave.prepare` lets workers train together where the script leaves it open; None leaves it open too."""
     probes: bool = True
-    """Measure the network at the first large message where nobody described it; RINGWEAVE_PROBE=never says no."""
+    """Measure the network when a group of several nodes is formed, where nobody described it and nothing is known from
+    the last day; RINGWEAVE_PROBE=never says no."""
     tuning: bool | None = None
     """Candidates are tried and plans follow what is measured; None means among several nodes only, where the results of
     earlier trials are kept. A forced schedule beats it."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ringweave import topology
-from ringweave.benchmarks import comparing, searching
+from ringweave.benchmarks import comparing, confessing, searching
 from ringweave.benchmarks.comparing import Report, compare
 from ringweave.benchmarks.places.place import OnThisMachine
 from ringweave.benchmarks.progress import Progress
@@ -47,14 +47,16 @@ class Absent(Fake):
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
     """`run({"a": system})`: the report of a comparison of these."""
 
-    def go(systems: dict[str, Fake], **changes) -> Report:
+    def go(systems: dict[str, Fake], keep=lambda report: None, **changes) -> Report:
         monkeypatch.setattr(comparing, "ALL", systems)
         monkeypatch.setattr(searching, "ALL", systems)
+        monkeypatch.setattr(comparing.machine, "_git_commit", lambda folder: "0123456789ab")
+        monkeypatch.setattr(confessing, "LEAST_ROUNDS", 3)
         values = {"num_rounds": 3, "num_search_rounds": 1, "sizes": (4000,)} | changes
         request = Request(cluster=CLUSTER, is_local=True, systems=tuple(systems), **values)
         with Listener(tmp_path / "control") as listener:
             hall = Hall(OnThisMachine(CLUSTER), listener, tmp_path, None)
-            return compare(request, hall, Progress(io.StringIO()))
+            return compare(request, hall, Progress(io.StringIO()), keep)
 
     return go
 
@@ -118,3 +120,12 @@ def test_ringweave_may_not_fail(run) -> None:
 def test_a_wrong_sum_ends_everything(run, manners: tuple[str, ...]) -> None:
     with pytest.raises(CommunicationError, match=r"sum of a \(wrong\) in element 3"):
         run({"a": Choosy("a", *manners), "b": Choosy("b", "sums")})
+
+
+def test_after_each_size_the_report_so_far_can_be_kept(run) -> None:
+    kept: list[dict] = []
+    report = run({"a": Choosy("a", "sums")}, sizes=(4000, 8000), keep=lambda so_far: kept.append(so_far.document()))
+    assert [[each["bytes"] for each in document["results"]] for document in kept] == [[4000], [4000, 8000]]
+    assert [document["notes"] for document in kept] == [[comparing._PARTIAL]] * 2
+    document = report.document()
+    assert (document["versions"]["a"], document["git_commit"], document["notes"]) == ("fake 1.0", "0123456789ab", [])

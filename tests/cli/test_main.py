@@ -127,6 +127,12 @@ def test_an_interrupt_is_work_that_failed(monkeypatch, capsys) -> None:
     ("argv", "text"),
     [
         (["nosuch.py"], "script: 'nosuch.py', expected the path of a Python file. Check the path, or put -m before"),
+        (["--", "nosuch.py"], "script: 'nosuch.py', expected the path of a Python file."),
+        (["ls"], "script: 'ls', expected the path of a Python file. Check the path, or put -m before the name to run"),
+        (
+            ["--", "nosuch", "--x"],
+            "command: 'nosuch', expected a program on the PATH, or the path of one. Check",
+        ),
         (["-m", "nosuch"], "module: 'nosuch', expected a module that `python -m` finds from this directory. Check"),
         (
             ["--workers", "0", "x.py"],

@@ -3,9 +3,11 @@
 import random
 import shutil
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
+from ruamel.yaml import YAML
 
 from ringweave.jobs import splitting
 from ringweave.launch.kubernetes import names
@@ -14,6 +16,7 @@ from ringweave.launch.kubernetes.api.client import Object
 from ringweave.launch.kubernetes.api.failures import ApiError
 from tests.kube.conftest import Kube, a_spec
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "kubernetes"
 NODE = {"name": "n0", "capacity": 10}
 ILLEGAL: Mapping[str, tuple[dict[str, Any], str]] = {
     "no total": ({"gpus": None}, "either gpus or cpuWorkers"),
@@ -60,6 +63,14 @@ def test_defaults_are_filled_in(kube: Kube) -> None:
         "retryRun": 0,
         "arguments": [],
     }
+
+
+def test_the_manifest_of_the_examples_is_legal_to_the_last_field(kube: Kube) -> None:
+    manifest = YAML(typ="safe").load(EXAMPLES / "text.yaml")
+    assert (manifest["apiVersion"], manifest["kind"]) == (names.API_VERSION, names.KIND)
+    spec = dry(kube, manifest["metadata"]["name"], manifest["spec"], fieldValidation="Strict")["spec"]
+    assert [node["maxRetries"] for node in spec["nodes"]] == [3, 1]
+    assert [path.name for path in EXAMPLES.iterdir()] == ["text.yaml"], "all of them are here"
 
 
 def test_an_unknown_field_is_pruned_or_refused(kube: Kube) -> None:

@@ -63,6 +63,12 @@ def test_workers_are_in_their_nodes(start_in, script, trio: Lab) -> None:
     assert (run.record["lab"], run.record["order"]) == (trio.name, "round-robin")
 
 
+def test_any_command_after_dashes_is_run_in_every_node(start_in) -> None:
+    run = start_in("--", "hostname")
+    assert run.wait_ended() == 0, run.stderr
+    assert [run.log(rank) for rank in range(3)] == ["a\n", "a\n", "b\n"]
+
+
 def test_rank_0_may_be_on_any_node(start_in, script) -> None:
     listen = """
         import socket

@@ -36,6 +36,13 @@ def test_workers_get_what_torchrun_would_give_them(start, script) -> None:
     assert "TORCHELASTIC_RUN_ID" not in got[0]
 
 
+def test_any_command_after_dashes_is_run_as_it_is(start) -> None:
+    run = start("--workers", "2", "--", "sh", "-c", 'echo "rank $RANK of $WORLD_SIZE: $0 $1"', "a.py", "--json")
+    assert run.wait_ended() == 0, run.stderr
+    assert [run.log(rank) for rank in range(2)] == ["rank 0 of 2: a.py --json\n", "rank 1 of 2: a.py --json\n"]
+    assert run.record["command"][:2] == ["sh", "-c"]
+
+
 def test_two_unequal_nodes(start, script) -> None:
     run = start(
         "--workers", "3,2", "--replace-backend", "--schedule", "ring", script(PRINT_ENVIRON), OMP_NUM_THREADS="7"

@@ -6,7 +6,7 @@ import pytest
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import UsageError
 from ringweave.launch.orders import BLOCK, Order
-from ringweave.launch.workers import Meeting, Program, check_target, lay_out, parse_counts
+from ringweave.launch.workers import Meeting, Program, check_target, is_python, lay_out, parse_counts
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,37 @@ def test_wrong_counts_say_what_is_expected(text: str) -> None:
 def test_command_lines() -> None:
     assert Program(target="x.py", arguments=("-m", "1")).argv("py") == ("py", "x.py", "-m", "1")
     assert Program(target="a.b", is_module=True).argv("py") == ("py", "-m", "a.b")
+    assert Program(target="ls", arguments=("-l",), is_command=True).argv("py") == ("ls", "-l")
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "expected"),
+    [
+        (b"print(1)\n", 0o644, True),
+        (b"print(1)\n", 0o755, True),
+        (b"#!/usr/bin/env python3\nprint(1)\n", 0o755, True),
+        (b"#!/bin/sh\necho 1\n", 0o755, False),
+        (b"\x7fELF\x02", 0o755, False),
+    ],
+)
+def test_which_files_the_interpreter_is_given(content: bytes, mode: int, expected: bool, tmp_path: Path) -> None:
+    path = tmp_path / "train"
+    path.write_bytes(content)
+    path.chmod(mode)
+    assert is_python(str(path)) == expected
+
+
+def test_words_that_are_no_files_are_python_by_their_suffix_only() -> None:
+    assert [is_python(word) for word in ("nosuch.py", "nosuch", "ls")] == [True, False, False]
+
+
+def test_a_missing_command_is_refused(tmp_path: Path) -> None:
+    check_target(Program(target="ls", is_command=True))
+    with pytest.raises(UsageError, match=r"command: 'nosuch', expected a program on the PATH, or the path of one\."):
+        check_target(Program(target="nosuch", is_command=True))
+    (tmp_path / "plain").touch()
+    with pytest.raises(UsageError, match=r"expected a program that can be run\. Make it executable: chmod \+x\."):
+        check_target(Program(target=str(tmp_path / "plain"), is_command=True))
 
 
 def test_a_missing_script_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from ringweave import cost, schedules, sim, topology
 from ringweave.errors import PlacementError, UsageError
 from ringweave.schedules.programs import Pipelining
 from ringweave.sim import Machine, simulation
+from ringweave.sim.events import world
 from ringweave.topology import Cluster, Device, Nic, Node
 from tests import effort
 from tests.cost.trees import flat, random_trees
@@ -175,7 +176,8 @@ def test_too_many_messages_to_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = flat([1.0] * 4)
     text = (
         r"messages of ring: 'more than 10', expected at most 10, or a schedule that is regular; here there are 2 "
-        r"segments\. Take fewer segments or another schedule, such as ring or leader-matrix with one rank a node\."
+        r"segments\. Take one segment \(simulate --segments 1\), or another schedule, such as "
+        r"ring or leader-matrix with one rank a node\."
     )
     with pytest.raises(UsageError, match=text):
         sim.simulate(schedules.ring(4), cluster, names(cluster), 400, pipelining=Pipelining(num_segments=2))
@@ -192,3 +194,15 @@ def test_machines_that_cannot_be(wrong: dict[str, float]) -> None:
 def test_a_machine_without_processors() -> None:
     with pytest.raises(ValueError, match="machine: 0 processors, expected at least one, or None"):
         Machine(num_processors=0)
+
+
+def test_who_asks_is_told_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "_TOLD_EVERY", 1)
+    cluster, told = flat([1.0] * 4), []
+    sim.simulate(schedules.ring(4), cluster, names(cluster), 400, tell=lambda *counts: told.append(counts))
+    assert told[-1] == (24, 24)
+    assert told == sorted(told)
+    monkeypatch.setattr(simulation, "FEW_MESSAGES", 1)
+    told.clear()
+    sim.simulate(schedules.ring(4), cluster, names(cluster), 400, tell=lambda *counts: told.append(counts))
+    assert told == [(done, 6) for done in range(1, 7)], "round by round"

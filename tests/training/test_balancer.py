@@ -55,7 +55,7 @@ def test_memory_limits_shares() -> None:
     control = FakeControl(0, 2)
     control.speeds = [FAST, SLOW]
     balancer, _ = make(control, caps=[12, 20])
-    for number in range(3):
+    for number in range(60):  # a fifth of a step is to be gained, which is believed when it was seen for a while
         balancer.border(number)
     assert balancer.latest == (12, 8)
 

@@ -1,9 +1,11 @@
 """What a timer makes of a train step, on a clock that is moved by hand."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 
+from ringweave.topology.cgroups import Quota
 from ringweave.training.timing import HostTimeline, Measured, StepTimer, Timeline
 
 
@@ -65,6 +67,22 @@ def test_who_is_throttled_is_slow_at_communicating_too(clock: Clock, waited_s: f
     timer.close_update()
     timer.end()
     assert timer.measured() == [Measured(num_samples=8, seconds=4.0 + waited_s, outside=outside)]
+
+
+def test_pauses_of_a_quota_count_on_average(clock: Clock) -> None:
+    """10 ms by a quarter of a core take 40 ms on average. The second step met no pause, the third no throttling."""
+    processor, told = Clock(), Quota(cores=0.25, period_s=0.04, num_throttled=7)
+    timer = StepTimer(HostTimeline(clock, processor, lambda: told))
+    seconds = []
+    for wall_s, throttled in ((0.06, 8), (0.01, 9), (0.01, 9)):
+        timer.begin()
+        timer.give(8)
+        clock.now, processor.now = clock.now + wall_s, processor.now + 0.01
+        timer.gradients_ready()
+        told = dataclasses.replace(told, num_throttled=throttled)
+        timer.end()
+        seconds += [each.seconds for each in timer.measured()]
+    assert seconds == pytest.approx([0.04, 0.04, 0.01])
 
 
 def test_a_step_without_communication_is_computing_all_the_time(clock: Clock, timer: StepTimer) -> None:

@@ -31,22 +31,28 @@ class Session:
     def __init__(self, used: Sequence[int] = ()) -> None:
         self._used = used
         self._begun: list[tuple[Tensor, Any]] = []
-        self.were_last: list[bool] = []
+        self._ended: list[tuple[int, Any]] = []
+        self.said: list[str] = []
 
-    def reduce(self, bucket: Tensor, *, is_last: bool) -> torch.futures.Future[Tensor]:
+    def reduce(self, bucket: Tensor) -> torch.futures.Future[Tensor]:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         self._begun.append((bucket.clone(), future))
-        self.were_last.append(is_last)
+        self.said.append("bucket")
+        return future
+
+    def end_pass(self, used: int) -> torch.futures.Future[int]:
+        future: torch.futures.Future[int] = torch.futures.Future()
+        self._ended.append((used, future))
+        self.said.append("end")
         return future
 
     def wait_counted(self) -> None:
         for summed, future in self._begun:
-            if summed.is_floating_point():
-                summed.add_(10.0 * bool(self._used))
-            else:
-                summed[list(self._used)] += 1
-            future.set_result(summed)
+            future.set_result(summed.add_(10.0 * bool(self._used)))
+        for used, ended in self._ended:
+            ended.set_result(used | sum(1 << index for index in self._used))
         self._begun.clear()
+        self._ended.clear()
 
 
 class Timer:
@@ -80,7 +86,7 @@ def test_a_parameter_that_another_member_has_used_gets_its_gradient_here_too(
         model.zero_grad()
         parallel(torch.tensor([1.0, 2.0])).backward()
         assert gradients(model) == expected
-    assert session.were_last[-2:] == [False, True], "what was used comes last"
+    assert session.said == ["bucket", "end"] * 3, "what was used comes last"
 
 
 @pytest.mark.parametrize(("used_there", "expected"), [((), [None] * 3), ((A,), [10.0, None, None])])

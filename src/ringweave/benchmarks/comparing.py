@@ -1,13 +1,13 @@
 """The comparison: links measured, knobs chosen, then all systems alive at once and taking turns."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 from ringweave import cost, planning, schedules
-from ringweave.benchmarks import layouts, machine, results, rounds, systems
+from ringweave.benchmarks import confessing, layouts, machine, results, rounds, systems
 from ringweave.benchmarks.places import link_rates
 from ringweave.benchmarks.places.link_rates import LinkRates
 from ringweave.benchmarks.progress import Progress
@@ -19,6 +19,8 @@ from ringweave.benchmarks.sessions.session import Session
 from ringweave.benchmarks.systems import ALL, Knob
 from ringweave.errors import LaunchError, PeerError, explain
 from ringweave.units import format_bytes
+
+_PARTIAL = "not finished: it was written while sizes or orders had still to be measured"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -36,20 +38,23 @@ class Report:
     versions: dict[str, str] = field(default_factory=dict)
     """System -> what it calls itself."""
     notes: list[str] = field(default_factory=list)
+    described: Mapping[str, Any] = field(default_factory=machine.describe)
+    """Machine, versions and commit when it began: what is written meanwhile may change files of the commit."""
+    is_partial: bool = False
+    """It goes on: sizes or orders are missing."""
 
     def document(self) -> dict[str, Any]:
         """For JSON."""
         cluster = self.request.cluster
         rates = self.rates
-        described = machine.describe()
-        described["versions"] |= self.versions
         return {
             "collective": "allreduce",
             "dtype": "float32",
             "cluster": f"local:{cluster.num_devices}" if self.request.is_local else cluster.name,
             "num_nodes": cluster.num_nodes,
             "num_ranks": cluster.num_devices,
-            **described,
+            **self.described,
+            "versions": {**self.described["versions"], **self.versions},
             "links": [
                 {"link": link, "raw_bytes_per_s": raw, "measured_bytes_per_s": measured}
                 for link, raw, measured in (rates.rows() if rates else ())
@@ -57,12 +62,20 @@ class Report:
             "orders": {order: list(nodes) for order, nodes in self.layouts.items()},
             "search": self.search,
             "results": [result.document() for result in self.results],
-            "notes": self.notes,
+            "notes": [*self.notes, *([_PARTIAL] if self.is_partial else [])],
         }
 
 
-def compare(request: Request, hall: Hall, progress: Progress) -> Report:
+def compare(
+    request: Request, hall: Hall, progress: Progress, keep: Callable[[Report], None] = lambda report: None
+) -> Report:
     """Measure all that is asked for. Systems that are not here are left out, with a note.
+
+    Args:
+        request: What is asked for.
+        hall: Where the systems' ranks are.
+        progress: Is told what is done.
+        keep: Gets the report after each size of each order, so that a failure after hours does not lose them.
 
     Raises:
         LaunchError: None of the systems is here, or ranks or streams could not be started.
@@ -77,11 +90,13 @@ def compare(request: Request, hall: Hall, progress: Progress) -> Report:
         progress.step("measuring what every link delivers")
         rates = link_rates.measure(hall.place)
         notes += rates.notes
-    report = Report(request=request, rates=rates, notes=notes)
+    report = Report(request=request, rates=rates, notes=notes, is_partial=True)
+    report.notes += confessing.confess(request, ALL, report.described["git_commit"])
     report.layouts, left_out = layouts.distinct(request.cluster, request.orders)
     report.notes += left_out
     for order, node_of_rank in report.layouts.items():
-        _Comparison(report, hall, progress, order, node_of_rank).run(available)
+        _Comparison(report, hall, progress, order, node_of_rank).run(available, keep)
+    report.is_partial = False
     return report
 
 
@@ -106,7 +121,7 @@ class _Comparison:
             size: rounds.timeout_s(size, self._bound_s(size, None) or 0.0) for size in report.request.sizes
         }
 
-    def run(self, names: Sequence[str]) -> None:
+    def run(self, names: Sequence[str], keep: Callable[[Report], None]) -> None:
         shape = systems.shape(self._node_of_rank, len(os.sched_getaffinity(0)))
         search = Search(self._hall, self._node_of_rank, self._limits_s, self._report.request.num_search_rounds)
         knobs = search.best(names, shape, self._progress)
@@ -118,6 +133,7 @@ class _Comparison:
                 live.exactly(wanted, self._report.notes)
                 self._report.versions |= live.versions
                 self._measure(size, live)
+                keep(self._report)
 
     def _measure(self, size: int, live: "_LiveSessions") -> None:
         text = f"{format_bytes(size)}, order {self._order}"

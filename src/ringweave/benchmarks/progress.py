@@ -1,4 +1,4 @@
-"""What a benchmark says on standard error while it runs."""
+"""What a command that takes long says on standard error while it runs."""
 
 import time
 from collections.abc import Callable
@@ -14,7 +14,8 @@ class Progress:
         self._stream, self._clock = stream, clock
         self._began_s = clock()
         self._rounds_began_s = 0.0
-        self._next_s = 0.0
+        self._next_s = self._began_s + INTERVAL_S
+        self._shared: str | None = None
 
     def step(self, what: str) -> None:
         """Something new begins."""
@@ -27,12 +28,30 @@ class Progress:
 
     def rounds(self, what: str, done: int, total: int) -> None:
         """So many rounds are done; printed if the last line is a while ago."""
+        if done and self._is_due():
+            self._print(f"{what}: {done} of {total} rounds, about {self._left_s(done, total):.0f} s left of these")
+
+    def share(self, what: str, done: int, total: int) -> None:
+        """So much of something that is counted otherwise is done; printed if the last line is a while ago."""
+        if what != self._shared:
+            self._shared, self._rounds_began_s = what, self._clock()
+        if done and self._is_due():
+            self._print(f"{what}: {done / total:.0%} done, about {self._left_s(done, total):.0f} s left")
+
+    def now_and_then(self, what: str) -> None:
+        """Something short begins, one of many; printed if the last line is a while ago."""
+        if self._is_due():
+            self._print(what)
+
+    def _is_due(self) -> bool:
         now_s = self._clock()
-        if now_s < self._next_s or not done:
-            return
+        if now_s < self._next_s:
+            return False
         self._next_s = now_s + INTERVAL_S
-        left_s = (now_s - self._rounds_began_s) / done * (total - done)
-        self._print(f"{what}: {done} of {total} rounds, about {left_s:.0f} s left of these")
+        return True
+
+    def _left_s(self, done: int, total: int) -> float:
+        return (self._clock() - self._rounds_began_s) / done * (total - done)
 
     def _print(self, text: str) -> None:
         elapsed_s = self._clock() - self._began_s

@@ -3,7 +3,7 @@
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -22,10 +22,11 @@ _MOST_LAB_NAME = 40
 LEAVE_S, TERM_S = 1.0, 1.0
 
 
-def run(request: Request, progress: Progress) -> Report:
+def run(request: Request, progress: Progress, keep: Callable[[Report], None]) -> Report:
     """Make the comparison that is asked for.
 
     All processes of it are descendants of this one, also those whose parents end early; they are gone afterwards.
+    `keep` gets the report after each size of each order.
 
     Raises:
         LabError: The cluster could not be brought up here.
@@ -40,7 +41,7 @@ def run(request: Request, progress: Progress) -> Report:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         place = stack.enter_context(_place(request, progress))
         listener = stack.enter_context(Listener(folder / "control"))
-        return compare(request, Hall(place, listener, folder, request.schedule), progress)
+        return compare(request, Hall(place, listener, folder, request.schedule), progress, keep)
 
 
 @contextmanager

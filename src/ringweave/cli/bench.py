@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from ringweave.errors import UsageError, explain
+from ringweave.errors import UsageError
+from ringweave.files import writing
 
 _SYSTEMS = "ringweave,gloo,openmpi,mpich"
 
@@ -38,7 +39,12 @@ def command() -> None:
     show_default=True,
     help="Rounds to find each peer's best knob; 0: its defaults.",
 )
-@click.option("--out", "out_path", metavar="FILE", help="Write the JSON document here.")
+@click.option(
+    "--out",
+    "out_path",
+    metavar="FILE",
+    help="Write the JSON document here, anew after each size of each order.",
+)
 @click.option("--picture", "picture_path", metavar="FILE", help="Draw the result here, as PNG or SVG.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def allreduce(  # noqa: PLR0913, PLR0917 - one parameter per option
@@ -61,6 +67,7 @@ def allreduce(  # noqa: PLR0913, PLR0917 - one parameter per option
     """
     from ringweave import schedules
     from ringweave.benchmarks import requests, running, tables
+    from ringweave.benchmarks.comparing import Report
     from ringweave.benchmarks.progress import Progress
 
     cluster, is_local = requests.read_target(target)
@@ -74,14 +81,21 @@ def allreduce(  # noqa: PLR0913, PLR0917 - one parameter per option
         num_search_rounds=requests.check_count("--search-rounds", search_rounds, 0),
         schedule=schedules.check_name(schedule, where="--schedule") if schedule is not None else None,
     )
-    _check_writable("--out", out_path)
-    _check_writable("--picture", picture_path)
+    writing.check("--out", out_path)
     _check_picture(picture_path)
-    report = running.run(request, Progress(sys.stderr))
+    progress = Progress(sys.stderr)
+
+    def keep(partial: Report) -> None:
+        if problem := _keep(partial.document(), out_path, None):
+            progress.step(problem)
+
+    report = running.run(request, progress, keep)
     document = report.document()
-    _keep(document, out_path, picture_path)
+    problem = _keep(document, out_path, picture_path)
     click.echo(json.dumps(document) if as_json else tables.render(report).rstrip())
-    return 0
+    if problem:
+        click.echo(f"ringweave: error: {problem}", err=True)
+    return UsageError.exit_code if problem else 0
 
 
 @command.command
@@ -91,17 +105,21 @@ def picture(results: tuple[str, ...], out_path: str) -> int:
     """Draw the RESULTs, documents that `bench allreduce --out` wrote, as one picture."""
     from ringweave.benchmarks import documents
 
-    _check_writable("--out", out_path)
     _check_picture(out_path)
     _draw([documents.load(path) for path in results], out_path)
     return 0
 
 
-def _keep(document: dict[str, Any], out_path: str | None, picture_path: str | None) -> None:
-    if out_path:
-        Path(out_path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    if picture_path:
-        _draw([document], picture_path)
+def _keep(document: dict[str, Any], out_path: str | None, picture_path: str | None) -> str:
+    """Write what is asked for; says what is wrong if a file cannot be written, which must not cost the measurement."""
+    try:
+        if out_path:
+            writing.write("--out", out_path, json.dumps(document, indent=1) + "\n")
+        if picture_path:
+            _draw([document], picture_path)
+    except UsageError as error:
+        return str(error)
+    return ""
 
 
 def _draw(found: list[dict[str, Any]], path: str) -> None:
@@ -115,10 +133,3 @@ def _check_picture(path: str | None) -> None:
         from ringweave.pictures import plotting
 
         plotting.check_path(path)
-
-
-def _check_writable(option: str, path: str | None) -> None:
-    """Refuse before anything is measured what would fail afterwards."""
-    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-        expected = "a file name in a folder that is there"
-        raise UsageError(explain(option, got=path, expected=expected, do="Make the folder, or give another name"))

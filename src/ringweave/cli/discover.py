@@ -12,6 +12,7 @@ import click
 from ringweave import errors, topology
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import RingweaveError, UsageError
+from ringweave.files import writing
 from ringweave.topology import Cluster, Node, discovery
 from ringweave.topology.discovery import Leadership, Machine
 
@@ -37,6 +38,8 @@ def command(path: str | None, nic_name: str | None, target: str | None, probe: b
     if probe and not together:
         do = "Start it on all workers: ringweave run, lab run or torchrun ... -m ringweave discover --probe"
         raise UsageError(errors.explain("--probe", got="this machine alone", expected="several workers", do=do))
+    if not together or os.environ["RANK"] == "0":
+        writing.check("--write", target)
     machine = discovery.read_file(Path(path)) if path else discovery.observe()
     leadership = discovery.choose(machine, nic_name)
     if not together:
@@ -135,14 +138,7 @@ def _is_job(environ: Mapping[str, str]) -> bool:
 
 
 def _write(target: str, cluster: Cluster) -> None:
-    try:
-        Path(target).write_text(topology.dumps(cluster), encoding="utf-8")
-    except OSError as cause:
-        raise UsageError(
-            errors.explain(
-                "--write", got=target, expected="a file that can be written", do=cause.strerror or str(cause)
-            )
-        ) from cause
+    writing.write("--write", target, topology.dumps(cluster))
     click.echo(f"{target}: {cluster.num_nodes} nodes, {cluster.num_devices} devices", err=True)
 
 

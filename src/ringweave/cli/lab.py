@@ -4,16 +4,16 @@ import json
 import os
 import shutil
 import time
-from pathlib import Path
 from typing import Any, cast
 
 import click
 
 from ringweave import lab, topology, units
 from ringweave.cli import run_options
-from ringweave.cli.run_options import RUN_SETTINGS, RunOptions
+from ringweave.cli.run_options import RUN_SETTINGS, ProgramCommand, RunOptions
 from ringweave.errors import UsageError, explain
 from ringweave.lab import Lab, status
+from ringweave.launch import workers
 from ringweave.launch.local.sites import InLab
 
 _LAB_OPTION = click.option("--lab", "name", metavar="NAME", help="Which lab. Default: the only one that is up.")
@@ -68,12 +68,15 @@ def execute(name: str | None, device: int | None, node: str, argv: tuple[str, ..
     return os.execv(command_line[0], command_line)
 
 
-@command.command("run", context_settings=RUN_SETTINGS)
+@command.command("run", cls=ProgramCommand, context_settings=RUN_SETTINGS)
 @_LAB_OPTION
 @click.option("--no-cluster-file", is_flag=True, help="Let workers find out by themselves what the network is like.")
 @run_options.shared
 def run(name: str | None, no_cluster_file: bool, options: RunOptions) -> int:
-    """Run SCRIPT on all devices of the lab, every worker in its node. Otherwise the same as ringweave run."""
+    """Run SCRIPT, or any command after --, on all devices of the lab, every worker in its node.
+
+    Otherwise the same as ringweave run.
+    """
     place = _find(name)
     tells = not no_cluster_file
     return options.run(place.cluster, topology.dumps(place.cluster), None, InLab(place), tells_cluster=tells)
@@ -199,16 +202,8 @@ def _only(names: list[str]) -> str:
 
 def _refuse_command(name: str, node: str) -> int:
     """127 or 126, as a shell has them."""
-    is_there = "/" in name and Path(name).exists()
-    text = explain(
-        "command",
-        got=name,
-        expected="a program that can be run" if is_there else "a program on the PATH, or the path of one",
-        do="Make it executable: chmod +x" if is_there else "Check the name; nodes see this machine's files",
-        where=f"node {node}",
-    )
-    click.echo(f"ringweave: error: {text}", err=True)
-    return 126 if is_there else 127
+    click.echo(f"ringweave: error: {workers.refuse_command(name, where=f'node {node}')}", err=True)
+    return 126 if workers.is_unexecutable(name) else 127
 
 
 def _say(text: str) -> None:

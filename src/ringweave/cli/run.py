@@ -6,13 +6,13 @@ import click
 
 from ringweave import topology
 from ringweave.cli import run_options
-from ringweave.cli.run_options import RUN_SETTINGS, RunOptions
+from ringweave.cli.run_options import RUN_SETTINGS, ProgramCommand, RunOptions
 from ringweave.errors import UsageError
 from ringweave.launch import workers
 from ringweave.launch.local.sites import ThisMachine
 
 
-@click.command(context_settings=RUN_SETTINGS)
+@click.command(cls=ProgramCommand, context_settings=RUN_SETTINGS)
 @click.option("--workers", "counts", metavar="N[,N...]", help="Workers per node: 4, or 3,2 for two nodes. Default: 1.")
 @click.option(
     "--cluster", "cluster_path", metavar="FILE", help="Cluster file: one worker per device, all on this machine."
@@ -21,7 +21,8 @@ from ringweave.launch.local.sites import ThisMachine
 def command(counts: str | None, cluster_path: str | None, options: RunOptions) -> int:
     """Run SCRIPT on several workers, with the environment that torchrun would give them.
 
-    Options come before SCRIPT; everything after it belongs to the script. The output of all workers is merged, with
+    Options come before SCRIPT; everything after it belongs to the script. After -- it may be any command: hostname, or
+    bash -c "...". The output of all workers is merged, with
     the rank in front of each line. When a worker fails the others are ended, and the first cause is reported.
     A run directory that was used before keeps the earlier run's files in its folder attempts/.
     """

@@ -24,6 +24,18 @@ from ringweave.topology import Cluster
 RUN_SETTINGS = {"allow_interspersed_args": False}
 
 
+class ProgramCommand(click.Command):
+    """A verb that runs a program. It tells `shared` whether -- stood before it, which click takes away."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse as usual, and look for -- right before what is left for the program."""
+        given = list(args)
+        rest = super().parse_args(ctx, args)
+        words = [ctx.params.get("script"), *ctx.params.get("arguments", ())]
+        ctx.params["is_after_dashes"] = given[-len(words) - 1 :] == ["--", *words]
+        return rest
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
     """What was asked for, checked."""
@@ -64,12 +76,16 @@ class RunOptions:
 
 
 def shared(command: Callable[..., int]) -> Callable[..., int]:
-    """Give a command these options; it gets them as one argument called `options`."""
+    """Give a `ProgramCommand` these options; it gets them as one argument called `options`."""
 
     @functools.wraps(command)
     def call(**given: Any) -> int:
+        script, is_module, is_after_dashes = (given.pop(name) for name in ("script", "is_module", "is_after_dashes"))
         program = Program(
-            target=given.pop("script"), arguments=given.pop("arguments"), is_module=given.pop("is_module")
+            target=script,
+            arguments=given.pop("arguments"),
+            is_module=is_module,
+            is_command=is_after_dashes and not is_module and not workers.is_python(script),
         )
         options = RunOptions(
             program=program,

@@ -11,10 +11,9 @@ from pathlib import Path
 from ringweave.errors import LabError, explain
 from ringweave.lab.layout import PREFIX
 from ringweave.lab.quotas import PERIOD_US, Quotas
+from ringweave.topology import cgroups
 
-MOUNTS = Path("/proc/self/mountinfo")
 LEAVE_S = 2.0
-_ESCAPED_SPACE = "\\040"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,16 +39,8 @@ def find(mounts: str | None = None) -> Hierarchy | None:
     Args:
         mounts: Text in the form of /proc/self/mountinfo; None reads this process's own.
     """
-    text = MOUNTS.read_text(encoding="utf-8") if mounts is None else mounts
-    for line in text.splitlines():
-        left, _, right = line.partition(" - ")
-        point = Path(left.split()[4].replace(_ESCAPED_SPACE, " "))
-        kind, _, options = right.split(" ", maxsplit=2)
-        if kind == "cgroup" and "cpu" in options.split(","):
-            return Hierarchy(version=1, root=point)
-        if kind == "cgroup2" and "cpu" in _read_words(point / "cgroup.controllers"):
-            return Hierarchy(version=2, root=point)
-    return None
+    mount = cgroups.find(mounts)
+    return Hierarchy(version=mount.version, root=mount.point) if mount else None
 
 
 def make(hierarchy: Hierarchy, lab: str, quotas: Quotas) -> None:

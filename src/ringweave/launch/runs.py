@@ -4,6 +4,7 @@ import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from ringweave.launch import causes, orders, records, reports, run_dirs, supervi
 from ringweave.launch.books import Books
 from ringweave.launch.causes import Death
 from ringweave.launch.elastic.coordinating import JobCoordinators
-from ringweave.launch.elastic.restarting import Restarts
+from ringweave.launch.elastic.restarting import Attempts, Restarts
 from ringweave.launch.elastic.supervising import ElasticSupervisor, name_member
 from ringweave.launch.launcher import WorkerState
 from ringweave.launch.local.launcher import Around, LocalLauncher
@@ -31,8 +32,6 @@ from ringweave.membership.rules.settings import Bounds
 from ringweave.topology import Cluster
 
 _AUTO = MODES[0]
-_MOST_OWN_FAILURES = 3
-"""Attempts that ended with an exception of the script's own: the next one would too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,14 +81,16 @@ def run(request: Request, *, environ: Mapping[str, str], stdout: TextIO, stderr:
     """
     output = Console({"stdout": stdout.buffer, "stderr": stderr.buffer}, environ)  # type: ignore[attr-defined]
     with run_dirs.taken(request.run_dir), _interrupts() as interrupts:
-        num_own_failures = 0
+        attempts = Attempts()
         while True:
+            begun_s = time.monotonic()
             ending = _attempt(request, environ, output, stderr, interrupts)
             first = causes.first_cause(ending.deaths)
-            if request.elastic is None or ending.outcome != "failed" or first is None or _has_begun(request.run_dir):
+            if request.elastic is None or ending.outcome != "failed" or first is None or _members(request.run_dir):
                 return ending
-            num_own_failures += first.exit.signal_name is None
-            if num_own_failures >= _MOST_OWN_FAILURES:
+            hopeless = attempts.why_no_other(first, time.monotonic() - begun_s)
+            if hopeless:
+                stderr.write(f"ringweave: it is not started again: {hopeless}.\n")
                 return ending
             stderr.write(
                 "ringweave: no worker has called ringweave.prepare by then, so none can go on without the others: "
@@ -127,7 +128,7 @@ def _attempt(
         ):
             launcher.start(group)
             books.workers_started(launcher.pid)
-            states = _supervise(request, launcher, group, helpers, books, interrupts)
+            states = _supervise(request, launcher, group, helpers, books, interrupts, stderr)
     except BaseException as error:
         books.close(outcome="failed", exit_code=1, cause=str(error) or type(error).__name__)
         raise
@@ -146,6 +147,7 @@ def _supervise(
     helpers: Sequence[JobServer | JobCoordinators],
     books: Books,
     interrupts: Sequence[signal.Signals],
+    stderr: TextIO,
 ) -> Sequence[WorkerState]:
     def look() -> None:
         for each in helpers:
@@ -158,12 +160,13 @@ def _supervise(
         group,
         Restarts(),
         death_of=lambda state: _death(launcher, group, state) if _is_bad(state) else None,
-        has_begun=lambda: _has_begun(request.run_dir),
+        members=lambda: _members(request.run_dir),
     )
     return supervisor.run(
         interrupts,
         on_exit=books.worker_exited,
         on_start=lambda worker: books.worker_started(worker, launcher.pid(worker.global_rank)),
+        on_give_up=lambda state: _give_up(_death(launcher, group, state), request.run_dir, stderr),
         look=look,
     )
 
@@ -192,9 +195,19 @@ def _running(helpers: Sequence[JobServer | JobCoordinators], environ: Mapping[st
         yield
 
 
-def _has_begun(run_dir: RunDir) -> bool:
-    """Whether workers of this attempt have become members of a job: then those that are left go on."""
-    return any(event["kind"] == "epoch_begun" for event in telemetry.read_last_attempt(run_dir.events))
+def _members(run_dir: RunDir) -> frozenset[str]:
+    """Workers of this attempt that have become members of a job: once there are some, those that are left go on."""
+    events = telemetry.read_last_attempt(run_dir.events)
+    return frozenset(name for event in events if event["kind"] == "epoch_begun" for name in event["members"])
+
+
+def _give_up(death: Death, run_dir: RunDir, stderr: TextIO) -> None:
+    """Say that a worker is not started again, while the others go on."""
+    log = f"{_shown(run_dir.root)}/logs/rank-{death.global_rank}.log"
+    stderr.write(
+        f"ringweave: rank {death.global_rank} on node {death.node} is given up: time after time it has died before it "
+        f"could join the others, this time it {death.reason}. They go on without it. See what it lacks in {log}.\n"
+    )
 
 
 def _lay_out(request: Request, server: JobServer | None, crew: JobCoordinators | None) -> WorkerGroup:

@@ -5,6 +5,8 @@ again for another cluster.
 """
 
 import importlib.util
+import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
@@ -15,6 +17,9 @@ from ringweave.environment import WorkerEnvironment
 from ringweave.errors import UsageError, explain
 from ringweave.launch import orders
 from ringweave.launch.orders import BLOCK, Order
+
+_PYTHON_SUFFIXES = (".py", ".pyc", ".pyz", ".pyw")
+_MOST_OF_A_LINE = 256
 
 
 class NodeLike(Protocol):
@@ -36,18 +41,20 @@ class Program:
     """What every worker runs."""
 
     target: str
-    """Path of a script, or name of a module."""
+    """Path of a script, name of a module, or a command."""
     arguments: tuple[str, ...] = ()
     """Passed through untouched."""
     is_module: bool = False
     """Run the target as `python -m` does."""
+    is_command: bool = False
+    """The target is a program of its own, found on the PATH: no interpreter stands before it."""
 
     def argv(self, python: str) -> tuple[str, ...]:
         """The command line, with the given interpreter."""
-        return (python, *self.words())
+        return tuple(self.words()) if self.is_command else (python, *self.words())
 
     def words(self) -> list[str]:
-        """What is typed after the interpreter."""
+        """What is typed, after the interpreter if it needs one."""
         return [*(["-m"] if self.is_module else []), self.target, *self.arguments]
 
 
@@ -172,8 +179,12 @@ def check_target(program: Program) -> None:
     """Refuse a program that is not there before anything is started.
 
     Raises:
-        UsageError: The script is not a file, or the module is not to be found from here.
+        UsageError: The script is not a file, or the module or the command is not to be found from here.
     """
+    if program.is_command:
+        if shutil.which(program.target) is None:
+            raise UsageError(refuse_command(program.target))
+        return
     if program.is_module and not _has_module(program.target.split(".")[0]):
         raise UsageError(
             explain(
@@ -189,9 +200,45 @@ def check_target(program: Program) -> None:
                 "script",
                 got=program.target,
                 expected="the path of a Python file",
-                do="Check the path, or put -m before the name to run a module; options of ringweave come first",
+                do="Check the path, or put -m before the name to run a module, or -- before any other command; "
+                "options of ringweave come first",
             )
         )
+
+
+def is_python(word: str) -> bool:
+    """Whether a word names a script for the interpreter, rather than a program that can be run as it is.
+
+    A file without the suffix of Python's is one too, unless it can be executed and is compiled, or says on its first
+    line that another interpreter runs it.
+    """
+    if word.endswith(_PYTHON_SUFFIXES):
+        return True
+    path = Path(word)
+    if not path.is_file():
+        return False
+    if not os.access(path, os.X_OK):
+        return True
+    with path.open("rb") as file:
+        first_line = file.readline(_MOST_OF_A_LINE)
+    return not first_line.startswith(b"\x7fELF") and (not first_line.startswith(b"#!") or b"python" in first_line)
+
+
+def refuse_command(name: str, *, where: str = "") -> str:
+    """What to say of a command that is not to be found, or not executable."""
+    is_there = is_unexecutable(name)
+    return explain(
+        "command",
+        got=name,
+        expected="a program that can be run" if is_there else "a program on the PATH, or the path of one",
+        do="Make it executable: chmod +x" if is_there else "Check the name; nodes see this machine's files",
+        where=where,
+    )
+
+
+def is_unexecutable(name: str) -> bool:
+    """Whether it is the path of something that is there, of which it is known that it cannot be run."""
+    return "/" in name and Path(name).exists()
 
 
 def _has_module(name: str) -> bool:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ringweave.errors import UsageError, explain
+from ringweave.files import writing
 
 SUFFIXES = (".png", ".svg")
 
@@ -24,7 +25,7 @@ def check_path(text: str) -> Path:
     """The path of a picture that can be drawn and written.
 
     Raises:
-        UsageError: matplotlib is not installed, or the name ends in another format, or its folder does not exist.
+        UsageError: matplotlib is not installed, the name ends in another format, or the file cannot be written.
     """
     check_library()
     path = Path(text)
@@ -34,6 +35,7 @@ def check_path(text: str) -> Path:
     if not path.parent.is_dir():
         expected = "a file in a folder that exists"
         raise UsageError(explain("picture", got=text, expected=expected, do="Make the folder first"))
+    writing.check("picture", path)
     return path
 
 
@@ -49,9 +51,13 @@ def new_figure(width: float, height: float, **options: Any) -> tuple[Any, Any]:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure; its format is that of the file's name. The same figure gives the same bytes every time."""
+    """Write a figure; its format is that of the file's name. The same figure gives the same bytes every time.
+
+    Raises:
+        UsageError: It cannot be written.
+    """
     import matplotlib as mpl
 
     metadata = {"Date": None} if path.suffix.lower() == ".svg" else {"Software": None}
-    with mpl.rc_context({"svg.hashsalt": "ringweave"}):
+    with mpl.rc_context({"svg.hashsalt": "ringweave"}), writing.refusing("picture", path):
         figure.savefig(path, dpi=150, metadata=metadata)

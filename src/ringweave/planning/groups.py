@@ -31,6 +31,7 @@ def plan_group(
     rates: Mapping[str, float] | None = None,
     assumptions: Assumptions | None = None,
     leader_per_nic: bool = False,
+    tell: Callable[[str], None] = lambda what: None,
 ) -> Plan:
     """The plan of a group of ranks.
 
@@ -40,6 +41,7 @@ def plan_group(
         rates: Measured bytes per second by directed link name (`a0->r0`), in place of the cluster's.
         assumptions: What the cluster file does not say; None is the default ones.
         leader_per_nic: Give each NIC of a node a leader in the matrix, not just each node.
+        tell: Gets what is being computed, in a few words, several times.
 
     Raises:
         ClusterError: A node or a link is not in the cluster, or a rate is not positive.
@@ -49,7 +51,7 @@ def plan_group(
     """
     net = cost.network(cluster, nodes, rates)
     layout = layouts.lay_out(cluster, net, nodes, leader_per_nic=leader_per_nic)
-    candidates = _Candidates(net, nodes, assumptions or Assumptions())
+    candidates = _Candidates(net, nodes, assumptions or Assumptions(), tell)
     count = len(nodes)
     candidates.consider("ring", [layout.ring_order], lambda order: schedules.ring(count, order))
     num_columns = candidates.consider(
@@ -57,6 +59,7 @@ def plan_group(
     )
     tiers = candidates.consider("hierarchical", layouts.tierings(layout), schedules.hierarchical)
     bound = cost.network_bound(net, 1)
+    tell("planning who leads what")
     direct_shares, stripes = candidates.direct_shares(), candidates.level_stripes(bound.seconds)
     if candidates.are_few("ps"):
         candidates.consider("ps", [layout.root], lambda root: schedules.parameter_server(count, root))
@@ -84,17 +87,20 @@ def plan_group(
 class _Candidates:
     """What was considered so far."""
 
-    def __init__(self, net: cost.Network, nodes: Sequence[str], assumed: Assumptions) -> None:
+    def __init__(
+        self, net: cost.Network, nodes: Sequence[str], assumed: Assumptions, tell: Callable[[str], None]
+    ) -> None:
         self.demands: dict[str, Demand] = {}
         self.left_out: dict[str, str] = {}
         self._net = net
-        self._assumed = assumed
+        self._assumed, self._tell = assumed, tell
         self._vertices = cost.vertices(net, nodes)
 
     def consider(self, name: str, variants: Sequence[_T], generate: Callable[[_T], Schedule]) -> _T:
         """The variant of the least predicted time for a message of usual size; its demand is kept."""
         best: tuple[float, _T, Demand] | None = None
-        for variant in variants:
+        for number, variant in enumerate(variants, start=1):
+            self._tell(f"planning {name}" + (f", layout {number} of {len(variants)}" if len(variants) > 1 else ""))
             asked = cost.demand(generate(variant), self._net, self._vertices, self._assumed)
             predicted_s = pipelined(name, asked, _USUAL_BYTES).predicted_s
             if best is None or predicted_s < best[0]:

@@ -1,6 +1,7 @@
 """A second opinion on the candidates that are predicted to be fastest: streams that share links, on virtual time."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 
 from ringweave import sim
 from ringweave.planning.plans import Plan
@@ -16,6 +17,7 @@ def simulate_best(
     count: int,
     rates: Mapping[str, float] | None = None,
     machine: Machine | None = None,
+    tell: Callable[[str, int, int], None] = lambda schedule, done, total: None,
 ) -> dict[str, float]:
     """Simulated seconds of the schedules predicted to be fastest, by name, in the order of prediction.
 
@@ -26,6 +28,7 @@ def simulate_best(
         count: How many schedules.
         rates: Measured bytes per second by directed link name, those that the plan was made with.
         machine: What processors, memory and kernels add; None is nothing, the network alone.
+        tell: Gets the name of a schedule, and how much of how much of it is simulated, now and then.
 
     Raises:
         UsageError: A candidate has more messages than can be followed one by one.
@@ -42,6 +45,7 @@ def simulate_best(
             pipelining=choice.pipelining,
             rates=rates,
             machine=machine,
+            tell=functools.partial(tell, choice.schedule),
         ).seconds
         for choice in plan.choices(num_bytes)[:count]
     }

@@ -1,7 +1,14 @@
-"""What comes out of a simulation."""
+"""What comes out of a simulation, and how it says meanwhile how far it is."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+Tell = Callable[[int, int], None]
+"""Gets how much is done, and of how much."""
+
+
+def silent(done: int, total: int) -> None:
+    """Nobody is told."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from ringweave.sim.events.world import ELEMENT_BYTES, World
 from ringweave.sim.faults import Fault
 from ringweave.sim.machine import Machine
 from ringweave.sim.regular import IrregularError, follow
-from ringweave.sim.results import Simulation
+from ringweave.sim.results import Simulation, Tell, silent
 from ringweave.sim.routes import Routes
 from ringweave.topology import Cluster
 
@@ -37,6 +37,7 @@ def simulate(  # noqa: PLR0913 - what is run, where, how, on what, and what goes
     faults: Iterable[Fault] = (),
     keeps_trace: bool = False,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    tell: Tell = silent,
 ) -> Simulation:
     """Run a schedule on virtual time, event by event.
 
@@ -54,6 +55,7 @@ def simulate(  # noqa: PLR0913 - what is run, where, how, on what, and what goes
         faults: What goes wrong.
         keeps_trace: Keep what each rank did and each link carried; of small schedules only.
         timeout_s: After which a rank that waits in vain gives up.
+        tell: Gets now and then how many of how many rounds, or messages, are simulated.
 
     Raises:
         PlacementError: Not one node per rank.
@@ -66,13 +68,16 @@ def simulate(  # noqa: PLR0913 - what is run, where, how, on what, and what goes
     routes = Routes(cost.network(cluster, node_of_rank, rates), node_of_rank, schedule.num_ranks)
     if not has_few_messages(schedule, pipelining, FEW_MESSAGES):
         try:
-            return _follow(schedule, routes, num_bytes, pipelining, machine, faults, keeps_trace=keeps_trace)
+            _check_regular(pipelining, keeps_trace=keeps_trace)
+            found = follow(schedule, routes, num_bytes, machine, faults, tell)
+            carried = routes.by_name(found.carried.tolist())
+            return Simulation(finish_s=tuple(found.finish_s.tolist()), bytes_on_link=carried)
         except IrregularError as reason:
             if not has_few_messages(schedule, pipelining, MOST_MESSAGES):
-                raise UsageError(_too_many(schedule, str(reason))) from reason
+                raise UsageError(_too_many(schedule, pipelining, str(reason))) from reason
     world = World(compile_all(schedule, node_of_rank, num_bytes, pipelining), routes, machine, keeps_trace=keeps_trace)
     world.apply(faults)
-    return world.run(timeout_s)
+    return world.run(timeout_s, tell)
 
 
 def has_few_messages(schedule: Schedule, pipelining: Pipelining, most: int) -> bool:
@@ -89,27 +94,17 @@ def has_few_messages(schedule: Schedule, pipelining: Pipelining, most: int) -> b
     return True
 
 
-def _follow(
-    schedule: Schedule,
-    routes: Routes,
-    num_bytes: int,
-    pipelining: Pipelining,
-    machine: Machine,
-    faults: Sequence[Fault],
-    *,
-    keeps_trace: bool,
-) -> Simulation:
+def _check_regular(pipelining: Pipelining, *, keeps_trace: bool) -> None:
     if pipelining.num_segments > 1:
         raise IrregularError(f"there are {pipelining.num_segments} segments")
     if keeps_trace:
         raise IrregularError("a trace is to be kept")
-    found = follow(schedule, routes, num_bytes, machine, faults)
-    return Simulation(finish_s=tuple(found.finish_s.tolist()), bytes_on_link=routes.by_name(found.carried.tolist()))
 
 
-def _too_many(schedule: Schedule, reason: str) -> str:
+def _too_many(schedule: Schedule, pipelining: Pipelining, reason: str) -> str:
     expected = f"at most {MOST_MESSAGES}, or a schedule that is regular; here {reason}"
-    do = "Take fewer segments or another schedule, such as ring or leader-matrix with one rank a node"
+    another = "another schedule, such as ring or leader-matrix with one rank a node"
+    do = f"Take one segment (simulate --segments 1), or {another}" if pipelining.num_segments > 1 else f"Take {another}"
     return explain(f"messages of {schedule.name}", got=f"more than {MOST_MESSAGES}", expected=expected, do=do)
 
 

@@ -8,9 +8,8 @@ from ringweave.training.control import Control, SpeedExchange
 from ringweave.training.timing import StepTimer
 
 EXCHANGE_EVERY = 2
-"""Borders from one exchange of speeds to the next. What is begun at one is taken at the next but one: among eight ranks
-it takes seven messages one after the other, each of which waits for a rank that may be throttled, and one step was too
-short for that (measured: every second step of equal ranks took a third longer)."""
+"""Borders from one exchange of speeds to the next. What is begun at one is taken at the next but one: a rank that is
+throttled may not have spoken within one step."""
 
 
 class Balancer:
@@ -88,7 +87,7 @@ class Balancer:
 
     def _decide(self, batch_number: int, exchange: SpeedExchange) -> None:
         speeds = exchange.wait()
-        change = self._rebalancer.look(self.latest, speeds, self._caps) if speeds else None
+        change = self._rebalancer.look(self.latest, speeds, self._caps, EXCHANGE_EVERY) if speeds else None
         if change is not None:
             self._change(batch_number, change)
 

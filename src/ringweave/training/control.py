@@ -62,10 +62,12 @@ class Control:
         return found
 
     def _start(self, tensor: Tensor) -> tuple[dist.Work, list[Tensor]]:
-        found = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        work = dist.all_gather(found, tensor, group=self._group, async_op=True)
+        """Everybody tells everybody: Gloo's all_gather passes it on from rank to rank, and waits for each in turn."""
+        said = tensor.expand(self.world_size, *tensor.shape).contiguous()
+        found = torch.empty_like(said)
+        work = dist.all_to_all_single(found, said, group=self._group, async_op=True)
         assert work is not None
-        return work, found
+        return work, list(found)
 
 
 class SpeedExchange:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -173,7 +172,7 @@ def _balancer(
 
 
 def _timeline(model: nn.Module) -> Timeline:
-    return CudaTimeline() if _is_on_cuda(model) else HostTimeline(processor=time.process_time)
+    return CudaTimeline() if _is_on_cuda(model) else HostTimeline.of_this_process()
 
 
 def _is_on_cuda(model: nn.Module) -> bool:

@@ -5,7 +5,8 @@ last gradient and the end of the backward pass, and, where a model has buffers, 
 is taken off. What the script itself waits for between two of these points (an allreduce of the loss before `backward`)
 is counted, so scripts should do that after the update.
 
-Time is the clock's on the wall and not the processor's: a rank that is throttled or shares its processor is slow.
+Time is the clock's on the wall and not the processor's: a rank that is throttled or shares its processor is slow. Where
+the kernel throttles it by a quota, when the pauses fall is left out (`balancing.steady_s`).
 Such a rank is slow at communicating as well, and that is work of its own beside all waiting. It is told by the
 processor time that a step takes outside of computing.
 """
@@ -13,12 +14,15 @@ processor time that a step takes outside of computing.
 import abc
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+
+from ringweave.planning import balancing
+from ringweave.topology.cgroups import OwnQuota, Quota
 
 Span = tuple[Any, Any]
 """Two marks of one timeline."""
@@ -33,7 +37,7 @@ class Measured:
 
     num_samples: int
     seconds: float
-    """Computing, on the wall."""
+    """Computing, on the wall; without what the fall of a quota's pauses adds or saves."""
     outside: float = 0.0
     """What it worked in the step beside computing, in multiples of that; where it is throttled."""
 
@@ -60,6 +64,10 @@ class Timeline(abc.ABC):
         """Processor time of this process between them; 0 where that is not known."""
         return 0.0
 
+    def steady_s(self, wall_s: float, worked_s: float) -> float:
+        """What the latest work takes on average that took so long, `worked_s` of it at work."""
+        return wall_s
+
 
 class HostTimeline(Timeline):
     """The clock: work is done when the call that does it returns."""
@@ -67,10 +75,19 @@ class HostTimeline(Timeline):
     counts_work = True
 
     def __init__(
-        self, clock: Callable[[], float] = time.perf_counter, processor: Callable[[], float] = lambda: 0.0
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        processor: Callable[[], float] = lambda: 0.0,
+        quota: Callable[[], Quota | None] = lambda: None,
     ) -> None:
-        """`processor` gives processor time, such as `time.process_time`; without it that is not known."""
-        self._clock, self._processor = clock, processor
+        """`processor` gives processor time, unknown without it; `quota` the one that binds this process."""
+        self._clock, self._processor, self._quota = clock, processor, quota
+        self._throttled = _times_throttled(quota())
+
+    @classmethod
+    def of_this_process(cls) -> Self:
+        """With its processor time and its quota."""
+        return cls(processor=time.process_time, quota=OwnQuota().read)
 
     def mark(self) -> tuple[float, float]:
         """Now."""
@@ -87,6 +104,12 @@ class HostTimeline(Timeline):
     def processor_s(self, span: Span) -> float:
         """Likewise."""
         return span[1][1] - span[0][1]
+
+    def steady_s(self, wall_s: float, worked_s: float) -> float:
+        """By the quota, if that has throttled this process since the last call."""
+        quota = self._quota()
+        before, self._throttled = self._throttled, _times_throttled(quota)
+        return balancing.steady_s(wall_s, worked_s, quota) if quota and self._throttled > before else wall_s
 
 
 class CudaTimeline(Timeline):
@@ -181,19 +204,23 @@ class StepTimer:
             step = self._ended.popleft()
             spans = ((step.begin, step.ready), *step.updates)
             computing_s = sum(map(self._timeline.seconds, spans)) - sum(map(self._timeline.seconds, step.waits))
-            outside = self._outside(step, spans, computing_s)
-            taken.append(Measured(num_samples=step.num_samples, seconds=computing_s, outside=outside))
+            worked_s = sum(map(self._timeline.processor_s, spans))
+            steady_s = self._timeline.steady_s(computing_s, worked_s)
+            outside = self._outside(step, worked_s, computing_s)
+            taken.append(Measured(num_samples=step.num_samples, seconds=steady_s, outside=outside))
         return taken
 
-    def _outside(self, step: _Step, spans: Sequence[Span], computing_s: float) -> float:
-        processor_s = self._timeline.processor_s
-        worked_s = sum(map(processor_s, spans))
+    def _outside(self, step: _Step, worked_s: float, computing_s: float) -> float:
         if step.end is None or worked_s <= 0 or computing_s < _THROTTLED * worked_s:
             return 0.0
-        return max(0.0, processor_s((step.begin, step.end)) / worked_s - 1)
+        return max(0.0, self._timeline.processor_s((step.begin, step.end)) / worked_s - 1)
 
     def _has_passed(self, step: _Step) -> bool:
         return all(map(self._timeline.has_passed, (step.ready, *(end for _, end in step.updates))))
+
+
+def _times_throttled(quota: Quota | None) -> int:
+    return quota.num_throttled if quota else 0
 
 
 def watch(timer: StepTimer, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:

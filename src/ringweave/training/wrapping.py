@@ -2,8 +2,8 @@
 
 DDP looks for parameters that a pass has not used, and leaves the gradient of one that no rank has used as it is: to an
 optimizer it is not there. For that it sums over the ranks who has used what. Its group is of this process alone, so
-that sum passes through the session as well, as the last bucket of each reduction: it is of the members that the
-gradients are of, and who joins, or does a step later, takes the same over.
+that passes through the session as well, with what members say of each reduction when they have its sums: it is of those
+that the gradients are of, and who joins, or does a step later, takes the same over.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -75,17 +76,16 @@ class Uses:
             hook: Any = functools.partial(self._note, index)
             parameter.register_hook(unserializable_hook(hook))
 
-    def of_samples(self, used: Tensor) -> Tensor:
-        """(num_parameters,) int32: what DDP has seen used here, without what no sample that counts has used."""
-        found = used.detach().clone()
-        for index in self._stood_in.keys() - self._counted:
-            found[index] = 0
-        return found
+    def of_samples(self, used: Tensor) -> int:
+        """Bits for what DDP has seen used here, (num_parameters,), without what no sample that counts has used."""
+        found = used.cpu().numpy() != 0
+        found[list(self._stood_in.keys() - self._counted)] = False
+        return int.from_bytes(np.packbits(found, bitorder="little").tobytes(), "little")
 
-    def take(self, total: Tensor) -> None:
-        """The sum over all members; DDP finishes its gradients now, and then what nobody has used is taken away."""
+    def take(self, used: int) -> None:
+        """Bits of all members; DDP finishes its gradients now, and then what nobody has used is taken away."""
         absent = [index for index, was_absent in self._stood_in.items() if was_absent]
-        unused = [index for index in absent if not total[index]]
+        unused = [index for index in absent if not used >> index & 1]
         self._counted.clear()
         self._stood_in.clear()
         if unused:
@@ -112,13 +112,13 @@ class _Hook:
 
 
 def _reduce(state: _Hook, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """What DDP calls for every bucket; what was used comes after the last one."""
+    """What DDP calls for every bucket; it asks who has used what after the last one."""
     if bucket.is_last():
         state.timer.gradients_ready()
         # At the end of backward, before DDP's own: torch cannot hand a Python error on from a future to DDP.
         with contextlib.suppress(RuntimeError):  # outside of backward: all parameters of the bucket are unused
             torch.autograd.Variable._execution_engine.queue_callback(state.session.wait_counted)
-    return state.session.reduce(bucket.buffer(), is_last=False)
+    return state.session.reduce(bucket.buffer())
 
 
 class _Alone(dist.ProcessGroup):
@@ -129,26 +129,29 @@ class _Alone(dist.ProcessGroup):
         self._session, self._uses = session, uses
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # pyrefly: ignore - one of its forms
-        """The sum over the members; there once the reduction counts."""
+        """What any member has used; there once the reduction counts."""
         del opts
         (used,) = tensors
-        future = self._session.reduce(self._uses.of_samples(used), is_last=True)
+        future = self._session.end_pass(self._uses.of_samples(used))
         return _Counted(future, used, self._uses)
 
 
 class _Counted(dist.Work):
     """What DDP waits for at the end of a backward pass, when the reduction counts already."""
 
-    def __init__(self, future: torch.futures.Future[Tensor], used: Tensor, uses: Uses) -> None:
+    def __init__(self, future: torch.futures.Future[int], used: Tensor, uses: Uses) -> None:
         super().__init__()
         self._future, self._used, self._uses = future, used, uses
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Hand the sum to DDP."""
+        """Hand it to DDP."""
         del timeout
-        total = self._future.wait()
-        self._used.copy_(total)
-        self._uses.take(total)
+        used = self._future.wait()
+        num_parameters = self._used.numel()
+        packed = np.frombuffer(used.to_bytes(-(-num_parameters // 8), "little"), dtype=np.uint8)
+        found = np.unpackbits(packed, bitorder="little", count=num_parameters)
+        self._used.copy_(torch.from_numpy(found))
+        self._uses.take(used)
         return True
 
 

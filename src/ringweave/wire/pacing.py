@@ -42,10 +42,13 @@ class FullSpeed:
 _LEAST_BYTES = 64 << 10
 _CHUNK_S = 0.05
 """A chunk takes about so long: short beside a train step, long beside what a limited link lets through at once."""
-_SLOW = 0.55
-"""Of the best rate so far: below it somebody else uses the link."""
+_SLOW = 0.7
+"""Of the best rate so far: below it somebody else uses the link. Half of it, beside one other stream, is below it for a
+while after the best rate was seen; pieces that come a little late are not."""
 _FORGET = 0.98
 """Of the best rate, with each chunk: what a link could do once it may not be able to do now."""
+_RESTED_S = 0.02
+"""After a pause, what the link has saved up is through when chunks have taken so long: it passes in no time."""
 _YIELD = 3.0
 """After a slow chunk nothing is asked for that many times as long as it took: with half of the link while a chunk is
 under way, an eighth of it all in all."""
@@ -55,6 +58,10 @@ class GivingWay:
     """One chunk after another; where they come slowly, since others use the link, with pauses in between.
 
     So a link that is idle between two bursts of collectives is used there, and the collectives keep most of it.
+
+    How fast the link is, the first chunks do not say, nor those after a pause: one that is limited by a token bucket
+    lets so much through at once then that later ones would seem slow, though nobody else is there. Such chunks show
+    only whether others are.
     """
 
     window = 1
@@ -63,6 +70,8 @@ class GivingWay:
         """`haste` is between 0, give way, and 1, no time for that; once `ended` is set nothing more is read."""
         self._haste, self._ended = haste, ended
         self._best = self._last = 0.0
+        self._busy_s = 0.0
+        """What chunks have taken since the last pause."""
         self._num_bytes, self._seconds = 0, 0.0
 
     @property
@@ -84,9 +93,15 @@ class GivingWay:
         self._num_bytes, self._seconds = self._num_bytes + num_bytes, self._seconds + seconds
         if self._num_bytes < _LEAST_BYTES or self._seconds <= 0:  # a few bytes say nothing of the link
             return 0.0
-        took_s, self._last = self._seconds, self._num_bytes / self._seconds
+        took_s, rate = self._seconds, self._num_bytes / self._seconds
         self._num_bytes, self._seconds = 0, 0.0
-        self._best = max(self._last, _FORGET * self._best)
-        if self._last >= _SLOW * self._best:
+        self._best *= _FORGET
+        if self._busy_s >= _RESTED_S:
+            self._last, self._best = rate, max(rate, self._best)
+        self._busy_s += took_s
+        if rate >= _SLOW * self._best:
             return 0.0
-        return _YIELD * took_s * (1.0 - min(1.0, max(0.0, self._haste())))
+        pause_s = _YIELD * took_s * (1.0 - min(1.0, max(0.0, self._haste())))
+        if pause_s > 0:
+            self._busy_s = 0.0
+        return pause_s

@@ -24,7 +24,7 @@ def stop(*_: Any) -> None:
 def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What a step does, in order; hooks that a moment leaves behind are taken off."""
     found: list[str] = []
-    for name in ("all_reduce", "all_gather"):
+    for name in ("all_reduce", "all_to_all_single"):
         monkeypatch.setattr(dist, name, lambda *_, name=name, **__: found.append(name))
     handles: list[Any] = []
     for name in ("register_module_forward_hook", "register_optimizer_step_pre_hook"):
@@ -43,12 +43,12 @@ def step(said: list[str], model: nn.Module, optimizer: torch.optim.Optimizer) ->
     said.append("backward")
     for _ in range(2):
         dist.all_reduce(torch.ones(1))
-    dist.all_gather([torch.ones(1)], torch.ones(1))
+    dist.all_to_all_single(torch.ones(1), torch.ones(1))
     optimizer.step()
     said.append("optimizer")
 
 
-WHOLE = ["forward", "backward", "all_reduce", "all_reduce", "all_gather", "optimizer"]
+WHOLE = ["forward", "backward", "all_reduce", "all_reduce", "all_to_all_single", "optimizer"]
 
 
 @pytest.mark.parametrize(

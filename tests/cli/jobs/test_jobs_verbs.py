@@ -91,6 +91,8 @@ def test_what_was_submitted_is_told_in_every_form(ask) -> None:
         ["big", "8", "of", "10", "Waiting", "1", "0", "of", "3", "-", "-"],
         ["small", "3", "of", "5", "Waiting", "1", "0", "of", "1", "-", "-"],
     ]
+    (row,) = [line for line in ask("status", "text", "-o", "wide")[1].splitlines() if line.startswith("big")]
+    assert row.endswith("-          waits for its worker group to be made (attempt 1)")
     code, out, _ = ask("why", "text")
     assert out.splitlines()[0] == (
         "text is Pending: waits for nodes big, small to be ready; no node starts before all are."

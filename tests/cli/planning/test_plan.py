@@ -1,8 +1,11 @@
+import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
+from ringweave.benchmarks import progress
 from ringweave.cli import main
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plan"
@@ -73,6 +76,12 @@ def test_a_tiny_message_is_decided_by_waiting(capsys: pytest.CaptureFixture[str]
             ["plan", "--run", "nosuch"],
             "--run: 'nosuch', expected a directory with events.jsonl. Name the directory of a run, as",
         ),
+        (["plan", "--run", "x", "--rates", "r"], "--rates: 'r', expected a CLUSTER to plan for. Leave it out"),
+        (
+            ["plan", RACKS, "--rates", "r", "--picture", "p.png"],
+            "--picture with --rates: 'r', expected one of them.",
+        ),
+        (["plan", RACKS, "--rates", "nosuch"], "--rates: 'nosuch', expected a file that can be read. No such file"),
         (
             ["plan", "--run", "x", "--picture", "p.png"],
             "--picture: 'p.png', expected a CLUSTER to draw. Draw the plan of its cluster file: ringweave plan RUN_DIR",
@@ -90,6 +99,34 @@ def test_wrong_input(argv: list[str], text: str, capsys: pytest.CaptureFixture[s
     assert captured.err.startswith("ringweave: error: ")
     assert text in captured.err
     assert text in json.loads(captured.out)["error"]
+
+
+def test_measured_rates_take_the_place_of_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rates.json"
+    path.write_text('{"links": [{"name": "r1->core", "rate_bytes_per_s": 12.5e6}]}')
+    assert main.call(["plan", RACKS, "--rates", str(path), "--simulate", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["bound_s"], found["measured_rates"]) == (2.0, {"r1->core": 12.5e6})
+    assert found["binding"] == "cut: all that leaves b-0, b-1, b-2, b-3 passes r1->core (100Mbit/s)"
+    assert found["choices"][0]["simulated_s"] > 2.0
+    assert main.call(["plan", RACKS, "--rates", str(path)]) == 0
+    assert f"rates    of 1 of 20 links as measured: {path}" in capsys.readouterr().out.splitlines()
+
+
+class Terminal(io.StringIO):
+    """Standard error that somebody looks at."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_who_waits_at_a_terminal_is_told_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert main.call(["plan", RACKS, "--simulate", "1"]) == 0
+    lines = sys.stderr.getvalue().splitlines()
+    assert any(line.endswith("] planning leader-matrix, layout 1 of 3") for line in lines)
+    assert any("] simulating multi-level: " in line and "% done, about" in line for line in lines)
 
 
 @pytest.mark.slow

@@ -82,6 +82,40 @@ def test_a_large_ring_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert found["simulated_s"] == pytest.approx(2 * 399 * (10e-6 + 4e6 / 400 / 12.5e9), rel=1e-6)
 
 
+def test_measured_rates_take_the_place_of_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rates.json"
+    path.write_text('{"links": [{"link": "r1->core", "measured_bytes_per_s": 12.5e6}]}')
+    before, found = (document(capsys, "--schedule", "ring", *more) for more in ([], ["--rates", str(path)]))
+    assert (before["measured_rates"], found["measured_rates"]) == ({}, {"r1->core": 12.5e6})
+    assert found["simulated_s"] == pytest.approx(2 * before["simulated_s"], rel=0.05)
+    assert main.call(["simulate", RACKS, "--bytes", "1MB", "--schedule", "ring", "--rates", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "  r1->core carries 1.75002 MB, 140 ms at its rate\n" in out
+    assert out.endswith(f"rates    of 1 of 20 links as measured: {path}\n")
+
+
+def test_what_is_too_large_in_segments_is_refused_with_what_helps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "large.yaml"
+    path.write_text("name: large\nnodes:\n  - {name: n, nic: 100Gbit/s, devices: 1, count: 400}\n")
+    assert main.call(["simulate", str(path), "--schedule", "ring", "--segments", "8"]) == 2
+    expected = (
+        "messages of ring: 'more than 2000000', expected at most 2000000, or a schedule that is regular; here there "
+        "are 8 segments. Take one segment (simulate --segments 1), or another schedule, such as ring or"
+    )
+    assert expected in capsys.readouterr().err
+    assert main.call(["simulate", str(path), "--schedule", "ring", "--segments", "1"]) == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_a_trace_on_a_full_disk_is_an_error_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--bytes", "1MB", "--schedule", "ring", "--trace", "/dev/full", "--json")
+    assert main.call(["simulate", RACKS, *arguments]) == 2
+    text = "--trace: '/dev/full', expected a file that can be written. No space left on device."
+    assert json.loads(capsys.readouterr().out) == {"error": text}
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -89,7 +123,10 @@ def test_a_large_ring_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--schedule", "host"], "'host' names the library underneath"),
         (["--straggle", "z-9=2"], "node of a fault: 'z-9', expected a node with ranks of this group."),
         (["--fail", "rank:8"], "rank of a fault: 8, expected 0 to 7."),
-        (["--trace", "/no/such/folder/x.json"], "--trace: '/no/such/folder/x.json', expected a file name in a folder"),
+        (
+            ["--trace", "/no/such/folder/x.json"],
+            "--trace: '/no/such/folder/x.json', expected a file that can be written.",
+        ),
     ],
 )
 def test_wrong_usage(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,10 +4,12 @@ import itertools
 import json
 import math
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from ringweave.planning.adapting.tuning import MAX_ROUNDS
 from ringweave.telemetry.events import read
 from ringweave.testing.ranks import Ranks, run_ranks
 from tests.comm.adapting import adapting_functions
@@ -32,6 +34,11 @@ def first_tuned(environ: dict[str, str]) -> list[dict]:
     return [event for event in events(environ, "schedule_tuned") if event["version"] == 1]
 
 
+def large_ones(counts: dict[str, int], num_small: int) -> Counter[str]:
+    """{schedule: collectives} without the small messages in between, which the host library always takes."""
+    return Counter(counts) - Counter({"host": num_small})
+
+
 def winners(environ: dict[str, str]) -> set[str]:
     """By any plan."""
     return {event["schedule"] for event in events(environ, "schedule_tuned")}
@@ -44,15 +51,19 @@ def test_candidates_are_tried_once_and_the_next_run_knows(environ: dict[str, str
     tuned = first_tuned(environ)
     assert sorted(event["bytes"] for event in tuned) == [120_000, 400_000]
     assert all(len(event["measured_s"]) == 4 and "host" in event["measured_s"] for event in tuned)
-    won = winners(environ)
-    assert {name for name, count in counts[0].items() if count > 25} <= won | {"host"}
+    for event in tuned:
+        assert event["measured_s"][event["schedule"]] <= 1.031 * min(event["measured_s"].values())
+    most_trials = 2 * (1 + MAX_ROUNDS) * len(events(environ, "plan_made"))
+    often = {name for name, count in large_ones(counts[0], 60).items() if count > most_trials}
+    assert often <= winners(environ)
     measured = events(environ, "schedule_measured")
     assert sum(event["rounds"] for event in measured) == 120
     assert all(event["measured_s"] > 0 for event in measured)
     (cached,) = (Path(environ["XDG_CACHE_HOME"]) / "ringweave" / "tuning").iterdir()
-    assert set(json.loads(cached.read_text())["ringweave-tuning-1"].values()) == {event["schedule"] for event in tuned}
+    kept = json.loads(cached.read_text())["ringweave-tuning-2"].values()
+    assert {name for name, _ in kept} == {event["schedule"] for event in tuned}
     again = run_ranks(function, 4, 10, 100_000, 30_000, nodes=NODES, environ=environ)
-    assert set(again[0]) <= winners(environ) | {"host"}
+    assert large_ones(again[0], 10) == {name: 10 * num for name, num in Counter(e["schedule"] for e in tuned).items()}
     assert len(first_tuned(environ)) == 2
     sizes = (100_000, 30_000, 100_000)
     runs = [run_ranks(adapting_functions.digest_of_sums, 4, *sizes, nodes=NODES, environ=environ) for _ in range(2)]

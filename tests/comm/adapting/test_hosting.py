@@ -26,9 +26,9 @@ class Gloo:
         return SimpleNamespace(wait=lambda limit: None)
 
 
-def hosts() -> Hosts:
+def hosts(timeout: timedelta = timedelta(seconds=10)) -> Hosts:
     store: Any = SimpleNamespace(clone=HashStore)
-    return Hosts(store, Members(RANKS, 0, b""), timedelta(seconds=10), cut_own=lambda: None)
+    return Hosts(store, Members(RANKS, 0, b""), timeout, cut_own=lambda: None)
 
 
 def test_what_is_made_while_the_group_is_cut_is_cut_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,6 +42,17 @@ def test_what_is_made_while_the_group_is_cut_is_cut_as_well(monkeypatch: pytest.
     with pytest.raises(TransferFailedError, match="the connections of this group were cut"):
         under.prepare(0, lambda: None)
     assert made.cut_from == [1]
+
+
+@pytest.mark.parametrize(("limit_s", "waited_s"), [(1800, 30), (10, 10)])
+def test_a_peer_that_stops_before_it_connects_is_not_waited_for_long(
+    monkeypatch: pytest.MonkeyPatch, limit_s: int, waited_s: int
+) -> None:
+    """Nobody can end the constructor."""
+    limits: list[timedelta] = []
+    monkeypatch.setattr(hosting, "ProcessGroupGloo", lambda store, rank, size, limit: limits.append(limit))
+    hosts(timedelta(seconds=limit_s)).prepare(0, lambda: None)
+    assert limits == [timedelta(seconds=waited_s)]
 
 
 def test_all_ranks_are_there_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,9 @@
+import time
 from pathlib import Path
 
 from ringweave import planning, topology
 from ringweave.comm.adapting.remembering import TuningCache
+from ringweave.planning.adapting import MAX_AGE_S
 
 
 def plan_of(rate: str) -> planning.Plan:
@@ -28,7 +30,13 @@ def test_files_that_are_none_of_ours_count_as_nothing(tmp_path: Path) -> None:
     cache = TuningCache(tmp_path)
     cache.save(plan_of("1Gbit/s"), {40: "ring"})
     (path,) = tmp_path.iterdir()
-    for text in ("", "[]", '{"ringweave-tuning-1": {"a": "ring"}}', '{"ringweave-tuning-1": {"40": "carousel"}}'):
+    rows = (
+        '{"a": ["ring", 1]}',
+        f'{{"40": ["carousel", {time.time()}]}}',
+        '{"40": "ring"}',
+        '{"40": ["ring", "late"]}',
+    )
+    for text in ("", "[]", *(f'{{"ringweave-tuning-2": {row}}}' for row in rows)):
         path.write_text(text)
         assert cache.load(plan_of("1Gbit/s")) == {}
 
@@ -38,3 +46,19 @@ def test_a_folder_that_cannot_be_written_is_no_fault(tmp_path: Path) -> None:
     cache = TuningCache(tmp_path / "file" / "below")
     cache.save(plan_of("1Gbit/s"), {40: "ring"})
     assert cache.load(plan_of("1Gbit/s")) == {}
+
+
+def test_what_won_long_ago_is_not_known_any_more(tmp_path: Path) -> None:
+    now = [1000.0]
+    cache, plan = TuningCache(tmp_path, clock=lambda: now[0]), plan_of("1Gbit/s")
+    cache.save(plan, {40: "ring", 41: "host"})
+    now[0] += MAX_AGE_S - 1
+    cache.save(plan, {40: "ring", 41: "ps", 42: "host"})
+    assert cache.load(plan) == {40: "ring", 41: "ps", 42: "host"}
+    now[0] += 2
+    assert cache.load(plan) == {41: "ps", 42: "host"}, "what is saved again was not tried again"
+    cache.save(plan, {40: "ring", 41: "ps", 42: "host"})
+    now[0] += MAX_AGE_S - 1
+    assert cache.load(plan) == {40: "ring"}, "tried again, with the same result"
+    now[0] = 0.0
+    assert cache.load(plan) == {}, "from the future"

@@ -1,7 +1,10 @@
 """Probing among ranks that are threads of this process, over the loopback interface."""
 
 import logging
+import random
+import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -9,17 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from torch.distributed import HashStore
 
 from ringweave.comm.members import Member, Members, Place
-from ringweave.comm.probing import caching, calls, conducting, echoing, flowing, knowing, measuring
+from ringweave.comm.probing import __main__ as program
+from ringweave.comm.probing import caching, calls, conducting, echoing, flowing, knowing, measuring, orders
 from ringweave.comm.probing.caching import Cache
 from ringweave.comm.probing.findings import Findings, from_json
 from ringweave.comm.probing.flowing import Part, Timing
 from ringweave.comm.transport.connecting import open_doors
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import PeerError, UsageError
-from ringweave.topology.recovery import Effort
+from ringweave.topology.recovery import Batch, Effort
 
 TOKEN = bytes(16)
 BRIEF = Timing(warm_up_s=0.02, window_s=0.05, tail_s=0.02, silence_s=60.0)
@@ -88,6 +93,36 @@ def test_calls_without_the_token_or_for_something_else_are_hung_up_on(pair: Any)
             flowing.run_part(part([], [1], HASTY), *pair[0])
 
 
+@pytest.fixture
+def strays(pair: Any) -> Any:
+    """Connections to both doors by which nobody says anything, made before all others."""
+    doors = [door.getsockname() for _, door in pair]
+    made = [socket.create_connection(address) for address in doors for _ in range(4)]
+    yield made
+    for sock in made:
+        sock.close()
+
+
+@pytest.mark.usefixtures("strays")
+def test_who_calls_and_says_nothing_holds_no_flow_up(pair: Any) -> None:
+    started = time.monotonic()
+    got = at_once(*(lambda r=r: flowing.run_part(part([1 - r], [1 - r]), *pair[r]) for r in range(2)))
+    assert [list(rates) for rates in got] == [[1], [0]]
+    assert time.monotonic() - started < 15
+
+
+@pytest.mark.usefixtures("strays")
+def test_who_calls_and_says_nothing_holds_no_message_up(pair: Any) -> None:
+    got = at_once(lambda: echoing.ask(pair[0][0], 1, 3), lambda: echoing.echo(*pair[1], 0, 3))
+    assert 1e-6 < got[0] < 5
+
+
+def test_a_message_that_nobody_sends_is_an_error_in_time(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(echoing, "_LIMIT_S", 0.2)
+    with pytest.raises(TimeoutError, match=r"no call of rank 0 \(node n0\) within 0\.2 s"):
+        echoing.echo(*pair[1], 0, 3)
+
+
 def test_latency(pair: Any) -> None:
     got = at_once(lambda: echoing.ask(pair[0][0], 1, 3), lambda: echoing.echo(*pair[1], 0, 3))
     assert 1e-6 < got[0] < 5
@@ -99,6 +134,32 @@ def test_where_the_ends_are_far_flows_last_longer() -> None:
     assert conducting.timing_for(0.02).warm_up_s == pytest.approx(1.0)
 
 
+class Ensemble:
+    """Alike nodes on one switch, that count what is asked of them."""
+
+    def __init__(self) -> None:
+        self.met: list[tuple[int, int]] = []
+        self.num_batches = 0
+
+    def latencies(self, pairs: tuple[tuple[int, int], ...]) -> list[float]:
+        self.met += pairs
+        return [1e-4] * len(pairs)
+
+    def rates(self, batch: Batch, timing: Timing) -> list[float]:
+        self.num_batches += 1
+        return [1e8] * len(batch.flows)
+
+
+@pytest.mark.parametrize(("num_nodes", "num_rounds", "num_met"), [(40, 8, 8 * 20), (12, None, 66), (7, 30, 21)])
+def test_an_effort_bounds_all_that_is_measured(num_nodes: int, num_rounds: int | None, num_met: int) -> None:
+    ensemble, effort = Ensemble(), Effort(num_rounds=num_rounds, num_trials=3)
+    latencies, evidence, _ = conducting.conduct(ensemble, num_nodes, random.Random(0), effort, lambda what: None)
+    assert sorted(latencies) == sorted(ensemble.met)
+    assert len(set(ensemble.met)) == len(ensemble.met) == num_met
+    rounds = effort.rounds(num_nodes - 1 + num_nodes % 2)
+    assert evidence.num_batches == ensemble.num_batches <= 3 * rounds + 3
+
+
 @pytest.mark.slow
 def test_the_first_rank_gets_findings_and_one_rank_of_each_node_measures() -> None:
     ranks, store = group(2, ranks_a_node=2), HashStore()
@@ -106,7 +167,7 @@ def test_the_first_rank_gets_findings_and_one_rank_of_each_node_measures() -> No
     got = at_once(*(lambda m=m: measuring.probe(store, m, SOON, tell=told.append) for m in ranks))
     found = got[0]
     assert isinstance(found, Findings)
-    assert got[1:] == [None, None, None]
+    assert got[1:] == [None, found, None], "the first rank of each node is told"
     assert [(node.name, node.address, node.num_devices) for node in found.cluster().nodes] == [
         ("n0", "127.0.0.1", 2),
         ("n1", "127.0.0.2", 2),
@@ -199,6 +260,55 @@ def test_nothing_is_measured_where_there_is_a_file_or_no_network_or_nobody_wants
     assert WorkerEnvironment(probes=False).to_environ() == {"RINGWEAVE_PROBE": "never"}
 
 
+def test_a_folder_that_cannot_be_written_does_not_have_the_next_group_measure_again(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    hosts = measuring.hosts(group(2)[0])
+    caching.of_process(tmp_path / "file").put(hosts, FOUND)
+    later = caching.of_process(tmp_path / "file")
+    assert later.get(hosts, 1010.0) == FOUND
+    assert later.get(hosts[:1], 1010.0) == FOUND, "of more nodes"
+    assert later.get(hosts, 1030.0, max_age_s=20.0) is None, "too old"
+    assert Cache(tmp_path / "file").get(hosts, 1010.0) is None, "only in this process"
+
+
+@pytest.mark.slow
+def test_what_is_measured_is_told_of_and_kept_on_every_node(tmp_path: Path) -> None:
+    ranks, store, said = group(2, ranks_a_node=2), HashStore(), []
+    caches = [Cache(tmp_path / member.own.place.node) for member in ranks]
+    got = at_once(
+        *(
+            lambda m=member, c=cache: knowing.find_out(store, m, SOON, cache=c, say=said.append)
+            for member, cache in zip(ranks, caches, strict=True)
+        )
+    )
+    found = got[0]
+    assert isinstance(found, Findings)
+    assert got[1:] == [None, None, None]
+    begin, end = said
+    assert begin.startswith(
+        "measuring the network between 2 nodes, about 1 s; RINGWEAVE_CLUSTER=FILE (a cluster file) or"
+    )
+    assert end.startswith("measured the network between 2 nodes in ")
+    for node in ("n0", "n1"):
+        assert Cache(tmp_path / node).get(measuring.hosts(ranks[0]), found.time + 1) == found
+
+
+def test_where_it_is_measured_the_user_is_told_on_the_error_stream(capsys: pytest.CaptureFixture[str]) -> None:
+    knowing._say("measuring")
+    assert capsys.readouterr() == ("", "ringweave: measuring\n")
+
+
+@pytest.mark.parametrize(("num_nodes", "least_s", "most_s"), [(2, 0.5, 2), (8, 12, 25), (16, 25, 60), (5000, 15, 30)])
+def test_how_long_measuring_takes_is_known_about(num_nodes: int, least_s: float, most_s: float) -> None:
+    effort = knowing._FULL if num_nodes <= knowing._FEW_NODES else knowing._BRIEF
+    assert least_s <= measuring.predicted_s(num_nodes, effort) <= most_s
+
+
+def test_what_is_too_long_for_a_line_stays_with_the_first_rank() -> None:
+    assert orders.end_order("short") == {"do": "end", "found": "short"}
+    assert orders.end_order("x" * orders._MAX_LINE_BYTES) == {"do": "end", "found": ""}
+
+
 def test_what_is_cached_is_not_measured_again(tmp_path: Path) -> None:
     cache, store = Cache(tmp_path), HashStore()
     ranks = group(2)
@@ -217,3 +327,22 @@ def test_a_job_goes_on_if_its_network_cannot_be_measured(tmp_path: Path, caplog:
 def test_effort_bounds_rounds() -> None:
     assert Effort(num_rounds=2).rounds(7) == 2
     assert Effort().rounds(7) == 7
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "_find", lambda *_: pytest.fail("it measured"))
+    monkeypatch.setenv("RANK", "0")
+    done = CliRunner().invoke(program.command, ["--write", str(tmp_path)])
+    assert done.exit_code == 2
+    assert done.stderr.startswith("ringweave: error: --write: ")
+    assert done.stderr.endswith("expected a file that can be written. Is a directory.\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_a_full_disk_costs_no_findings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "_find", lambda *_: FOUND)
+    done = CliRunner().invoke(program.command, ["--json", "--write", "/dev/full"])
+    assert (done.exit_code, from_json(done.stdout)) == (2, FOUND)
+    assert "--write: '/dev/full', expected a file that can be written. No space left" in done.stderr

@@ -15,6 +15,7 @@ from ringweave.comm.adapting.directing import Asked, Decision, Ticket
 from ringweave.comm.counters import Counters
 from ringweave.comm.faults import Report
 from ringweave.comm.members import Member, Members, Place
+from ringweave.comm.running import engine
 from ringweave.comm.running.engine import NUM_LANES, Engine
 from ringweave.comm.running.reductions import reduction_for
 from ringweave.comm.transport.seam import TransferFailedError
@@ -219,6 +220,30 @@ def test_a_group_that_is_closed_cuts_all_lanes_before_it_waits_for_one() -> None
     for work in works:
         with pytest.raises(CommunicationError, match="it was destroyed"):
             work.wait(SOON)
+
+
+def test_an_aborted_group_is_closed_though_a_lane_is_in_what_nobody_can_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the constructor of the host library, while a peer has stopped."""
+    monkeypatch.setattr(engine, "_CUT_S", 0.1)
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def stand_still(number: int, transport: Transport) -> None:
+        has_begun.set()
+        assert may_end.wait(100)
+
+    group = Group(stand_still)
+    work = group.allreduce()
+    assert has_begun.wait(100)
+    group.engine.abort()
+    closing = threading.Thread(target=lambda: group.engine.close(1800.0))
+    closing.start()
+    closing.join(20)
+    was_closed = not closing.is_alive()
+    may_end.set()
+    closing.join(100)
+    assert was_closed
+    with pytest.raises(CommunicationError, match="aborted"):
+        work.wait(SOON)
 
 
 def test_all_ranks_meet_before_a_lane_gets_its_host_library(groups: list[Group]) -> None:

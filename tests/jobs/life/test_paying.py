@@ -80,6 +80,22 @@ def test_where_all_blame_another_the_first_one_pays() -> None:
     assert record_of(place).nodes[1].ended is not None
 
 
+def test_who_still_started_the_round_that_another_node_ended_pays_nothing() -> None:
+    place = running(DELETE, DELETE, DELETE)
+    place.groups[2, 1] = replace(place.groups[2, 1], phase=Phase.READY)
+    place.end((1, 1), Cause.PLACE, "its machine is gone")
+    lives.settle(place)
+    assert record_of(place).round == 2
+    late = {"phase": Phase.INTERRUPTED, "round": 1, "ended_s": place.clock_s, "text": "round 1 is over"}
+    place.groups[2, 1] = replace(place.groups[2, 1], **late)
+    lives.settle(place)
+    for _ in range(4):
+        place.pass_time()
+        lives.settle(place)
+    assert record_of(place).state is JobState.RUNNING
+    assert [(known.retries, known.attempt) for known in record_of(place).nodes] == [(0, 1), (1, 2), (0, 1)]
+
+
 def interrupted(place: FakePlace, *nodes: int) -> None:
     """These lose a peer, one after the other; the others look as before."""
     for order, node in enumerate(nodes):
@@ -163,3 +179,52 @@ def test_two_nodes_that_fail_at_once_are_charged_one_each_in_one_round() -> None
     record = record_of(place)
     assert ([known.retries for known in record.nodes], record.round) == ([1, 0, 1], 2)
     assert record.round_cause == "node n0 failed (power cut), retry 1 of 1, and 1 more nodes failed"
+
+
+def blame_each_other(place: FakePlace) -> None:
+    for key, group in place.groups.items():
+        if group.phase is Phase.RUNNING:
+            place.groups[key] = replace(group, phase=Phase.INTERRUPTED, ended_s=place.clock_s, text="lost its peer")
+
+
+def end_at_once(phase: Phase, cause: Cause | None = None):
+    def happen(place: FakePlace) -> None:
+        for key, group in place.groups.items():
+            if key[0] == 1 and group.phase.is_alive:
+                ended = {"phase": phase, "cause": cause, "ended_s": place.clock_s, "text": "no room on the disk"}
+                place.groups[key] = replace(group, **ended)
+
+    return happen
+
+
+def vanish_once_seen(place: FakePlace) -> None:
+    if place.job is not None and place.job.record.nodes[1].seen:
+        for key in [key for key in place.groups if key[0] == 1]:
+            place.lose(key)
+
+
+@pytest.mark.parametrize(
+    ("happens", "code", "said"),
+    [
+        (blame_each_other, "RetriesSpent", "lost its peer"),
+        (end_at_once(Phase.FAILED, Cause.PLACE), "RetriesSpent", "no room on the disk"),
+        (end_at_once(Phase.FAILED, Cause.PEER), "RetriesSpent", "no room on the disk"),
+        (end_at_once(Phase.FAILED, None), "RetriesSpent", "no room on the disk"),
+        (end_at_once(Phase.STOPPED), "RetriesSpent", "no room on the disk"),
+        (end_at_once(Phase.FAILED, Cause.PROGRAM), "ProgramFailed", "no room on the disk"),
+        (vanish_once_seen, "RetriesSpent", "its worker group vanished"),
+    ],
+)
+def test_what_fails_the_same_way_every_time_comes_to_an_end_that_says_why(happens, code: str, said: str) -> None:
+    place = FakePlace(job=lives.a_job((DELETE, DELETE, DELETE), max_retries=3))
+    for _ in range(60):
+        lives.settle(place)
+        happens(place)
+        lives.settle(place)
+        place.pass_time()
+    record = record_of(place)
+    assert record.state is JobState.FAILED
+    assert record.reason is not None
+    assert (record.reason.code, said in record.reason.text) == (code, True)
+    assert "ringweave retry text" in record.reason.helps
+    assert len(place.created) <= 3 * (3 + 1), "no node gets more attempts than it may have"

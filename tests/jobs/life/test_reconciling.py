@@ -6,7 +6,8 @@ import pytest
 
 from ringweave.jobs.life import actions, advancing, reconciling
 from ringweave.jobs.life.failing import SETTLE_S
-from ringweave.jobs.life.observing import Cause, Group, Observed, Phase
+from ringweave.jobs.life.observing import Cause, Group, Lack, Observed, Phase
+from ringweave.jobs.life.records import Record
 from ringweave.jobs.life.states import JobState, NodeState
 from ringweave.testing.places import FakePlace
 from tests.jobs.life import lives
@@ -167,6 +168,39 @@ def test_a_pending_group_says_what_its_place_says() -> None:
     assert str(record_of(place).reason).startswith(
         "waits for a place for node n1: 0/3 nodes have 3 free GPUs. Free room"
     )
+
+
+def lacking(lack: Lack, text: str, *, is_retried: bool) -> Record:
+    """Of a job of which one group lacks something, in its first round or in a later one."""
+    place = running() if is_retried else FakePlace(job=lives.a_job())
+    if is_retried:
+        place.end((1, 1), Cause.PLACE)
+        lives.settle(place)
+        place.pass_time()
+    lives.settle(place)
+    key = (1, 1 + is_retried)
+    place.groups[key] = replace(place.groups[key], text=text, lacks=lack)
+    lives.settle(place)
+    record = record_of(place)
+    assert record.state is (JobState.RETRYING if is_retried else JobState.PENDING)
+    return record
+
+
+@pytest.mark.parametrize("is_retried", [False, True])
+def test_a_group_that_cannot_begin_by_itself_asks_for_no_room(is_retried: bool) -> None:
+    """More room does not bring an image that does not exist; also in a later round that is what there is to say."""
+    record = lacking(Lack.MEANS, "ImagePullBackOff: no such image", is_retried=is_retried)
+    assert str(record.reason) == (
+        "node n1 cannot begin: ImagePullBackOff: no such image. See that what is named there can be had: it is tried "
+        "again; where the job has to change for it, ringweave delete text, and submit it anew."
+    )
+    assert str(record.nodes[1].reason).startswith("cannot begin: ImagePullBackOff: no such image. See that what")
+
+
+@pytest.mark.parametrize("is_retried", [False, True])
+def test_a_group_that_finds_no_room_says_so_also_when_its_node_was_lost(is_retried: bool) -> None:
+    record = lacking(Lack.ROOM, "Unschedulable: 0/3 nodes", is_retried=is_retried)
+    assert str(record.reason).startswith("waits for a place for node n1: Unschedulable: 0/3 nodes. Free room there")
 
 
 def test_nothing_is_done_twice_while_groups_are_on_their_way_out() -> None:

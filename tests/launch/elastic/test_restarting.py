@@ -1,5 +1,9 @@
+from dataclasses import replace
+
+import pytest
+
 from ringweave.launch.causes import Death
-from ringweave.launch.elastic.restarting import LEFT_CODE, Ended, Restarts
+from ringweave.launch.elastic.restarting import LEFT_CODE, Attempts, Ended, Restarts
 from ringweave.launch.launcher import Exit
 
 FENCED = "ringweave.errors.MembershipError: this worker is no member any more: it was not heard of in time."
@@ -39,6 +43,18 @@ def test_who_fails_by_itself_three_times_in_a_row_is_given_up() -> None:
     assert verdicts == ["again"] * 5, "another kind of death in between"
 
 
+@pytest.mark.parametrize("how", [ended("SIGSEGV", lived_s=1.0), ended(code=1, line=FENCED, lived_s=1.0)])
+def test_who_dies_ten_times_in_a_row_before_it_is_a_member_is_given_up(how: Ended) -> None:
+    fruitless = replace(how, was_member=False)
+    restarts = Restarts()
+    assert [restarts.decide(0, fruitless, 0.0) for _ in range(10)] == [*["again"] * 9, "give up"]
+    restarts.take_due(1e9)
+    assert not restarts.pending
+    restarts = Restarts()
+    verdicts = [restarts.decide(0, each, 0.0) for each in (*[fruitless] * 9, how, *[fruitless] * 9)]
+    assert verdicts == ["again"] * 19, "it was a member in between"
+
+
 def test_who_was_put_out_comes_back() -> None:
     restarts = Restarts()
     assert [restarts.decide(0, ended(code=1, line=FENCED), 0.0) for _ in range(5)] == ["again"] * 5
@@ -51,4 +67,31 @@ def test_who_has_left_or_finished_rests_and_so_does_who_comes_too_late() -> None
     assert restarts.decide(2, Ended(death=None, lived_s=50.0), 0.0) == "rest"
     assert restarts.take_due(1e9) == [], "the training is over"
     assert restarts.decide(3, ended("SIGKILL"), 0.0) == "rest"
-    assert Restarts().decide(4, ended(code=1, line=OVER), 0.0) == "rest"
+
+
+def test_when_a_worker_says_that_the_job_is_over_nobody_is_started_any_more() -> None:
+    restarts = Restarts()
+    assert restarts.decide(1, ended("SIGKILL"), 0.0) == "again"
+    assert restarts.decide(0, ended(code=1, line=OVER), 0.5) == "rest"
+    assert restarts.take_due(1e9) == []
+    assert restarts.decide(2, ended("SIGSEGV"), 1.0) == "rest"
+
+
+def death(signal_name: str | None = None) -> Death:
+    found = ended(signal_name, None if signal_name else 1).death
+    assert found is not None
+    return found
+
+
+def test_a_run_that_is_killed_before_it_begins_is_not_started_again_for_ever() -> None:
+    attempts = Attempts()
+    whys = [attempts.why_no_other(death("SIGSEGV"), 3.0) for _ in range(10)]
+    assert whys == [*[""] * 9, "10 attempts in a row were over within 60 s each"]
+    attempts = Attempts()
+    assert not any(attempts.why_no_other(death("SIGKILL"), 61.0 if number % 9 == 8 else 3.0) for number in range(40))
+
+
+def test_a_run_whose_script_fails_before_it_begins_is_tried_three_times() -> None:
+    attempts = Attempts()
+    whys = [attempts.why_no_other(each, 100.0) for each in (death(), death("SIGKILL"), death(), death())]
+    assert whys == ["", "", "", "3 attempts have ended with an exception of the script's own"]

@@ -1,7 +1,7 @@
 """Elastic supervision on a virtual clock, with workers that die when the test says so."""
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import cast
 
 from ringweave import environment
@@ -16,14 +16,29 @@ SOON_S = 5.0
 """Shorter than what makes a death a quick one, longer than any delay in these tests."""
 
 
-class Workers:
-    """Stands where the launcher does. A script says when, in seconds, which slot ends and how (None: well)."""
+class AnyMember(frozenset[str]):
+    """Everybody has been a member."""
 
-    def __init__(self, num_slots: int, script: list[tuple[float, int, str | None]]) -> None:
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return 1
+
+
+class Workers:
+    """Stands where the launcher does. A script says when, in seconds, which slot ends and how (None: well).
+
+    A number in place of a signal is an exit code. Slots of `doomed` die again as soon as they are started again.
+    """
+
+    def __init__(
+        self, num_slots: int, script: list[tuple[float, int, str | int | None]], doomed: Mapping[int, str] = {}
+    ) -> None:
         self.now_s = 0.0
         self.stops: list[signal.Signals] = []
         self.started: list[tuple[float, str]] = []
-        self._script = sorted(script, key=lambda each: each[0])
+        self._script, self._doomed = sorted(script, key=lambda each: each[0]), doomed
         self._exits: dict[int, Exit | None] = dict.fromkeys(range(num_slots))
 
     def sleep(self, seconds: float) -> None:
@@ -32,47 +47,68 @@ class Workers:
 
     def observe(self) -> list[WorkerState]:
         while self._script and self._script[0][0] <= self.now_s:
-            _, slot, signal_name = self._script.pop(0)
-            self._end(slot, signal_name, stopped=False)
+            _, slot, how = self._script.pop(0)
+            self._end(slot, how, stopped=False)
         return [WorkerState(global_rank=slot, exit=found) for slot, found in self._exits.items()]
 
     def restart(self, worker: WorkerSpec, argv: tuple[str, ...]) -> None:
         self._exits[worker.global_rank] = None
         self.started.append((self.now_s, worker.environ[environment.MEMBER]))
+        if worker.global_rank in self._doomed:
+            self._end(worker.global_rank, self._doomed[worker.global_rank], stopped=False)
 
     def stop(self, how: signal.Signals) -> None:
         self.stops.append(how)
         for slot in [slot for slot, found in self._exits.items() if found is None]:
             self._end(slot, how.name, stopped=True)
 
-    def _end(self, slot: int, signal_name: str | None, *, stopped: bool) -> None:
-        code = 0 if signal_name is None else None
+    def _end(self, slot: int, how: str | int | None, *, stopped: bool) -> None:
+        signal_name = how if isinstance(how, str) else None
+        code = None if signal_name else how or 0
         self._exits[slot] = Exit(exit_code=code, signal_name=signal_name, time_s=self.now_s, stopped=stopped)
 
 
-def supervise(workers: Workers, num_slots: int, on_exit: Callable[[WorkerState], None]) -> list[WorkerState]:
+def supervise(
+    workers: Workers,
+    num_slots: int,
+    on_exit: Callable[[WorkerState], None] = lambda state: None,
+    *,
+    members: Collection[str] = AnyMember(),
+    says: Mapping[int, str] = {},
+    given_up: list[int] | None = None,
+) -> list[WorkerState]:
     specs = tuple(WorkerSpec(global_rank=slot, local_rank=slot, node="a", environ={}) for slot in range(num_slots))
     group = WorkerGroup(argv=("python",), workers=specs)
 
     def death_of(state: WorkerState) -> Death | None:
         is_bad = state.exit is not None and not state.exit.is_good
-        return Death(global_rank=state.global_rank, node="a", exit=state.exit) if is_bad and state.exit else None
+        lines = ("Traceback (most recent call last):", says.get(state.global_rank, "ValueError: no"))
+        if not is_bad or state.exit is None:
+            return None
+        return Death(global_rank=state.global_rank, node="a", exit=state.exit, last_lines=lines)
 
     supervisor = ElasticSupervisor(
         cast(LocalLauncher, workers),
         group,
         Restarts(),
         death_of=death_of,
-        has_begun=lambda: True,
+        members=lambda: members,
         clock=lambda: workers.now_s,
     )
-    found = supervisor.run([], on_exit=on_exit, on_start=lambda spec: None, look=lambda: None, sleep=workers.sleep)
+    found = supervisor.run(
+        [],
+        on_exit=on_exit,
+        on_start=lambda spec: None,
+        on_give_up=lambda state: (given_up if given_up is not None else []).append(state.global_rank),
+        look=lambda: None,
+        sleep=workers.sleep,
+    )
     return list(found)
 
 
 def test_a_slot_that_is_killed_twice_comes_back_twice_and_nobody_is_stopped() -> None:
     """The second time it waits for longer than a failure is let stand."""
-    kills: list[tuple[float, int, str | None]] = [(10.0, 1, "SIGKILL"), (10.0 + SOON_S, 1, "SIGKILL")]
+    kills: list[tuple[float, int, str | int | None]] = [(10.0, 1, "SIGKILL"), (10.0 + SOON_S, 1, "SIGKILL")]
     workers = Workers(3, [*kills, (60.0, 0, None), (60.0, 1, None), (60.0, 2, None)])
     exits: list[tuple[int, str | None]] = []
 
@@ -94,3 +130,32 @@ def test_who_dies_while_another_is_started_again_comes_back_too() -> None:
     assert workers.stops == []
     assert [member for _, member in workers.started] == ["0.1", "1.1"]
     assert [state.global_rank for state in states] == [0, 1]
+
+
+OVER = "ringweave.errors.MembershipError: job is over: 1 workers are left, expected at least 2."
+
+
+def test_a_slot_that_dies_whenever_it_is_started_is_given_up_and_the_others_finish() -> None:
+    """It was started again every 30 s for as long as the run went on."""
+    workers, given_up = Workers(2, [(10.0, 1, "SIGSEGV"), (900.0, 0, None)], doomed={1: "SIGSEGV"}), list[int]()
+    states = supervise(workers, 2, members={"0.0", "1.0"}, given_up=given_up)
+    assert given_up == [1]
+    assert len(workers.started) == 10
+    assert [state.global_rank for state in states] == [0], "the job was done without it"
+
+
+def test_a_run_whose_job_is_over_starts_nobody_again_and_has_failed() -> None:
+    """Those who were left ended because they were too few; the slot that was lost came back for ever."""
+    script: list[tuple[float, int, str | int | None]] = [(10.0, 1, "SIGSEGV"), (70.0, 0, 1)]
+    workers = Workers(2, script, doomed={1: "SIGSEGV"})
+    states = supervise(workers, 2, members={"0.0", "1.0"}, says={0: OVER})
+    assert workers.now_s < 75
+    assert 0 in [state.global_rank for state in states], "what it said is the cause"
+
+
+def test_a_run_of_which_only_slots_are_left_that_were_given_up_has_failed() -> None:
+    script: list[tuple[float, int, str | int | None]] = [(10.0, 0, "SIGSEGV"), (10.0, 1, "SIGBUS")]
+    workers, given_up = Workers(2, script, doomed={0: "SIGSEGV", 1: "SIGBUS"}), list[int]()
+    states = supervise(workers, 2, members={"0.0", "1.0"}, given_up=given_up)
+    assert given_up == [0, 1]
+    assert [state.exit.signal_name for state in states if state.exit] == ["SIGSEGV", "SIGBUS"]

@@ -9,6 +9,7 @@ from ringweave.jobs.life.observing import Cause, Phase
 from ringweave.launch.groups import agent as agents
 from ringweave.launch.groups.agent import Agent
 from ringweave.launch.groups.crew import Outcome
+from ringweave.launch.groups.handing import RoundOverError
 from ringweave.launch.groups.posts import Offer, Opening, Orders, Post, Report
 from ringweave.launch.groups.results import Result
 from ringweave.launch.workers import Meeting
@@ -167,6 +168,24 @@ def test_results_are_told_now_and_then(scene: Scene) -> None:
         scene.ends(Phase.SUCCEEDED),
     )
     assert [report.iterations for report in told] == [None, None, 1, 3, 3]
+
+
+def test_a_round_that_is_over_before_its_workers_start_is_no_failure_of_the_node() -> None:
+    """The next round was called while they started: what they need is that round's by now."""
+    post, crews = FakePost(), [RoundOverError(1, "round 2 has begun"), FakeCrew()]
+
+    def start(_: Opening) -> FakeCrew:
+        found = crews.pop(0)
+        if isinstance(found, RoundOverError):
+            raise found
+        found.outcome = Outcome(phase=Phase.SUCCEEDED)
+        return found
+
+    post.happenings = [lambda: post.open(1), lambda: None, lambda: post.order(round=2), lambda: post.open(2), lambda: 0]
+    assert Agent(post, offer=lambda _: Offer(meeting=HERE), start=start).serve() is Phase.SUCCEEDED
+    assert phases(post.told) == [(1, "Ready"), (1, "Interrupted"), (2, "Ready"), (2, "Running"), (2, "Succeeded")]
+    assert post.told[1].cause is None
+    assert post.told[1].text.startswith("credentials of round 1: 'round 2 has begun', expected a round that is not")
 
 
 def test_what_cannot_be_started_is_the_places_doing() -> None:

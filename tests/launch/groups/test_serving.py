@@ -12,7 +12,7 @@ from ringweave.jobs.life.observing import Cause, Phase
 from ringweave.launch.groups import layout
 from ringweave.launch.groups.config import Config, ConfigNode
 from ringweave.launch.groups.crew import Crew
-from ringweave.launch.groups.handing import SharedFolder
+from ringweave.launch.groups.handing import RoundOverError, SharedFolder
 from ringweave.launch.groups.posts import Opening
 from ringweave.launch.groups.serving import QUIET_S, RoundServer, ServerDesk
 from ringweave.launch.launcher import Exit, WorkerState
@@ -90,6 +90,17 @@ def test_credentials_are_handed_over_once_and_those_of_the_round_before_stay(tmp
     assert handover.take(2, 1).identity.name == "1"
     assert desk.server(2, RunDir(root=tmp_path), {}) is None
     assert desk.server(3, RunDir(root=tmp_path), {}) is not None
+
+
+def test_who_comes_for_credentials_of_a_round_that_is_over_hears_that_it_is(tmp_path: Path) -> None:
+    handover = SharedFolder(tmp_path / "secrets")
+    desk = ServerDesk(CONFIG, "a", ThisMachine(), handover)
+    for round_ in (1, 2, 3):
+        desk.offer(round_)
+    with pytest.raises(RoundOverError, match=r"credentials of round 1: 'round 3 has begun', expected a round that is"):
+        handover.take(1, 0)
+    with pytest.raises(FileNotFoundError):
+        handover.take(4, 0)
 
 
 class FakeServer:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from ringweave.errors import LaunchError
+from ringweave.launch.groups.handing import RoundOverError
 from ringweave.launch.kubernetes.handing import PATIENCE_S, DeskHandover
 from ringweave.wire import Authority
 
@@ -46,6 +47,17 @@ def test_those_of_all_workers_of_the_node_are_fetched_at_once() -> None:
     assert desk.asked == [("GET", "credentials/1?ranks=3,4")] * 2
     handover.take(2, 3)
     assert desk.asked[-1] == ("GET", "credentials/2?ranks=3,4"), "another round has others"
+
+
+def test_a_round_that_is_over_is_not_waited_for_and_says_so() -> None:
+    desk = FakeDesk((410, "round 2 has begun"))
+    text = (
+        r"credentials of round 1: '410 round 2 has begun', expected a round that is not over\. "
+        r"Nothing to do: this node gathers for the next one"
+    )
+    with pytest.raises(RoundOverError, match=text):
+        desk.handover(3).take(1, 3)
+    assert desk.now_s == 0.0
 
 
 @pytest.mark.parametrize(("status", "waits_s"), [(409, 0.0), (503, PATIENCE_S)])

@@ -136,6 +136,7 @@ def test_a_job_of_real_processes(place: Place, tmp_path: Path) -> None:
     place.wait(lambda: service.job("real").nodes[1].retries == 1)
     place.wait(lambda: service.job("real").state is JobState.RUNNING)
     place.wait(lambda: len(list(service.logs("real", LogQuery(node="n0")))) == 6)
+    place.wait(lambda: len(list(service.logs("real", LogQuery(node="n1")))) == 2)  # who still connects would fail, too
     place.remove_pod("real-0-1")
     place.wait(lambda: service.job("real").nodes[0].retries == 1)
     place.wait(lambda: len(list(service.logs("real", LogQuery(node="n0", attempt=1)))) == 6)

@@ -8,7 +8,7 @@ import pytest
 
 from ringweave import cost, topology
 from ringweave.planning import Plan
-from ringweave.planning.adapting import Adviser, Report, Ruling, Situation, size_class
+from ringweave.planning.adapting import MAX_AGE_S, Adviser, Report, Ruling, Situation, size_class
 from ringweave.planning.adapting.advising import MAX_PERIOD, MIN_PERIOD, NEVER, candidates
 from ringweave.planning.adapting.surveys import Survey
 from ringweave.schedules import HOST
@@ -22,10 +22,16 @@ NIC = ("a-1->core", "core->a-1")
 class World:
     """True rates, a clock, and what every rank does with the rulings."""
 
-    def __init__(self, text: str = TEXT, noise: float = 0.0, tuned: Mapping[int, str] | None = None) -> None:
+    def __init__(
+        self,
+        text: str = TEXT,
+        noise: float = 0.0,
+        tuned: Mapping[int, str] | None = None,
+        probed: Mapping[str, float] | None = None,
+    ) -> None:
         cluster = topology.loads(text)
         nodes = tuple(node.name for node in cluster.nodes for _ in node.devices)
-        self.where = Situation(cluster=cluster, nodes=nodes)
+        self.where = Situation(cluster=cluster, nodes=nodes, rates=probed or {})
         self.plan = self.where.plan({})
         self.adviser = Adviser(self.where, self.plan, tuned)
         self.rates: dict[str, float] = {}
@@ -135,6 +141,23 @@ def test_what_an_earlier_run_found_is_not_tried_again() -> None:
     assert world.of_kind("schedule_tuned") == []
 
 
+@pytest.mark.parametrize("tuned", [{}, {size_class(SIZE): "direct"}], ids=["here", "in an earlier run"])
+def test_what_won_a_day_ago_is_tried_again(tuned: Mapping[int, str]) -> None:
+    """Its trials may have been disturbed; what changes slowly sets off no alarm."""
+    world = World(tuned=tuned)
+    world.host_factor = 3.0
+    before = [world.step()[0] for _ in range(60)][-1]
+    assert before != HOST
+    world.host_factor = 0.3
+    world.now_s += MAX_AGE_S * 0.9
+    assert {world.step()[0] for _ in range(60)} == {before}
+    world.now_s += MAX_AGE_S * 0.2
+    taken = [world.step()[0] for _ in range(60)]
+    assert set(candidates(world.plan, SIZE)) <= set(taken)
+    assert set(taken[-10:]) == {HOST}
+    assert [fields["schedule"] for fields in world.of_kind("schedule_tuned")][-1] == HOST
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_a_nic_at_a_quarter_is_planned_around_within_20_steps_and_back_again(noise: float) -> None:
     world = World(noise=noise)
@@ -159,6 +182,50 @@ def test_a_nic_at_a_quarter_is_planned_around_within_20_steps_and_back_again(noi
     tuned_before = len(world.of_kind("schedule_tuned"))
     assert world.seconds([world.step()[0] for _ in range(20)][-1], SIZE) <= usual_s * 1.03
     assert len(world.of_kind("schedule_tuned")) == tuned_before  # it was tried before, with these very rates
+
+
+TRUE = {name: 25e6 for node in range(8) for name in (f"a-{node}->core", f"core->a-{node}")}
+BUSY = TRUE | {"a-0->core": 5e6, "core->a-0": 5e6}
+"""As probing saw the network while another job used the NIC of one node."""
+
+
+def test_a_link_that_probing_found_slow_is_believed_to_be_faster_once_it_is() -> None:
+    world = World(probed=BUSY)
+    for _ in range(40):
+        world.step()
+    assert world.of_kind("plan_changed") == []
+    world.rates = TRUE
+    assert steps_until_changed(world) <= 20
+    (change,) = world.of_kind("plan_changed")
+    assert change["rates"] == {name: pytest.approx(25e6, rel=0.15) for name in ("a-0->core", "core->a-0")}
+    assert world.plan == world.where.plan(change["rates"])
+    before = world.num_surveys
+    while world.now_s < 1000:
+        world.step()
+    assert world.num_surveys == before  # nothing is slow: nothing to look after
+
+
+@pytest.mark.parametrize("tuned", [{}, {size_class(SIZE): "ring"}], ids=["tried", "known"])
+def test_what_is_faster_than_links_that_were_probed_is_looked_into_once(tuned: Mapping[int, str]) -> None:
+    """The other job had ended before this one began: nothing changes while it runs."""
+    world = World(probed=BUSY, tuned=tuned)
+    world.rates = TRUE
+    taken = [world.step() for _ in range(80)]
+    assert world.num_surveys == len(world.of_kind("plan_changed")) == (0 if tuned else 1)
+    if not tuned:
+        assert taken[-1][1] < 1.1 * World().plan.choose(SIZE).predicted_s
+
+
+def test_no_link_is_believed_to_be_faster_than_a_cluster_file_says() -> None:
+    world = World()
+    for _ in range(40):
+        world.step()
+    world.rates = dict.fromkeys(NIC, 100e6) | {name: 50e6 for name in TRUE if name not in NIC}
+    for _ in range(60):
+        world.step()
+    assert world.num_surveys > 0
+    assert world.of_kind("plan_changed") == []
+    assert world.adviser.rates == {}
 
 
 def test_noise_of_ten_per_cent_changes_nothing() -> None:

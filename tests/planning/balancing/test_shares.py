@@ -80,6 +80,25 @@ def test_within_the_noise_nothing_is_changed() -> None:
     assert rebalance((50, 50), [fast, Speed(s_per_sample=20.0, noise=3.0)]) is not None
 
 
+def test_a_share_changes_by_a_factor_at_a_time() -> None:
+    """A twentieth of the speed was measured with 50 samples: with two or three it has to be measured again."""
+    ranks = [Speed(s_per_sample=1.0), Speed(s_per_sample=20.0)]
+    first = rebalance((50, 50), ranks)
+    assert first is not None
+    assert first.shares == (87, 13)
+    second = rebalance(first.shares, ranks)
+    assert second is not None
+    assert second.shares == (96, 4)
+    back = rebalance((99, 1), [Speed(s_per_sample=1.0), Speed(s_per_sample=1.0, overhead_samples=5.0)])
+    assert back is None or back.shares == (96, 4), "times of one sample say nothing of fifty"
+
+
+def test_memory_that_has_become_less_is_no_reason_to_take_nothing() -> None:
+    change = rebalance((60, 40), [Speed(s_per_sample=4.0), Speed(s_per_sample=1.0)], [50, 70])
+    assert change is not None
+    assert change.shares == (30, 70)
+
+
 def test_impossible_batches_are_refused() -> None:
     ranks = [Speed(s_per_sample=1.0)] * 3
     with pytest.raises(

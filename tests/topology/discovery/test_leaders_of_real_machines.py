@@ -9,9 +9,10 @@ import pytest
 
 from ringweave import cost
 from ringweave.planning import layouts
-from ringweave.topology import discovery, dumps, loads
+from ringweave.topology import discovery
+from tests.topology.discovery.leading import check_leader, check_planned_leader
 
-FILES = Path("../shared/topologies")
+FILES = Path(__file__).parents[4] / "shared" / "topologies"
 pytestmark = pytest.mark.skipif(not FILES.is_dir(), reason="the files of real machines are not beside the repository")
 
 EXPECTED = {
@@ -54,14 +55,7 @@ def test_every_file_is_expected() -> None:
 @pytest.mark.parametrize("name", EXPECTED)
 def test_leader_and_hops(name: str) -> None:
     nic, leader, hops = EXPECTED[name]
-    machine = discovery.read_file(FILES / name)
-    found = discovery.choose(machine)
-    assert (None if found.interface is None else machine.interfaces[found.interface].name) == nic
-    assert machine.workers[found.leader].name == leader
-    ways = {each.index: each.way for each in found.candidates}
-    assert [way and (way.num_hops, way.kind) for _, way in sorted(ways.items())] == hops
-    text = discovery.describe(machine, found)
-    assert f"{leader} leads" in text
+    found, text = check_leader(FILES / name, nic, leader, hops)
     assert "first of" in text or "hops to" in text or "the only device" in text
     if nic is None:
         assert "without a NIC there are no distances" in found.leader_reason
@@ -69,13 +63,7 @@ def test_leader_and_hops(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, (nic, _, _) in EXPECTED.items() if nic])
 def test_planning_takes_the_same_leader_from_the_written_file(name: str) -> None:
-    machine = discovery.read_file(FILES / name)
-    found = discovery.choose(machine)
-    node = discovery.to_node(machine, found)
-    cluster = loads(dumps(discovery.merge([node])))
-    ranks = [node.name] * node.num_devices
-    layout = layouts.lay_out(cluster, cost.network(cluster, ranks), ranks)
-    assert layout.groups[0][0] == found.leader
+    check_planned_leader(FILES / name)
 
 
 def test_order_is_written_only_where_numa_nodes_do_not_tell_it() -> None:

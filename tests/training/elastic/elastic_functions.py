@@ -143,10 +143,10 @@ def arm(fault: str, model: Any, optimizer: Any) -> None:
     elif fault.startswith("bucket"):
         parameters[-1 - int(fault.removeprefix("bucket"))].register_post_accumulate_grad_hook(lambda _: kill_self())
     elif fault == "commit":
-        dist.all_gather = lambda *_, **__: kill_self()
+        dist.all_to_all_single = lambda *_, **__: kill_self()
     elif fault == "committed":
-        real = dist.all_gather
-        dist.all_gather = lambda *args, **more: (real(*args, **more), kill_self())
+        real = dist.all_to_all_single
+        dist.all_to_all_single = lambda *args, **more: (real(*args, **more), kill_self())
     elif fault == "optimizer":
         optimizer.register_step_pre_hook(lambda *_: kill_self())
     else:

@@ -1,11 +1,14 @@
+import json
+
 import numpy as np
 import pytest
+import torch
 
 from ringweave.errors import TrainingError
 from ringweave.planning.balancing import Account, Speed
 from ringweave.training.elastic.books import Books, part_of
 from ringweave.training.elastic.rosters import Roster, Rosters
-from ringweave.training.elastic.rows import WIDTH, Commit, Row, to_tensor
+from ringweave.training.elastic.rows import WIDTH, Commit, Row, of_tensor, to_tensor
 
 ROSTER = Roster(first_batch=0, members=("0.0", "1.0", "2.0"), shares=(5, 4, 3))
 
@@ -58,11 +61,19 @@ def test_members_that_say_something_else_are_found_out() -> None:
     ],
 )
 def test_rows_survive_the_way(row: Row) -> None:
-    words = to_tensor(row)
+    words = to_tensor(row, 0, 0)
     assert words.shape == (WIDTH,)
-    assert Row.of(words.tolist()) == row
-    commit = Commit(number=3, members=("0.0",), rows=(row,))
-    assert Commit.of_words(commit.to_words()) == commit
+    assert of_tensor(words[None]) == ((row,), 0)
+    commit = Commit(number=3, members=("0.0",), rows=(row,), used=2**70 + 5)
+    assert Commit.of_words(json.loads(json.dumps(commit.to_words()))) == commit
+
+
+@pytest.mark.parametrize(("num_parameters", "num_words"), [(0, 0), (1, 1), (64, 1), (65, 2), (200, 4)])
+def test_what_any_member_has_used_is_behind_the_rows(num_parameters: int, num_words: int) -> None:
+    highest = 1 << num_parameters >> 1
+    said = torch.stack([to_tensor(Row(num_planned=9), used, num_parameters) for used in (highest, 0, highest & 1)])
+    assert said.shape == (3, WIDTH + num_words)
+    assert of_tensor(said) == ((Row(num_planned=9),) * 3, highest)
 
 
 def test_gradients_of_no_batch_count_the_same_for_all() -> None:

@@ -17,6 +17,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ringweave.benchmarks.chaos.faults import BACKWARD, BUCKET, COMMIT, COMMITTED, FORWARD, OPTIMIZER
 from ringweave.errors import UsageError
 
+_EXCHANGE = "all_to_all_single"
+"""What members say to each other when they have all sums of a step, by its name in torch.distributed."""
+
 
 def die(*_: Any) -> NoReturn:
     """At once: no handler, no clean-up."""
@@ -40,8 +43,8 @@ def arm(moment: str, optimizer: Optimizer, end: Callable[..., Any] = die) -> Non
         FORWARD: lambda: register_module_forward_hook(end),
         BACKWARD: lambda: _middle(optimizer).register_post_accumulate_grad_hook(end),
         BUCKET: lambda: _at_bucket(int(number), end),
-        COMMIT: lambda: _replace("all_gather", lambda _real: end),
-        COMMITTED: lambda: _replace("all_gather", lambda real: lambda *args, **more: (real(*args, **more), end())),
+        COMMIT: lambda: _replace(_EXCHANGE, lambda _real: end),
+        COMMITTED: lambda: _replace(_EXCHANGE, lambda real: lambda *args, **more: (real(*args, **more), end())),
         OPTIMIZER: lambda: register_optimizer_step_pre_hook(end),
     }
     if name not in arms:
@@ -65,7 +68,7 @@ def _at_bucket(wanted: int, end: Callable[..., Any]) -> None:
         return begin_one
 
     _replace("all_reduce", begin)
-    _replace("all_gather", lambda _real: end)
+    _replace(_EXCHANGE, lambda _real: end)
 
 
 def _replace(name: str, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -31,24 +31,24 @@ def jobs(place: str, output: str, metrics: bool, port: int | None) -> int:
 
 
 @click.command
-@asking.answering()
+@asking.answering(wide=True)
 @click.option("-w", "--watch", "watches", is_flag=True, help="Go on until the job has ended.")
 @asking.NAME
 def status(place: str, output: str, watches: bool, name: str) -> int:
     """Say how JOB is: its state and why, and of each node workers, attempt, retries, iterations and last loss.
 
-    With --watch the exit code is the job's: 0 if it succeeded, else 1.
+    With --watch the exit code is the job's: 0 if it succeeded, else 1. A wide table says of each node why, too.
     """
-    service = asking.service(place)
+    service, wide = asking.service(place), output == "wide"
     if not watches:
         job = service.job(name)
-        asking.show(output, views.document(job), lambda: tables.status(job, time.time()))
+        asking.show(output, views.document(job), lambda: tables.status(job, time.time(), wide=wide))
         return 0
-    clears = sys.stdout.isatty() and output == "table"
+    clears = sys.stdout.isatty() and output in ("table", "wide")
     for job in watch(service, name):
         if clears:
             click.clear()
-        asking.show(output, views.document(job), lambda job=job: tables.status(job, time.time()))
+        asking.show(output, views.document(job), lambda job=job: tables.status(job, time.time(), wide=wide))
     return 0 if job.state == "Succeeded" else 1
 
 

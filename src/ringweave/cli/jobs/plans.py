@@ -47,7 +47,7 @@ class JobPlan:
 
 
 def plan(request: Request, job: JobView) -> JobPlan:
-    """The plan of an admitted job; its rates are assumed, and measured at the first large message."""
+    """The plan of an admitted job; its rates are assumed, and measured when its first group is formed."""
     from ringweave import planning  # brings numpy and scipy
 
     used = [(index, node) for index, node in enumerate(job.nodes) if node.workers]

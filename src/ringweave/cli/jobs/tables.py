@@ -28,8 +28,8 @@ def jobs(found: Sequence[JobView], now: float, *, wide: bool) -> list[str]:
     return table(rows)
 
 
-def status(job: JobView, now: float) -> list[str]:
-    """A job and its nodes."""
+def status(job: JobView, now: float, *, wide: bool) -> list[str]:
+    """A job and its nodes; in a wide table with what each node waits for."""
     workers = f"{job.workers} {_DEVICES.get(job.device, job.device)} on {_counted(len(job.used_nodes), 'node')}"
     lines = [
         f"{job.name}: {job.state} for {units.show_span(now - job.since_s)}",
@@ -37,8 +37,10 @@ def status(job: JobView, now: float) -> list[str]:
     ]
     if job.reason:
         lines += [f"why    {job.reason.text}", f"helps  {job.reason.helps}"]
-    rows = [("node", "workers", "state", "attempt", "retries", "iterations", "last loss")]
-    rows += [_node(node) for node in job.nodes]
+    head = ("node", "workers", "state", "attempt", "retries", "iterations", "last loss")
+    rows: list[tuple[str, ...]] = [(*head, "why") if wide else head]
+    for node in job.nodes:
+        rows.append((*_node(node), node.reason.text if node.reason else "") if wide else _node(node))
     files = [f"files  {job.files}"] if job.files else []
     return [*lines, "", *table(rows), *([""] if files else []), *files]
 

@@ -7,6 +7,9 @@ from pathlib import Path
 import click
 
 from ringweave import planning, topology, units
+from ringweave.benchmarks.progress import Progress
+from ringweave.cli.planning import saying
+from ringweave.cost import measured_rates
 from ringweave.errors import UsageError, explain
 from ringweave.planning import Choice, Plan
 from ringweave.topology import Cluster
@@ -21,14 +24,18 @@ _MAX_ROWS = 8
 @click.option(
     "--simulate", "num_simulated", type=click.IntRange(1, 7), metavar="N", help="Also simulate the N fastest."
 )
+@click.option(
+    "--rates", "rates_path", metavar="FILE", help="Rates of links as measured: findings of probing, or bench --out."
+)
 @click.option("--leader-per-nic", is_flag=True, help="A leader for each NIC of a node, not one for all, as in run.")
 @click.option("--picture", metavar="FILE", help="Draw machines, links, leaders and their matrix here, as PNG or SVG.")
 @click.option("--run", "run_dir", metavar="RUN_DIR", help="Instead of planning: predicted beside measured of a run.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def command(
+def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     cluster_path: str | None,
     size: str,
     num_simulated: int | None,
+    rates_path: str | None,
     leader_per_nic: bool,
     picture: str | None,
     run_dir: str | None,
@@ -36,11 +43,11 @@ def command(
 ) -> int:
     """Say what an allreduce on all devices of CLUSTER takes at least, and which schedule is predicted to take least.
 
-    The bound follows from the rates in the cluster file and holds for every schedule. Times are predicted by formula,
-    not measured; with --simulate the best are also run on virtual time. With --run it says what the collectives of a
-    run were predicted to take, and took.
+    The bound follows from the rates in the cluster file, or of --rates, and holds for every schedule. Times are
+    predicted by formula, not measured; with --simulate the best are also run on virtual time. With --run it says what
+    the collectives of a run were predicted to take, and took.
     """
-    _check_asked(cluster_path, run_dir, picture)
+    _check_asked(cluster_path, run_dir, picture, rates_path)
     if run_dir is not None:
         from ringweave.cli.planning import plan_run
 
@@ -49,30 +56,37 @@ def command(
     picture_path = _picture_path(picture)
     cluster = topology.load(str(cluster_path))
     ranks = [node.name for node in cluster.nodes for _ in node.devices]
-    plan = planning.plan_group(cluster, ranks, leader_per_nic=leader_per_nic)
-    simulated = _simulate(plan, cluster, num_bytes, num_simulated)
+    rates = measured_rates.load(rates_path, cluster) if rates_path else {}
+    progress = saying.progress()
+    plan = planning.plan_group(cluster, ranks, rates=rates, leader_per_nic=leader_per_nic, tell=progress.now_and_then)
+    simulated = _simulate(plan, cluster, num_bytes, num_simulated, rates, progress)
     if picture_path is not None:
         from ringweave.pictures import plans
 
         plans.draw_plan(cluster, plan, num_bytes, picture_path)
     if as_json:
-        click.echo(json.dumps(_document(cluster, plan, num_bytes, simulated)))
+        click.echo(json.dumps(_document(cluster, plan, num_bytes, simulated) | {"measured_rates": rates}))
     else:
-        table = _table(plan, num_bytes, simulated)
-        click.echo("\n".join([cluster.describe(), "", *_lines(cluster, plan, num_bytes), "", *table]))
+        lines = [*saying.of_rates(rates, cluster, rates_path), "", *_lines(cluster, plan, num_bytes), ""]
+        click.echo("\n".join([cluster.describe(), *lines, *_table(plan, num_bytes, simulated)]))
     return 0
 
 
-def _simulate(plan: Plan, cluster: Cluster, num_bytes: int, count: int | None) -> dict[str, float]:
+def _simulate(
+    plan: Plan, cluster: Cluster, num_bytes: int, count: int | None, rates: Mapping[str, float], progress: Progress
+) -> dict[str, float]:
     """Schedule -> simulated seconds of the best; nothing where none are asked for."""
     if count is None:
         return {}
     from ringweave.planning import simulating  # brings the simulator
 
-    return simulating.simulate_best(plan, cluster, num_bytes, count=count)
+    def tell(schedule: str, done: int, total: int) -> None:
+        progress.share(f"simulating {schedule}", done, total)
+
+    return simulating.simulate_best(plan, cluster, num_bytes, count=count, rates=rates, tell=tell)
 
 
-def _check_asked(cluster_path: str | None, run_dir: str | None, picture: str | None) -> None:
+def _check_asked(cluster_path: str | None, run_dir: str | None, picture: str | None, rates: str | None) -> None:
     if (cluster_path is None) == (run_dir is None):
         got = "neither" if run_dir is None else "both"
         expected = "either CLUSTER or --run RUN_DIR"
@@ -80,6 +94,12 @@ def _check_asked(cluster_path: str | None, run_dir: str | None, picture: str | N
     if picture is not None and run_dir is not None:
         do = "Draw the plan of its cluster file: ringweave plan RUN_DIR/cluster.yaml --picture FILE"
         raise UsageError(explain("--picture", got=picture, expected="a CLUSTER to draw", do=do))
+    if rates is not None and run_dir is not None:
+        do = "Leave it out: what the run was planned with is in its events"
+        raise UsageError(explain("--rates", got=rates, expected="a CLUSTER to plan for", do=do))
+    if rates is not None and picture is not None:
+        do = "Draw the cluster file that probing writes, which has the measured rates"
+        raise UsageError(explain("--picture with --rates", got=rates, expected="one of them", do=do))
 
 
 def _picture_path(picture: str | None) -> Path | None:

@@ -1,14 +1,17 @@
 """`ringweave simulate`: an allreduce on a cluster, on virtual time."""
 
+import functools
 import json
 import math
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import click
 
 from ringweave import planning, sim, topology, units
-from ringweave.errors import UsageError, explain
+from ringweave.cli.planning import saying
+from ringweave.cost import measured_rates
+from ringweave.files import writing
 from ringweave.planning import Choice, Plan
 from ringweave.sim import Machine, Simulation, measured_costs
 from ringweave.sim.fault_text import FAIL, STRAGGLE, parse_fail, parse_straggle
@@ -32,6 +35,9 @@ _WORK = {"none": "the network alone", "assumed": "with assumed costs of processo
     show_default=True,
     help="What messages and additions cost the ranks: nothing, what is assumed, or what a file says was measured.",
 )
+@click.option(
+    "--rates", "rates_path", metavar="FILE", help="Rates of links as measured: findings of probing, or bench --out."
+)
 @click.option("--straggle", "straggles", multiple=True, metavar="WHAT", help=f"{STRAGGLE}.")
 @click.option("--fail", "failures", multiple=True, metavar="WHAT", help=f"{FAIL}.")
 @click.option("--trace", "trace_path", metavar="FILE", help="Write a trace for ui.perfetto.dev here.")
@@ -42,6 +48,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     size: str,
     segments: int | None,
     processors: str,
+    rates_path: str | None,
     straggles: tuple[str, ...],
     failures: tuple[str, ...],
     trace_path: str | None,
@@ -50,14 +57,18 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     """Simulate an allreduce on all devices of CLUSTER, event by event: streams that share the links of the file.
 
     Prints the time of the slowest rank, what each link carries and, where something fails, who never finishes and when
-    the others notice. By default the network alone takes time: rates and latency of the cluster file.
+    the others notice. By default the network alone takes time: latency and, without --rates, rates of the
+    cluster file.
     """
-    _check_writable(trace_path)
+    writing.check("--trace", trace_path)
     machine = _machine(processors)
     num_bytes = units.parse_bytes(size)
     faults = [*map(parse_straggle, straggles), *map(parse_fail, failures)]
     cluster = topology.load(cluster_path)
-    plan = planning.plan_group(cluster, [node.name for node in cluster.nodes for _ in node.devices])
+    rates = measured_rates.load(rates_path, cluster) if rates_path else {}
+    progress = saying.progress()
+    ranks = [node.name for node in cluster.nodes for _ in node.devices]
+    plan = planning.plan_group(cluster, ranks, rates=rates, tell=progress.now_and_then)
     choice = _choice(plan, num_bytes, schedule, segments)
     found = sim.simulate(
         plan.generate(choice.schedule),
@@ -65,17 +76,22 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
         plan.nodes,
         num_bytes,
         pipelining=choice.pipelining,
+        rates=rates,
         machine=machine,
         faults=faults,
         keeps_trace=trace_path is not None,
+        tell=functools.partial(progress.share, f"simulating {choice.schedule}"),
     )
     if trace_path is not None:
-        _write_trace(trace_path, sim.trace(found, cluster, plan.nodes, _title(cluster, choice, num_bytes)))
+        trace = sim.trace(found, cluster, plan.nodes, _title(cluster, choice, num_bytes))
+        writing.write("--trace", trace_path, json.dumps(trace) + "\n")
     if as_json:
-        click.echo(json.dumps(_document(found, plan, choice, num_bytes) | {"processors": processors}))
+        given = {"processors": processors, "measured_rates": rates}
+        click.echo(json.dumps(_document(found, plan, choice, num_bytes) | given))
     else:
         work = _WORK.get(processors, f"with costs of processors as {processors} says")
-        click.echo("\n".join(_lines(found, cluster, plan, choice, num_bytes, work)))
+        lines = _lines(found, cluster, plan, choice, num_bytes, work, rates)
+        click.echo("\n".join([*lines, *saying.of_rates(rates, cluster, rates_path)]))
     return 0
 
 
@@ -87,10 +103,6 @@ def _machine(processors: str) -> Machine:
 
 def _title(cluster: Cluster, choice: Choice, num_bytes: int) -> str:
     return f"allreduce of {units.format_bytes(num_bytes)} on {cluster.name} by {choice.schedule}"
-
-
-def _write_trace(path: str, document: dict[str, Any]) -> None:
-    Path(path).write_text(json.dumps(document) + "\n", encoding="utf-8")
 
 
 def _choice(plan: Plan, num_bytes: int, schedule: str | None, segments: int | None) -> Choice:
@@ -128,7 +140,15 @@ def _number(seconds: float) -> float | None:
     return seconds if seconds < math.inf else None
 
 
-def _lines(found: Simulation, cluster: Cluster, plan: Plan, choice: Choice, num_bytes: int, work: str) -> list[str]:
+def _lines(
+    found: Simulation,
+    cluster: Cluster,
+    plan: Plan,
+    choice: Choice,
+    num_bytes: int,
+    work: str,
+    measured: Mapping[str, float],
+) -> list[str]:
     bound_s = plan.bound_s(num_bytes)
     cut = f"{choice.num_segments} segment{'s' if choice.num_segments > 1 else ''}"
     what = f"{units.format_bytes(num_bytes)} among {len(plan.nodes)} ranks by {choice.schedule} ({cut})"
@@ -138,7 +158,7 @@ def _lines(found: Simulation, cluster: Cluster, plan: Plan, choice: Choice, num_
     else:
         share, lines = "", [f"simulated  never through: {what}; {work}", *_failures(found, plan)]
     lines += [f"bound      {_time(bound_s)}{share}", f"           {plan.binding}"]
-    rates = {link.name: link.bandwidth_bytes_per_s for link in cluster.links()}
+    rates = {**{link.name: link.bandwidth_bytes_per_s for link in cluster.links()}, **measured}
     loaded = sorted(found.bytes_on_link.items(), key=lambda pair: -pair[1] / rates[pair[0]])
     lines += [
         f"  {link} carries {carried / 1e6:.6g} MB, {_time(carried / rates[link])} at its rate"
@@ -156,10 +176,3 @@ def _failures(found: Simulation, plan: Plan) -> list[str]:
 
 def _time(seconds: float) -> str:
     return f"{seconds * 1e3:.4g} ms"
-
-
-def _check_writable(path: str | None) -> None:
-    """Refuse before anything is simulated what would fail afterwards."""
-    if path is not None and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-        expected = "a file name in a folder that is there"
-        raise UsageError(explain("--trace", got=path, expected=expected, do="Make the folder, or give another name"))

@@ -21,6 +21,8 @@ from ringweave.comm.transport.seam import TransferFailedError
 _ABORT_TAG = 2**31 - 1
 """A tag that no message carries."""
 _CUT = "the connections of this group were cut"
+_CONNECT_LIMIT = timedelta(seconds=30)
+"""All ranks have just met, so none is far. Nobody can end Gloo's constructor, which waits for one that has died."""
 
 
 def failure_of(cause: RuntimeError) -> TransferFailedError:
@@ -102,7 +104,7 @@ class Hosts:
         # and ranks that are at different groups would wait for each other.
         own: Any = self._store  # torch's stubs lack `clone`
         store = PrefixStore(f"lane-host/{lane}/", own.clone())
-        gloo = ProcessGroupGloo(store, *place, self._timeout)
+        gloo = ProcessGroupGloo(store, *place, min(self._timeout, _CONNECT_LIMIT))
         with self._lock:
             self._by_lane[lane] = gloo
             is_cut = self._is_cut

@@ -15,6 +15,7 @@ from ringweave.comm import meetings
 from ringweave.comm.probing import knowing
 from ringweave.comm.probing.findings import Findings
 from ringweave.errors import RingweaveError
+from ringweave.files import writing
 from ringweave.topology.recovery import Effort
 
 
@@ -26,15 +27,22 @@ from ringweave.topology.recovery import Effort
 def command(path: Path | None, as_json: bool, rounds: int | None, max_age_s: float | None) -> None:
     """Measure the network between the nodes of this job; every number that is printed is measured."""
     try:
-        found = _find(rounds, max_age_s)
+        _measure(path, as_json, rounds, max_age_s)
     except RingweaveError as error:
         click.echo(f"ringweave: error: {error}", err=True)
         sys.exit(error.exit_code)
+
+
+def _measure(path: Path | None, as_json: bool, rounds: int | None, max_age_s: float | None) -> None:
+    if os.environ.get("RANK") == "0":
+        writing.check("--write", path)
+    found = _find(rounds, max_age_s)
     if found is None:
         return
-    if path is not None:
-        path.write_text(f"# Measured by ringweave: rates are what TCP streams deliver.\n{found.cluster_text}")
     click.echo(found.to_json() if as_json else found.to_text())
+    if path is not None:
+        text = f"# Measured by ringweave: rates are what TCP streams deliver.\n{found.cluster_text}"
+        writing.write("--write", path, text)
 
 
 def _find(rounds: int | None, max_age_s: float | None) -> Findings | None:

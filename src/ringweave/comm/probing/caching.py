@@ -1,11 +1,12 @@
-"""Findings kept between jobs: one file for each set of nodes, with its age."""
+"""Findings kept in a process and between jobs: one file for each set of nodes, with its age."""
 
+import functools
 import hashlib
 import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ringweave.comm.probing import findings
@@ -20,10 +21,11 @@ _LOG = logging.getLogger("ringweave")
 
 
 class Cache:
-    """A folder of findings."""
+    """A folder of findings, and what was put into it by this object, whether the folder could be written or not."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._put: dict[Path, Findings] = {}
 
     def get(self, hosts: Sequence[Host], now: float, max_age_s: float = MAX_AGE_S) -> Findings | None:
         """What is known of these nodes, by names and addresses; None if nothing is, or if it is too old.
@@ -31,41 +33,55 @@ class Cache:
         Findings of more nodes do as well: a group of some of a job's ranks need not be measured again. A file that
         cannot be read is told of, and ignored.
         """
-        known = self._read(self.path(hosts), now, max_age_s)
-        if known is not None:
-            return known
         wanted = {(host.name, host.address) for host in hosts}
-        for path in sorted(self._folder.glob("*.json")):
-            known = self._read(path, now, max_age_s)
-            if known and wanted <= {(node.name, node.address) for node in known.cluster().nodes}:
+        for known in self._all(self.path(hosts)):
+            nodes = {(node.name, node.address) for node in known.cluster().nodes}
+            if 0 <= now - known.time <= max_age_s and wanted <= nodes:
                 return known
         return None
 
-    def _read(self, path: Path, now: float, max_age_s: float) -> Findings | None:
+    def _all(self, first: Path) -> Iterator[Findings]:
+        """What is known, that of one file first."""
+        for path in dict.fromkeys([first, *self._put, *sorted(self._folder.glob("*.json"))]):
+            if path in self._put:
+                yield self._put[path]
+            if (found := self._read(path)) is not None:
+                yield found
+
+    def _read(self, path: Path) -> Findings | None:
         try:
-            found = findings.from_json(path.read_text())
+            return findings.from_json(path.read_text())
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as cause:
             _LOG.warning("ringweave: what probing kept in %s cannot be read and is ignored: %s", path, cause)
             return None
-        return found if 0 <= now - found.time <= max_age_s else None
 
     def put(self, hosts: Sequence[Host], found: Findings) -> None:
-        """Keep it. A folder that cannot be written is told of, and nothing is kept."""
+        """Keep it. A folder that cannot be written is told of, and only this object keeps it."""
         path = self.path(hosts)
+        self._put[path] = found
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=self._folder, suffix=".new", delete=False) as file:
                 file.write(found.to_json())
             Path(file.name).replace(path)
         except OSError as cause:
-            _LOG.warning("ringweave: what probing found cannot be kept: %s", cause)
+            _LOG.warning("ringweave: what probing found cannot be kept for other jobs: %s", cause)
 
     def path(self, hosts: Sequence[Host]) -> Path:
         """The file of these nodes."""
         key = json.dumps([_VERSION, *sorted([host.name, host.address, host.num_devices] for host in hosts)])
         return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+
+@functools.cache
+def of_process(folder: Path) -> Cache:
+    """The cache of all groups of this process: where the folder cannot be written, the second one still knows.
+
+    The house has no module state; but what groups of a process share is nowhere else, since torch makes them.
+    """
+    return Cache(folder)
 
 
 def default_folder(environ: Mapping[str, str] = os.environ) -> Path:

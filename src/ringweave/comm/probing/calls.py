@@ -6,14 +6,14 @@ A connection for each flow starts as the streams of a job do, and what the last 
 import hmac
 import socket
 import struct
+import time
 from dataclasses import dataclass
 from enum import IntEnum
 
 from ringweave.comm.members import TOKEN_BYTES, Members
+from ringweave.comm.transport.callers import Callers
 
 _HELLO = struct.Struct(f"<{TOKEN_BYTES}sBII")
-HELLO_S = 5.0
-"""How long a caller may take to say who it is."""
 
 
 class Kind(IntEnum):
@@ -52,18 +52,30 @@ def call(probers: Members, index: int, kind: Kind, number: int, timeout_s: float
     return sock
 
 
-def answer(door: socket.socket, probers: Members) -> tuple[Caller, socket.socket] | None:
-    """Take the call that has come in; None if whoever it is has no business here.
+def callers(door: socket.socket) -> Callers:
+    """Those who call at a door from now on: nobody has to wait for one that is silent."""
+    return Callers([door], _HELLO.size, time.monotonic)
+
+
+def answer(calling: Callers, probers: Members, timeout_s: float) -> tuple[Caller, socket.socket] | None:
+    """Take the call of one who has said who it is: a connection that does not block.
+
+    None if there is none within `timeout_s`, or sooner where somebody has called who says nothing or has no business
+    here.
 
     Raises:
         OSError: The door is closed.
     """
-    sock, _ = door.accept()
-    sock.settimeout(HELLO_S)
     try:
-        caller = _caller(sock.recv(_HELLO.size, socket.MSG_WAITALL), probers)
-    except OSError:
-        caller = None
+        heard = calling.wait_hello(timeout_s)
+    except BlockingIOError:  # who called has hung up before it was answered
+        return None
+    except ValueError as cause:
+        raise OSError(str(cause)) from cause
+    if heard is None:
+        return None
+    hello, sock = heard
+    caller = _caller(hello, probers)
     if caller is None:
         sock.close()
         return None
@@ -72,8 +84,6 @@ def answer(door: socket.socket, probers: Members) -> tuple[Caller, socket.socket
 
 
 def _caller(hello: bytes, probers: Members) -> Caller | None:
-    if len(hello) < _HELLO.size:
-        return None
     token, kind, number, index = _HELLO.unpack(hello)
     may_call = hmac.compare_digest(token, probers.token) and index < probers.group_size and kind in set(Kind)
     return Caller(index, Kind(kind), number) if may_call else None

@@ -1,5 +1,6 @@
 """The first probing rank: carries out what the survey asks for, with the others."""
 
+import itertools
 import random
 import socket
 import statistics
@@ -12,6 +13,7 @@ from ringweave.comm.probing import calls, orders
 from ringweave.comm.probing.calls import Kind
 from ringweave.comm.probing.flowing import Part, Timing
 from ringweave.comm.probing.orders import Line
+from ringweave.comm.transport.callers import Callers
 from ringweave.errors import PeerError, explain
 from ringweave.topology import recovery
 from ringweave.topology.recovery import Batch, Effort, Evidence, Fit
@@ -45,9 +47,12 @@ class Conductor:
         self._door = door
         self._number = 0
         self._lines: dict[int, Line] = {}
-        deadline = time.monotonic() + timeout_s
-        while len(self._lines) < probers.group_size - 1:
-            self._admit(deadline)
+        calling, deadline = calls.callers(door), time.monotonic() + timeout_s
+        try:
+            while len(self._lines) < probers.group_size - 1:
+                self._admit(calling, deadline)
+        finally:
+            calling.close()
 
     def latencies(self, pairs: tuple[tuple[int, int], ...]) -> list[float]:
         """Seconds of a small message between each of these disjoint pairs.
@@ -82,11 +87,11 @@ class Conductor:
         reports = self._perform(told)
         return [float(reports[flow.dst]["rates"][str(flow.src)]) for flow in batch.flows]
 
-    def close(self) -> None:
-        """Tell all that this was it; those who are gone need not be told."""
+    def close(self, found: str = "") -> None:
+        """Tell all that this was it, and what was found; those who are gone need not be told."""
         for line in self._lines.values():
             try:
-                line.send({"do": "end"})
+                line.send(orders.end_order(found))
             except PeerError:
                 continue
             finally:
@@ -111,23 +116,15 @@ class Conductor:
                 ) from cause
         return reports | {index: self._lines[index].receive() for index in told if index}
 
-    def _admit(self, deadline: float) -> None:
+    def _admit(self, calling: Callers, deadline: float) -> None:
         absent = [index for index in range(1, self._probers.group_size) if index not in self._lines]
         left_s = deadline - time.monotonic()
-        self._door.settimeout(max(left_s, 1e-3))
         try:
-            answered = calls.answer(self._door, self._probers)
+            answered = calls.answer(calling, self._probers, max(left_s, 0.0))
         except OSError as cause:
-            raise PeerError(
-                explain(
-                    "probing the network",
-                    got=str(cause),
-                    expected=f"a call of {self._probers.names(absent)}",
-                    do="Look into its log, and see whether it reaches this node",
-                )
-            ) from cause
-        finally:
-            self._door.settimeout(None)
+            raise self._absence(absent, str(cause)) from cause
+        if answered is None and left_s <= 0:
+            raise self._absence(absent, "timed out")
         if answered is None:
             return
         caller, sock = answered
@@ -135,6 +132,16 @@ class Conductor:
             self._lines[caller.index] = Line(sock, self._probers.name(caller.index))
         else:
             sock.close()
+
+    def _absence(self, absent: list[int], reason: str) -> PeerError:
+        return PeerError(
+            explain(
+                "probing the network",
+                got=reason,
+                expected=f"a call of {self._probers.names(absent)}",
+                do="Look into its log, and see whether it reaches this node",
+            )
+        )
 
 
 def conduct(
@@ -154,13 +161,13 @@ def conduct(
         tell: Is told what is being measured.
 
     Returns:
-        Latency of each pair in seconds, all rates, and the tree.
+        Latency in seconds of each pair that has met, all rates, and the tree.
 
     Raises:
         PeerError: A rank is gone.
     """
     latencies: dict[tuple[int, int], float] = {}
-    for pairs in recovery.meetings(num_nodes):
+    for pairs in itertools.islice(recovery.meetings(num_nodes), effort.rounds(num_nodes)):
         tell("latency of pairs")
         latencies.update(zip(pairs, ensemble.latencies(pairs), strict=True))
     timing = timing_for(statistics.median(latencies.values()))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ringweave.comm.members import Members
 from ringweave.comm.probing import calls
-from ringweave.comm.probing.calls import Kind
+from ringweave.comm.probing.calls import Caller, Kind
 
 _NUM_ROUNDS = 31
 _NUM_WARM_UP = 5
@@ -38,19 +38,24 @@ def echo(probers: Members, door: socket.socket, peer: int, number: int) -> None:
     Raises:
         OSError: It does not come, or is silent.
     """
-    door.settimeout(_LIMIT_S)
+    with _call_of(Caller(peer, Kind.ECHO, number), probers, door) as sock:
+        sock.settimeout(_LIMIT_S)
+        while message := sock.recv(_MESSAGE_BYTES, socket.MSG_WAITALL):
+            sock.sendall(message)
+
+
+def _call_of(wanted: Caller, probers: Members, door: socket.socket) -> socket.socket:
+    """The connection of this caller; all others are hung up on."""
+    calling, until_s = calls.callers(door), time.monotonic() + _LIMIT_S
     try:
-        while True:
-            answered = calls.answer(door, probers)
+        while (left_s := until_s - time.monotonic()) > 0:
+            answered = calls.answer(calling, probers, left_s)
             if answered is None:
                 continue
             caller, sock = answered
-            with sock:
-                if (caller.index, caller.kind, caller.number) != (peer, Kind.ECHO, number):
-                    continue
-                sock.settimeout(_LIMIT_S)
-                while message := sock.recv(_MESSAGE_BYTES, socket.MSG_WAITALL):
-                    sock.sendall(message)
-                return
+            if caller == wanted:
+                return sock
+            sock.close()
     finally:
-        door.settimeout(None)
+        calling.close()
+    raise TimeoutError(f"no call of {probers.name(wanted.index)} within {_LIMIT_S:g} s")

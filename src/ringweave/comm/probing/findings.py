@@ -53,7 +53,7 @@ class Findings:
     links: tuple[FoundLink, ...]
     """Both directions of every edge."""
     pairs: tuple[FoundPair, ...]
-    """Both directions of every pair."""
+    """Both directions of every pair that has met."""
     slow: str | None
     """The slowest part in one line; None where nothing is slow."""
     kind: Literal["measured"] = "measured"

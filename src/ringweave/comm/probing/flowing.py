@@ -90,6 +90,7 @@ class FlowRun:
         self._part = part
         self._probers = probers
         self._door = door
+        self._calling = calls.callers(door)
         self._clock = clock
         self._selector = selectors.DefaultSelector()
         self._incoming: dict[int, _Incoming] = {}
@@ -136,14 +137,16 @@ class FlowRun:
             sock = key.fileobj
             assert isinstance(sock, socket.socket)
             if sock is self._door:
-                self._take_call()
-            elif isinstance(key.data, _Incoming):
+                continue
+            if isinstance(key.data, _Incoming):
                 if not key.data.read(self._room, self._clock):
                     self._end(sock)
             elif events & selectors.EVENT_WRITE:
                 self._send(sock, end)
             elif not sock.recv(1):  # the receiver has it all
                 self._end(sock)
+        if self._calling.socks() or any(key.fileobj is self._door for key, _ in ready):
+            self._take_call()
         return bool(ready)
 
     def _send(self, sock: socket.socket, end: float) -> None:
@@ -155,7 +158,7 @@ class FlowRun:
             sock.send(self._payload)
 
     def _take_call(self) -> None:
-        answered = calls.answer(self._door, self._probers)
+        answered = calls.answer(self._calling, self._probers, 0.0)
         if answered is None:
             return
         caller, sock = answered
@@ -163,7 +166,6 @@ class FlowRun:
         if not wanted or caller.index in self._incoming or caller.index not in self._part.receives_from:
             sock.close()
             return
-        sock.setblocking(False)
         self._incoming[caller.index] = flow = _Incoming(sock)
         self._num_open += 1
         self._selector.register(sock, selectors.EVENT_READ, flow)
@@ -190,6 +192,7 @@ class FlowRun:
             if isinstance(sock, socket.socket) and sock is not self._door:
                 sock.close()
         self._selector.close()
+        self._calling.close()
         self._door.setblocking(True)
 
 

@@ -11,7 +11,7 @@ from torch.distributed import PrefixStore, Store
 from ringweave import topology
 from ringweave.comm import members
 from ringweave.comm.members import Members
-from ringweave.comm.probing import orders
+from ringweave.comm.probing import findings, orders
 from ringweave.comm.probing.conducting import Conductor, conduct
 from ringweave.comm.probing.findings import Findings, FoundLink, FoundPair, rate_rounded, rounded
 from ringweave.comm.transport.connecting import Door, open_doors
@@ -23,6 +23,10 @@ from ringweave.topology.recovery.naming import slow_line
 NAME = "probed"
 _SEED = 0
 """The survey is to be the same wherever it sees the same."""
+_BATCH_S = 0.45
+"""What a batch takes, with what is said before and after it."""
+_TRIALS_A_NODE = 1.5
+"""As many batches of trials as it takes, in most cases."""
 
 
 def probing_ranks(group: Members) -> tuple[int, ...]:
@@ -46,6 +50,14 @@ def hosts(group: Members) -> list[Host]:
     return [Host(name=place.node, address=place.address, num_devices=counts[place.node]) for place in places]
 
 
+def predicted_s(num_nodes: int, effort: Effort) -> float:
+    """About how long it will take to measure so many nodes."""
+    rounds = effort.rounds(num_nodes - 1 + num_nodes % 2)
+    trials = _TRIALS_A_NODE * num_nodes if effort.num_trials is None else effort.num_trials
+    batches = 2 * rounds + (rounds if num_nodes > 3 else 0) + (trials if num_nodes > 2 else 0)
+    return batches * _BATCH_S
+
+
 def probe(
     store: Store,
     group: Members,
@@ -64,7 +76,8 @@ def probe(
         tell: Is told what is being measured, on the first rank.
 
     Returns:
-        What was found, on the first rank of the group; None on all others.
+        What was found, on the first rank of the group and, unless it is very much, on that of each node; None on all
+        others.
 
     Raises:
         PeerError: A probing rank did not come, or is gone, or cannot be reached.
@@ -84,8 +97,8 @@ def probe(
         probers = _meet(store, group, door, timeout)
         if probers.group_rank == 0:
             return _conduct(probers, door, group, timeout, effort or Effort(), tell)
-        orders.obey(probers, door.outer[0])
-        return None
+        told = orders.obey(probers, door.outer[0])
+        return findings.from_json(told) if told else None
     finally:
         door.close()
 
@@ -114,11 +127,14 @@ def _conduct(
 ) -> Findings:
     started_s = time.monotonic()
     conductor = Conductor(probers, door.outer[0], timeout.total_seconds())
+    told = ""
     try:
         latencies, evidence, fit = conduct(conductor, probers.group_size, random.Random(_SEED), effort, tell)
+        found = _findings(hosts(group), latencies, evidence, fit, time.monotonic() - started_s)
+        told = found.to_json()
     finally:
-        conductor.close()
-    return _findings(hosts(group), latencies, evidence, fit, time.monotonic() - started_s)
+        conductor.close(told)
+    return found
 
 
 def _findings(

@@ -70,8 +70,11 @@ class Line:
         )
 
 
-def obey(probers: Members, door: socket.socket) -> None:
+def obey(probers: Members, door: socket.socket) -> str:
     """Do what the first probing rank says, until it says that this was all.
+
+    Returns:
+        What it says that was found; empty where it does not.
 
     Raises:
         PeerError: It is gone, or silent.
@@ -89,6 +92,7 @@ def obey(probers: Members, door: socket.socket) -> None:
                 line.send(follow(order, probers, door))
             except OSError as cause:
                 line.send({"failed": f"{type(cause).__name__}: {cause}"})
+        return str(order.get("found", ""))
     finally:
         line.close()
 
@@ -111,6 +115,11 @@ def follow(order: Mapping[str, Any], probers: Members, door: socket.socket) -> d
         timing=Timing(**order["timing"]),
     )
     return {"rates": {str(peer): rate for peer, rate in flowing.run_part(part, probers, door).items()}}
+
+
+def end_order(found: str) -> dict[str, Any]:
+    """The order to stop, with what came of it; of thousands of nodes that is too long: the first rank alone has it."""
+    return {"do": "end", "found": found if len(found) < _MAX_LINE_BYTES // 2 else ""}
 
 
 def flow_order(part: Part) -> dict[str, Any]:

@@ -6,7 +6,7 @@ so a schedule runs here as it is written, one group of messages a round, without
 
 import itertools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,30 @@ from torch import Tensor
 from torch._C import _distributed_c10d as distributed_c10d
 from torch.distributed import Work
 
-from ringweave.comm.running.reductions import Combine
+from ringweave.comm.running.reductions import Combine, Reduction
+from ringweave.errors import CommunicationError, explain
 from ringweave.schedules.projection import Transfer
 from ringweave.schedules.schedule import How, Schedule
+
+_UNSENT = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})
+"""NCCL sends no messages of these."""
+
+
+def check_dtype(reduction: Reduction, dtype: torch.dtype) -> None:
+    """Make sure that messages of this dtype can be sent between accelerators.
+
+    Raises:
+        CommunicationError: They cannot; said before anything is sent.
+    """
+    if dtype in _UNSENT:
+        raise CommunicationError(
+            explain(
+                f"reduce operation {reduction.name} on an accelerator",
+                got=str(dtype),
+                expected="a dtype that NCCL sends",
+                do="Convert the tensor, such as to torch.int64, or move it to the CPU",
+            )
+        )
 
 
 def run_rounds(
@@ -58,9 +79,11 @@ def finished_work(tensor: Tensor) -> Work:
 
 
 def _exchange(
-    process_group: Any, parts: Iterable[tuple[Transfer, Tensor]], device: torch.device, tag: int
+    process_group: Any, parts: Sequence[tuple[Transfer, Tensor]], device: torch.device, tag: int
 ) -> list[Work]:
     """Start all messages of a round; NCCL's as one group, or they would wait for each other."""
+    if not parts:  # as in a message of fewer elements than ranks: a group without messages has no work
+        return []
     grouped = device.type == "cuda"
     if grouped:
         process_group._start_coalescing(device)
@@ -71,5 +94,5 @@ def _exchange(
         for transfer, part in parts
     ]
     if grouped:
-        return [process_group._end_coalescing(device)]
-    return works
+        works = [process_group._end_coalescing(device)]
+    return [work for work in works if work is not None]

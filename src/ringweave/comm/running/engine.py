@@ -19,7 +19,7 @@ from ringweave.comm.faults import FaultBoard, Report
 from ringweave.comm.members import Members
 from ringweave.comm.running.agreement import Intent, agree
 from ringweave.comm.running.completing import Completer
-from ringweave.comm.running.device import finished_work, run_rounds
+from ringweave.comm.running.device import check_dtype, finished_work, run_rounds
 from ringweave.comm.running.executor import run_program
 from ringweave.comm.running.keeping import Promises
 from ringweave.comm.running.lanes import Job, Lane
@@ -36,6 +36,9 @@ NUM_LANES = 2
 """Collectives of one group that may be on the wire at once."""
 
 _SIGNATURE_BITS = 32
+
+_CUT_S = 5.0
+"""How long `close` waits for lanes that were cut: they end at once, unless they are in what cannot be cut."""
 
 
 class Engine:
@@ -150,7 +153,11 @@ class Engine:
             reduction: How contributions are combined.
             name: Of the schedule.
             library: Sends and receives there.
+
+        Raises:
+            CommunicationError: The library sends no messages of this dtype.
         """
+        check_dtype(reduction, tensor.dtype)
         schedule, transfers = self._part_of(name, self._director.plan, version=1)
         message = flatten(tensor)
         reduction.prepare(message)
@@ -171,7 +178,12 @@ class Engine:
         return self._end(report, lambda: self._board.explain(failure, doing), failure)
 
     def close(self, timeout_s: float) -> None:
-        """Finish what was submitted if that takes no longer, then cut what is left; safe to call twice."""
+        """Finish what was submitted if that takes no longer, then cut what is left; safe to call twice.
+
+        A group that was aborted or has failed has nothing to finish, and is not waited for.
+        """
+        if self._broken is not None:
+            timeout_s = min(timeout_s, _CUT_S)
         destroyed = CommunicationError("process group: it was destroyed. Make a new one.")
         for lane in self._lanes:
             lane.end()

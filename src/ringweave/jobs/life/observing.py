@@ -28,6 +28,15 @@ class Phase(enum.StrEnum):
         return self in (Phase.PENDING, Phase.READY, Phase.RUNNING, Phase.INTERRUPTED)
 
 
+class Lack(enum.StrEnum):
+    """What a group needs to begin, and has not got."""
+
+    ROOM = "Room"
+    """A place to be: it begins when something else ends."""
+    MEANS = "Means"
+    """What does not come by itself, whatever room there is: an image, a right, a volume."""
+
+
 class Cause(enum.StrEnum):
     """Why an attempt ended."""
 
@@ -65,6 +74,8 @@ class Group:
     """Of the first worker that failed, where there is one."""
     text: str = ""
     """What the place says: why it is pending, or how it ended."""
+    lacks: Lack | None = None
+    """What a pending one is known to lack; None where it may only be on its way."""
     ended_s: float | None = None
     """When it ended or was interrupted, on the clock that `reconcile` is given."""
     leaving: bool = False

@@ -110,6 +110,13 @@ REASONS: Mapping[str, _Kind] = {
         helps="Free room there, or ask for fewer (ringweave split says which totals can be), "
         "or take it back with ringweave stop {job}",
     ),
+    "CannotBegin": _Kind(
+        of="job",
+        states="Pending, Retrying",
+        text="{nodes} cannot begin: {detail}",
+        helps="See that what is named there can be had: it is tried again; "
+        "where the job has to change for it, ringweave delete {job}, and submit it anew",
+    ),
     "NotReady": _Kind(
         of="job",
         states="Pending",
@@ -180,6 +187,12 @@ REASONS: Mapping[str, _Kind] = {
         states="Pending",
         text="waits for its place: {detail}",
         helps="Free room there, or ask for fewer; ringweave logs {job} --node {node} shows what it does",
+    ),
+    "NodeCannotBegin": _Kind(
+        of="node",
+        states="Pending",
+        text="cannot begin: {detail}",
+        helps="See that what is named there can be had: it is tried again",
     ),
     "NodeAtGate": _Kind(of="node", states="Ready", text="is ready, and waits for {nodes}", helps=_BY_ITSELF),
     "NodeMayStart": _Kind(of="node", states="Ready", text="is ready, and may start", helps=_BY_ITSELF),

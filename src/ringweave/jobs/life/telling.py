@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ringweave.files.problems import listed
-from ringweave.jobs.life.observing import Cause, Group, Observed, Phase
+from ringweave.jobs.life.observing import Cause, Group, Lack, Observed, Phase
 from ringweave.jobs.life.records import Blame, Ended, Job, NodeRecord, Record
 from ringweave.jobs.life.states import JobState, NodeState, Reason, reason
 
@@ -109,6 +109,8 @@ def _living_node(view: _View, group: Group) -> tuple[NodeState, str, str]:
         return NodeState.READY, "NodeMayStart" if is_open else "NodeAtGate", ""
     if group.phase is Phase.RUNNING:
         return NodeState.RUNNING, "", ""
+    if group.phase is Phase.PENDING and group.lacks is Lack.MEANS:
+        return NodeState.PENDING, "NodeCannotBegin", detail
     table = {
         Phase.PENDING: (NodeState.PENDING, "NodePending"),
         Phase.SUCCEEDED: (NodeState.SUCCEEDED, "NodeFinished"),
@@ -151,6 +153,10 @@ def _gathering(view: _View) -> tuple[JobState, Reason | None]:
 
 
 def _waits(view: _View, missing: list[int]) -> Reason:
+    for lack, code in ((Lack.MEANS, "CannotBegin"), (Lack.ROOM, "NotPlaced")):
+        lacking = [node for node in missing if (group := view.group(node)) is not None and group.lacks is lack]
+        if lacking:
+            return _of(view, code, lacking)
     pending = [node for node in missing if view.record.nodes[node].state is NodeState.PENDING]
     if view.record.round_cause:
         return _of(view, "Replacing", missing, detail=view.record.round_cause)

@@ -11,7 +11,7 @@ LEFT_CODE = 143
 _NO_MEMBER = "MembershipError: this worker is no member"
 _OVER = "MembershipError: job is over"
 
-Verdict = Literal["again", "rest", "fail"]
+Verdict = Literal["again", "rest", "fail", "give up"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +21,8 @@ class Ended:
     death: Death | None
     """None if it ended well."""
     lived_s: float
+    was_member: bool = True
+    """It came so far that it was a member of its job, if only for a moment."""
 
     @property
     def is_finished(self) -> bool:
@@ -36,11 +38,28 @@ class Ended:
 class Restarts:
     """Counts what happened to each slot and says what comes next."""
 
-    def __init__(self, *, delay_s: float = 1.0, most_own_failures: int = 3, longest_delay_s: float = 30.0) -> None:
-        """A worker that fails by itself so often in a row will fail again; who is killed may come back for ever."""
+    def __init__(
+        self,
+        *,
+        delay_s: float = 1.0,
+        most_own_failures: int = 3,
+        most_fruitless: int = 10,
+        longest_delay_s: float = 30.0,
+    ) -> None:
+        """Nothing has happened yet.
+
+        Args:
+            delay_s: Before a worker is started again.
+            most_own_failures: A worker that fails by itself so often in a row will fail again, and the run fails.
+            most_fruitless: One that dies so often in a row before it is a member will never be one, whatever ends it:
+                it is given up, and the others go on. Two to three minutes with these delays: what a machine lacks for
+                longer somebody has to mend. Who is killed later than that may come back for ever.
+            longest_delay_s: Before one that dies soon, again and again.
+        """
         self._delay_s, self._longest_delay_s = delay_s, longest_delay_s
-        self._most = most_own_failures
+        self._most, self._most_fruitless = most_own_failures, most_fruitless
         self._own_failures: dict[int, int] = {}
+        self._fruitless: dict[int, int] = {}
         self._quick: dict[int, int] = {}
         self._due_s: dict[int, float] = {}
         self._is_over = False
@@ -51,14 +70,20 @@ class Restarts:
         return self._due_s
 
     def decide(self, slot: int, ended: Ended, now_s: float) -> Verdict:
-        """What becomes of a slot whose worker has ended: started again, left at rest, or given up as failing."""
+        """What becomes of a slot whose worker has ended.
+
+        It is started again, left at rest, given up while the others go on, or the run fails with it.
+        """
         if ended.is_finished:
             self._is_over = True  # the training is at its end: who starts now comes too late
             self._due_s.clear()
             return "rest"
         assert ended.death is not None
         said = ended.death.exception or ""
-        if ended.has_left or self._is_over or _OVER in said:
+        if _OVER in said:
+            self._is_over = True  # for all: nobody who starts now is let in
+            self._due_s.clear()
+        if ended.has_left or self._is_over:
             return "rest"
         if self._fails_by_itself(ended.death, said):
             self._own_failures[slot] = self._own_failures.get(slot, 0) + 1
@@ -66,6 +91,9 @@ class Restarts:
                 return "fail"
         else:
             self._own_failures[slot] = 0
+        self._fruitless[slot] = 0 if ended.was_member else self._fruitless.get(slot, 0) + 1
+        if self._fruitless[slot] >= self._most_fruitless:
+            return "give up"
         self._quick[slot] = self._quick.get(slot, 0) + 1 if ended.lived_s < 2 * self._longest_delay_s else 0
         delay_s = min(self._longest_delay_s, self._delay_s * 2 ** min(self._quick[slot], 10) / 2)
         self._due_s[slot] = now_s + max(self._delay_s, delay_s)
@@ -81,3 +109,33 @@ class Restarts:
     @staticmethod
     def _fails_by_itself(death: Death, said: str) -> bool:
         return death.exit.signal_name is None and _NO_MEMBER not in said
+
+
+class Attempts:
+    """Whether all workers of a run are started again together, where one fails before any is a member of a job."""
+
+    def __init__(self, *, most_own_failures: int = 3, most_quick: int = 10, quick_s: float = 60.0) -> None:
+        """No attempt has ended yet.
+
+        Args:
+            most_own_failures: Attempts that ended with an exception of the script's own: the next one would too.
+            most_quick: Attempts in a row, each over within `quick_s`, that were ended by a signal: so would the next.
+            quick_s: Who has lived longer has done something; a script without `prepare` does not say what.
+        """
+        self._most_own, self._most_quick, self._quick_s = most_own_failures, most_quick, quick_s
+        self._own_failures = self._quick = 0
+
+    def why_no_other(self, first: Death, lived_s: float) -> str:
+        """Why there is no use in another attempt, in words; empty where it is to be tried.
+
+        Args:
+            first: The first cause of the end of the one that is over.
+            lived_s: How long that one took.
+        """
+        self._own_failures += first.exit.signal_name is None
+        self._quick = self._quick + 1 if lived_s < self._quick_s else 0
+        if self._own_failures >= self._most_own:
+            return f"{self._own_failures} attempts have ended with an exception of the script's own"
+        if self._quick >= self._most_quick:
+            return f"{self._quick} attempts in a row were over within {self._quick_s:g} s each"
+        return ""

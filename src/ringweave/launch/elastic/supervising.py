@@ -2,12 +2,12 @@
 
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from ringweave import environment
 from ringweave.launch.causes import Death
-from ringweave.launch.elastic.restarting import Ended, Restarts
+from ringweave.launch.elastic.restarting import Ended, Restarts, Verdict
 from ringweave.launch.launcher import WorkerState
 from ringweave.launch.local.launcher import LocalLauncher
 from ringweave.launch.supervision import POLL_S, Patience, Supervision
@@ -19,8 +19,11 @@ INTERRUPT_S = 10.0
 
 def name_member(worker: WorkerSpec, incarnation: int) -> WorkerSpec:
     """The worker as a member of its job; one that is started again is another member."""
-    member = f"{worker.global_rank}.{incarnation}"
-    return replace(worker, environ={**worker.environ, environment.MEMBER: member})
+    return replace(worker, environ={**worker.environ, environment.MEMBER: _member(worker.global_rank, incarnation)})
+
+
+def _member(slot: int, incarnation: int) -> str:
+    return f"{slot}.{incarnation}"
 
 
 class ElasticSupervisor:
@@ -33,18 +36,19 @@ class ElasticSupervisor:
         restarts: Restarts,
         *,
         death_of: Callable[[WorkerState], Death | None],
-        has_begun: Callable[[], bool],
+        members: Callable[[], Collection[str]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`has_begun` says whether training has; before that, a worker that fails ends the run as any other does."""
+        """`members` names all that have been so far; before the first, a worker that fails ends the run as any does."""
         self._launcher, self._group, self._restarts = launcher, group, restarts
-        self._death_of, self._has_begun, self._clock = death_of, has_begun, clock
+        self._death_of, self._members, self._clock = death_of, members, clock
         self._supervision = Supervision(Patience(interrupt_s=INTERRUPT_S))
         self._started_s = dict.fromkeys(range(group.world_size), clock())
         self._incarnations = dict.fromkeys(range(group.world_size), 0)
         self._seen: set[int] = set()
         self._failed: set[int] = set()
         self._excused: set[int] = set()
+        self._hopeless: set[int] = set()
 
     def run(
         self,
@@ -52,6 +56,7 @@ class ElasticSupervisor:
         *,
         on_exit: Callable[[WorkerState], None],
         on_start: Callable[[WorkerSpec], None],
+        on_give_up: Callable[[WorkerState], None],
         look: Callable[[], None],
         sleep: Callable[[float], None] = time.sleep,
     ) -> Sequence[WorkerState]:
@@ -61,11 +66,13 @@ class ElasticSupervisor:
             interrupts: Grows with every SIGINT and SIGTERM that this process receives.
             on_exit: Called for each worker that is seen to have ended.
             on_start: Called for each worker that was started again.
+            on_give_up: Called for each that will not be started again, though the others go on.
             look: Called at every look: what else has to be kept alive.
             sleep: Waits between two looks.
 
         Returns:
-            States of the workers that count for the outcome: those that were given up and those that ended well.
+            States of the workers that count for the outcome: those with which the run failed and those that ended
+            well; where none did, also those that found the job over, or were given up.
         """
         while True:
             look()
@@ -73,34 +80,46 @@ class ElasticSupervisor:
             for state in [each for each in states if each.exit and each.global_rank not in self._seen]:
                 self._seen.add(state.global_rank)
                 on_exit(state)
-                self._judge(state, now_s)
+                if self._judge(state, now_s) == "give up":
+                    on_give_up(state)
             may_start = not interrupts and not self._failed
             due = self._restarts.take_due(now_s) if may_start else ()
             for slot in due:
                 on_start(self._start_again(slot, now_s))
             if due:
                 continue  # what was seen of those slots was the exit of a process that has a successor now
-            counted = [each for each in states if each.global_rank not in self._excused]
             is_pending = bool(self._restarts.pending) and may_start
             if not is_pending and self._supervision.is_over(states, now_s):
-                return counted
-            how = self._supervision.decide(counted, list(interrupts), now_s)
+                return self._counted(states)
+            unexcused = [each for each in states if each.global_rank not in self._excused]
+            how = self._supervision.decide(unexcused, list(interrupts), now_s)
             if how is not None:
                 self._launcher.stop(how)
             sleep(POLL_S)
 
-    def _judge(self, state: WorkerState, now_s: float) -> None:
-        slot, death = state.global_rank, self._death_of(state)
-        ended = Ended(death=death, lived_s=now_s - self._started_s[slot])
-        if not self._has_begun():
+    def _judge(self, state: WorkerState, now_s: float) -> Verdict:
+        slot, death, members = state.global_rank, self._death_of(state), self._members()
+        if not members:
             if death is not None:
                 self._failed.add(slot)
-            return
+            return "rest"
+        was_member = _member(slot, self._incarnations[slot]) in members
+        ended = Ended(death=death, lived_s=now_s - self._started_s[slot], was_member=was_member)
         verdict = self._restarts.decide(slot, ended, now_s)
         if verdict == "fail":
             self._failed.add(slot)
         elif death is not None:
             self._excused.add(slot)
+        if verdict == "give up" or (verdict == "rest" and not (ended.is_finished or ended.has_left)):
+            self._hopeless.add(slot)
+        return verdict
+
+    def _counted(self, states: Sequence[WorkerState]) -> Sequence[WorkerState]:
+        """Those that say how it ended: without a good end a job that is over has failed, whoever was excused before."""
+        left_out = self._excused
+        if not any(state.exit and state.exit.is_good for state in states):
+            left_out = left_out - self._hopeless
+        return [state for state in states if state.global_rank not in left_out]
 
     def _start_again(self, slot: int, now_s: float) -> WorkerSpec:
         self._incarnations[slot] += 1
@@ -109,4 +128,5 @@ class ElasticSupervisor:
         self._started_s[slot] = now_s
         self._seen.discard(slot)
         self._excused.discard(slot)
+        self._hopeless.discard(slot)
         return worker

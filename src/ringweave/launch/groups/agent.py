@@ -2,7 +2,8 @@
 
     gather: end what runs, be READY --gate opens--> RUNNING --all well--> SUCCEEDED, and leave
        ^                                              |-- killed, or the script failed --> FAILED, and leave
-       +----- called back to another round -----------+-- another node failed --> INTERRUPTED, and wait for that
+       +----- called back to another round -----------+-- another node failed, or the round is over by the time
+                                                          that workers start --> INTERRUPTED, and wait for that
 
 It holds no state that has to survive: if it dies, its attempt is over.
 """
@@ -15,6 +16,7 @@ from dataclasses import replace
 from ringweave.errors import RingweaveError
 from ringweave.jobs.life.observing import Cause, Phase
 from ringweave.launch.groups.crew import Crew, Outcome
+from ringweave.launch.groups.handing import RoundOverError
 from ringweave.launch.groups.posts import Offer, Opening, Orders, Post, Report
 
 RUNNING_S = 0.05
@@ -113,6 +115,9 @@ class Agent:
     def _begin(self, opening: Opening) -> None:
         try:
             self._crew = self._start(opening)
+        except RoundOverError as error:
+            self._end(Outcome(phase=Phase.INTERRUPTED, text=str(error)))
+            return
         except (RingweaveError, OSError) as error:
             self._end(Outcome(phase=Phase.FAILED, cause=Cause.PLACE, text=str(error)))
             return

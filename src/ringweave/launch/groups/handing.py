@@ -5,7 +5,17 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from ringweave.errors import LaunchError, explain
 from ringweave.wire import Credentials
+
+
+class RoundOverError(LaunchError):
+    """The next round was called while workers of this one were still being started: nobody's failure."""
+
+    def __init__(self, round_: int, got: str) -> None:
+        do = "Nothing to do: this node gathers for the next one"
+        expected = "a round that is not over"
+        super().__init__(explain(f"credentials of round {round_}", got=got, expected=expected, do=do))
 
 
 class Handover(abc.ABC):
@@ -29,6 +39,7 @@ class Handover(abc.ABC):
         """Those of one worker of this group, after the gate has opened for the round.
 
         Raises:
+            RoundOverError: They are gone, since a later round has begun.
             LaunchError: They are not to be had.
             OSError: They are not there.
         """
@@ -52,9 +63,18 @@ class SharedFolder(Handover):
     def take(self, round_: int, global_rank: int) -> Credentials:
         """Read them, and remove the file."""
         path = self._file(round_, global_rank)
-        found = Credentials.load(path)
+        try:
+            found = Credentials.load(path)
+        except FileNotFoundError as error:
+            if (latest := self._latest()) > round_:
+                raise RoundOverError(round_, f"round {latest} has begun") from error
+            raise
         path.unlink()
         return found
+
+    def _latest(self) -> int:
+        """The last round of which there are credentials; 0 if there are none."""
+        return max((int(folder.name.removeprefix("round-")) for folder in self._folder.glob("round-*")), default=0)
 
     def _round(self, round_: int) -> Path:
         return self._folder / f"round-{round_}"

@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from ringweave.errors import LaunchError, explain
-from ringweave.launch.groups.handing import Handover
+from ringweave.launch.groups.handing import Handover, RoundOverError
 from ringweave.launch.kubernetes.post import RETRY_S, Desk
 from ringweave.wire import Credentials
 
 PATIENCE_S = 120.0
 """So long the desk may be away: another operator leads after the lease of one that was lost, and its own start."""
 _OK = (200, 204)
+_OVER = 410
 
 
 class DeskHandover(Handover):
@@ -41,24 +42,26 @@ class DeskHandover(Handover):
     def give(self, round_: int, credentials: Mapping[int, Credentials]) -> None:
         """Lodge them; a second time is as once."""
         body = json.dumps({str(rank): each.to_text() for rank, each in credentials.items()})
-        self._ask("PUT", f"credentials/{round_}", body)
+        self._ask("PUT", round_, "", body)
 
     def take(self, round_: int, global_rank: int) -> Credentials:
         """Those of the round, fetched for all workers of this node at once."""
         if self._taken[0] != round_:
             ranks = ",".join(map(str, self._ranks))
-            self._taken = (round_, json.loads(self._ask("GET", f"credentials/{round_}?ranks={ranks}")))
+            self._taken = (round_, json.loads(self._ask("GET", round_, f"?ranks={ranks}")))
         return Credentials.from_text(self._taken[1].pop(str(global_rank)), where=f"worker {global_rank}")
 
-    def _ask(self, method: str, what: str, body: str | None = None) -> str:
+    def _ask(self, method: str, round_: int, query: str, body: str | None = None) -> str:
         deadline_s = self._clock() + PATIENCE_S
         while True:
             try:
-                status, text, _ = self._desk.ask(method, what, body)
+                status, text, _ = self._desk.ask(method, f"credentials/{round_}{query}", body)
             except (OSError, http.client.HTTPException) as error:
                 status, text = 503, str(error) or type(error).__name__
             if status in _OK:
                 return text
+            if status == _OVER:
+                raise RoundOverError(round_, f"{status} {text}")
             if status in (409, 413) or self._clock() >= deadline_s:
                 do = "See what the operator says: kubectl -n ringweave-system logs deploy/ringweave-operator"
                 got = f"{status} {text}"

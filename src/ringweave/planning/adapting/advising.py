@@ -22,6 +22,8 @@ NUM_CANDIDATES = 3
 MIN_PERIOD, MAX_PERIOD = 4, 256
 """Collectives of a class between two reports."""
 NEVER = 2**62
+MAX_AGE_S = 24 * 3600.0
+"""What won longer ago is tried again: what disturbed its trials is over by now, in most cases."""
 
 _REPORT_SHARE = 0.005
 """Of the time of collectives, what reports may take."""
@@ -33,6 +35,8 @@ _MIN_GAIN = 1.05
 """A new plan must be predicted to be so much faster than the one that runs."""
 _AS_BUILT = 0.87
 """Of the rate that the cluster says: a link that reaches this has it."""
+_IMPOSSIBLE = 0.8
+"""Of the bound: what takes less shows that links are faster than is believed."""
 _MESSAGE_S = 1e-4
 """What passing a report on costs a rank: a few Python calls and waking up."""
 _FAN_OUT = 8
@@ -78,6 +82,8 @@ class _Case:
     tuner: Tuner
     watch: Watch = field(default_factory=Watch)
     settled: str = ""
+    since_s: float | None = None
+    """By the first rank's clock, when it was first seen to be settled."""
     num_bytes: int = 0
     """Newest size."""
 
@@ -106,12 +112,13 @@ class Adviser:
         self._phases: tuple[Phase, ...] = ()
         self._why = ""
         self._num_vain = 0
+        self._num_doubts = 0
         self._next_alarm_s = self._next_look_s = -math.inf
         self._note("plan_made", rates={}, **self._facts())
 
     @property
     def rates(self) -> Mapping[str, float]:
-        """Links that were found to differ from the cluster file, in bytes per second."""
+        """Links that were found to differ from what was known before, in bytes per second."""
         return self._rates
 
     @property
@@ -133,6 +140,7 @@ class Adviser:
         """
         self._learn(report)
         case = self._case(report.num_bytes)
+        self._age(case, now_s)
         if self._is_survey_due(case, now_s):
             return Ruling(num_bytes=report.num_bytes, phases=self._begin_survey())
         return self._proceed(report.num_bytes, case)
@@ -197,6 +205,16 @@ class Adviser:
         self._cases[number].num_bytes = num_bytes
         return self._cases[number]
 
+    def _age(self, case: _Case, now_s: float) -> None:
+        """Begin trials anew where the last ones are too long ago."""
+        if not case.settled:
+            return
+        if case.since_s is None:
+            case.since_s = now_s
+        elif now_s - case.since_s > MAX_AGE_S:
+            case.tuner = Tuner(candidates(self._plan, case.num_bytes))
+            case.settled, case.since_s = "", None
+
     def _proceed(self, num_bytes: int, case: _Case) -> Ruling:
         """A trial, or what has won."""
         trial = None if case.settled else case.tuner.next_trial
@@ -209,7 +227,7 @@ class Adviser:
         return Ruling(num_bytes=num_bytes, schedule=case.settled, next_in=period)
 
     def _settle(self, num_bytes: int, case: _Case) -> None:
-        case.settled = case.tuner.chosen
+        case.settled, case.watch = case.tuner.chosen, Watch()
         self.tuned[size_class(num_bytes)] = case.settled
         if not self._rates:
             self._tuned_as_built[size_class(num_bytes)] = case.settled
@@ -243,26 +261,43 @@ class Adviser:
             now_and_usual = f"{case.watch.now or 0:.3g} s per byte, it was {case.watch.usual or 0:.3g}"
             self._why = f"collectives are {verdict.value}: {now_and_usual}"
             return True
+        if self._num_doubts < self._version and self._is_impossible(case):
+            self._num_doubts = self._version  # once for each plan: short messages may profit from bursts
+            self._why = "collectives are faster than the links that were measured before"
+            return True
         self._why = "some links were slow: is it over?"
-        return bool(case.settled) and now_s >= self._next_look_s and bool(self._rates)
+        nominal = self._nominal() if self._rates else {}
+        are_slow = any(rate < nominal[name] for name, rate in self._rates.items())
+        return bool(case.settled) and now_s >= self._next_look_s and are_slow
+
+    def _is_impossible(self, case: _Case) -> bool:
+        """Whether what won took less than links allow that were measured before: others may have used them then."""
+        took = case.tuner.measured().get(case.settled)
+        return bool(self._situation.rates) and took is not None and took < _IMPOSSIBLE * self._plan.bound_s_per_byte
+
+    def _nominal(self) -> dict[str, float]:
+        """Bytes per second of all links, as they were known before anything ran."""
+        net = self._situation.network({})
+        ups = {net.up_name(vertex): float(net.up_bytes_per_s[vertex]) for vertex in range(1, len(net))}
+        downs = {net.down_name(vertex): float(net.down_bytes_per_s[vertex]) for vertex in range(1, len(net))}
+        return ups | downs
 
     def _believe(self, revised: Mapping[str, float]) -> bool:
         """Take in what a survey found; False if nothing is new.
 
-        No link is believed to be faster than the cluster says: short streams profit from bursts. One that has nearly
-        the rate again that the cluster says counts as having it, so that the first plan comes back.
+        No link is believed to be faster than a cluster file says: short streams profit from bursts. One whose rate was
+        measured is, since others may have used it then. One that has nearly the rate again that was known before counts
+        as having it, so that the first plan comes back.
         """
-        nominal = self._situation.network({})
         before = dict(self._rates)
-        for vertex in range(1, len(nominal)):
-            for name, rate in (
-                (nominal.up_name(vertex), float(nominal.up_bytes_per_s[vertex])),
-                (nominal.down_name(vertex), float(nominal.down_bytes_per_s[vertex])),
-            ):
-                if name in revised and revised[name] < _AS_BUILT * rate:
-                    self._rates[name] = revised[name]
-                elif name in revised:
-                    self._rates.pop(name, None)
+        for name, rate in self._nominal().items():
+            if name not in revised:
+                continue
+            is_faster = name in self._situation.rates and revised[name] * _AS_BUILT > rate
+            if revised[name] < _AS_BUILT * rate or is_faster:
+                self._rates[name] = revised[name]
+            else:
+                self._rates.pop(name, None)
         return self._rates != before
 
     def _survey(self) -> Survey:

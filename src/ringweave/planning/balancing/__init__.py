@@ -4,6 +4,7 @@ from ringweave.planning.balancing.accounts import Account, fingerprint
 from ringweave.planning.balancing.epochs import EpochOrder, batch_part, cut, shuffled
 from ringweave.planning.balancing.estimating import SpeedEstimator
 from ringweave.planning.balancing.hesitating import Rebalancer
+from ringweave.planning.balancing.pauses import steady_s
 from ringweave.planning.balancing.shares import Change, apportion, rebalance, scale, step_s
 from ringweave.planning.balancing.speeds import Speed
 
@@ -21,5 +22,6 @@ __all__ = [
     "rebalance",
     "scale",
     "shuffled",
+    "steady_s",
     "step_s",
 ]

@@ -1,4 +1,4 @@
-"""When shares change: a gain must be promised, and the larger one the more often that has come to nothing."""
+"""When shares change: a gain must be promised, a small one for long, and more of it where that has come to nothing."""
 
 from collections.abc import Sequence
 
@@ -9,6 +9,13 @@ from ringweave.planning.balancing.speeds import Speed
 _MEMORY = 0.985
 """What is left of doubts, and of what was moved, at the next look: half after 46 looks, about a hundred train steps."""
 
+_PATIENCE_STEPS = 2.0
+"""So many train steps a gain must have been promised, if it is a half. The smaller it is, the less is lost by waiting,
+and the likelier it is noise."""
+_LARGE_GAIN = 1 / 3
+_SETTLING_STEPS = 24
+"""For so long after a change with a large gain further ones need not wait: speeds are being learnt anew."""
+
 
 class Rebalancer:
     """Decides on changes one after the other, and learns from what becomes of them.
@@ -16,37 +23,63 @@ class Rebalancer:
     Noise that lasts for some steps (a neighbour on the machine) looks like another speed, and shares that follow it
     come too late: what one change takes from a rank, a later one gives back. A lasting change of speed is followed
     once. So what is given back counts as a doubt, and each doubt doubles the gain that the next change has to promise,
-    up to `MAX_NOISE`: a step that can be halved is halved.
+    up to `MAX_NOISE`: a step that can be halved is halved. And as long as it is the same rank that seems to hold up the
+    others, what is promised adds up until it is enough, by its third power: a half for two train steps, a quarter for
+    16, a tenth for 250; but for the time after a large change.
     """
 
     def __init__(self) -> None:
         self._doubts = 0.0
         self._moved: tuple[float, ...] = ()
         """Samples that each rank was given more or less, the latest changes most."""
+        self._slowest: int | None = None
+        self._seen_steps = 0.0
+        """For how long it was seen that relieving that rank is worth it, in steps that could be halved."""
+        self._settling_steps = 0
 
     @property
     def min_gain(self) -> float:
         """What a change has to promise now, as a fraction of the predicted time."""
         return min(MAX_NOISE, MIN_GAIN * 2**self._doubts)
 
-    def look(self, current: Shares, speeds: Sequence[Speed], caps: Sequence[int] | None = None) -> Change | None:
+    def look(
+        self, current: Shares, speeds: Sequence[Speed], caps: Sequence[int] | None = None, num_steps: int = 1
+    ) -> Change | None:
         """Better shares, if they are worth it; all ranks that look alike at the same speeds decide alike.
 
         Args:
             current: The shares that hold now, or are decided already.
             speeds: Speed of each rank by now.
             caps: The most that each rank's memory takes.
+            num_steps: Train steps since the last look.
         """
         if len(self._moved) != len(current):
             self._moved = (0.0,) * len(current)
         self._doubts *= _MEMORY
         self._moved = tuple(moved * _MEMORY for moved in self._moved)
         change = rules.rebalance(current, speeds, caps, self.min_gain)
-        if change is not None:
+        if self._has_waited(change, rules.slowest(current, speeds), num_steps) and change is not None:
             moves = [after - before for before, after in zip(current, change.shares, strict=True)]
             self._doubts += _given_back(self._moved, moves)
             self._moved = tuple(moved + move for moved, move in zip(self._moved, moves, strict=True))
-        return change
+            return change
+        return None
+
+    def _has_waited(self, change: Change | None, slowest: int, num_steps: int) -> bool:
+        """Whether the gain was promised for long enough; from the next look on it has to be anew then."""
+        self._settling_steps = max(0, self._settling_steps - num_steps)
+        if change is None or slowest != self._slowest:
+            self._seen_steps = 0.0
+        self._slowest = slowest
+        if change is None:
+            return False
+        self._seen_steps += num_steps * (2 * change.gain) ** 3
+        if self._seen_steps < _PATIENCE_STEPS and not self._settling_steps:
+            return False
+        self._seen_steps = 0.0
+        if change.gain > _LARGE_GAIN:
+            self._settling_steps = _SETTLING_STEPS
+        return True
 
 
 def _given_back(moved: Sequence[float], moves: Sequence[float]) -> float:

@@ -14,6 +14,10 @@ MIN_GAIN = 0.08
 MAX_NOISE = 0.5
 """However noisy the times, a step that can be halved is halved."""
 
+MAX_FACTOR = 4
+"""A share becomes at most so many times larger or smaller by one change: times of few samples say little about many,
+and those of one sample nothing."""
+
 Shares = tuple[int, ...]
 """Samples of each rank in one batch."""
 
@@ -28,13 +32,25 @@ class Change:
     after_s: float
     """The same with the new ones."""
 
+    @property
+    def gain(self) -> float:
+        """The fraction of that time which is predicted to be gained."""
+        return 1 - self.after_s / self.before_s
+
 
 def step_s(shares: Sequence[int], speeds: Sequence[Speed]) -> float:
     """Predicted computing time of the slowest rank."""
     return max(speed.seconds(share) for share, speed in zip(shares, speeds, strict=True))
 
 
-def apportion(num_samples: int, speeds: Sequence[Speed], caps: Sequence[int] | None = None, least: int = 1) -> Shares:
+def slowest(shares: Sequence[int], speeds: Sequence[Speed]) -> int:
+    """The rank that is predicted to compute for the longest; the first of them."""
+    return max(range(len(speeds)), key=lambda rank: speeds[rank].seconds(shares[rank]))
+
+
+def apportion(
+    num_samples: int, speeds: Sequence[Speed], caps: Sequence[int] | None = None, least: int | Sequence[int] = 1
+) -> Shares:
     """Whole shares with the least predicted time of the slowest rank; among those, of the second slowest, and so on.
 
     The method of largest remainders, generalised to fixed work and caps: everybody gets what fits into the time that
@@ -44,7 +60,7 @@ def apportion(num_samples: int, speeds: Sequence[Speed], caps: Sequence[int] | N
         num_samples: Size of the batch over all ranks.
         speeds: Speed of each rank.
         caps: The most that each rank's memory takes; None where there is no limit.
-        least: What each rank gets at least.
+        least: What each rank gets at least, all of them or one by one.
 
     Returns:
         Shares whose sum is `num_samples`; equals go to the lower rank first.
@@ -55,11 +71,12 @@ def apportion(num_samples: int, speeds: Sequence[Speed], caps: Sequence[int] | N
     Cost: O(n log n) for n ranks, whatever the size of the batch.
     """
     caps = [num_samples] * len(speeds) if caps is None else caps
-    _check(num_samples, caps, least)
-    limit_s = _divisible_s(num_samples, speeds, caps, least)
+    floors = [least] * len(speeds) if isinstance(least, int) else least
+    _check(num_samples, caps, floors)
+    limit_s = _divisible_s(num_samples, speeds, caps, floors)
     # A hair less than what fits, so that rounding cannot hand out a sample too many: those are added again below.
     fitting = [math.floor(speed.samples_within(limit_s) - 1e-9) for speed in speeds]
-    shares = [max(least, min(cap, each)) for cap, each in zip(caps, fitting, strict=True)]
+    shares = [max(floor, min(cap, each)) for floor, cap, each in zip(floors, caps, fitting, strict=True)]
     queue = [
         (speed.seconds(share + 1), rank)
         for rank, (speed, share) in enumerate(zip(speeds, shares, strict=True))
@@ -85,10 +102,10 @@ def rebalance(
         caps: The most that each rank's memory takes.
         min_gain: Fraction of the predicted time.
     """
-    shares = apportion(sum(current), speeds, caps)
+    shares = apportion(sum(current), speeds, *_within_reach(current, caps))
     before_s, after_s = step_s(current, speeds), step_s(shares, speeds)
-    slowest = max(zip(speeds, current, strict=True), key=lambda pair: pair[0].seconds(pair[1]))[0]
-    if after_s > before_s * (1 - max(min_gain, min(slowest.noise, MAX_NOISE))):
+    noise = speeds[slowest(current, speeds)].noise
+    if after_s > before_s * (1 - max(min_gain, min(noise, MAX_NOISE))):
         return None
     return Change(shares=shares, before_s=before_s, after_s=after_s)
 
@@ -109,17 +126,26 @@ def scale(shares: Shares, num_samples: int) -> Shares:
     return tuple(whole)
 
 
-def _divisible_s(num_samples: int, speeds: Sequence[Speed], caps: Sequence[int], least: int) -> float:
+def _within_reach(current: Shares, caps: Sequence[int] | None) -> tuple[list[int], list[int]]:
+    """The most and the least that each rank may have after one change."""
+    most = [MAX_FACTOR * share for share in current]
+    if caps is not None:
+        most = [max(share, min(cap, each)) for share, cap, each in zip(current, caps, most, strict=True)]
+    return most, [-(-share // MAX_FACTOR) for share in current]
+
+
+def _divisible_s(num_samples: int, speeds: Sequence[Speed], caps: Sequence[int], floors: Sequence[int]) -> float:
     """The time in which the ranks could compute the batch if samples could be divided.
 
     What the ranks compute within a time is piecewise linear in it, and bends where a rank begins or meets its cap.
     """
 
     def computed(limit_s: float) -> float:
-        pairs = zip(speeds, caps, strict=True)
-        return sum(max(least, min(cap, speed.samples_within(limit_s))) for speed, cap in pairs)
+        ranks = zip(speeds, floors, caps, strict=True)
+        return sum(max(floor, min(cap, speed.samples_within(limit_s))) for speed, floor, cap in ranks)
 
-    bends = sorted(speed.seconds(at) for speed, cap in zip(speeds, caps, strict=True) for at in (least, cap))
+    ranks = zip(speeds, floors, caps, strict=True)
+    bends = sorted(speed.seconds(at) for speed, floor, cap in ranks for at in (floor, cap))
     low, high = 0, len(bends) - 1
     while low < high:
         middle = (low + high) // 2
@@ -131,8 +157,9 @@ def _divisible_s(num_samples: int, speeds: Sequence[Speed], caps: Sequence[int],
     return end if at_end <= at_begin else begin + (end - begin) * (num_samples - at_begin) / (at_end - at_begin)
 
 
-def _check(num_samples: int, caps: Sequence[int], least: int) -> None:
-    if num_samples < least * len(caps):
+def _check(num_samples: int, caps: Sequence[int], floors: Sequence[int]) -> None:
+    least = max(floors)
+    if num_samples < sum(floors):
         raise TrainingError(
             explain(
                 "samples in a batch over all ranks",
@@ -141,7 +168,7 @@ def _check(num_samples: int, caps: Sequence[int], least: int) -> None:
                 do="Raise the batch size of the loader, or use fewer workers",
             )
         )
-    if min(caps) < least or num_samples > sum(caps):
+    if any(cap < floor for cap, floor in zip(caps, floors, strict=True)) or num_samples > sum(caps):
         raise TrainingError(
             explain(
                 "samples that fit into the memory of the ranks",

@@ -90,6 +90,16 @@ class Rank:
         """Nothing more will happen here."""
         return self.is_dead or self.finish_s is not None or self.failed_s is not None
 
+    @property
+    def num_messages(self) -> int:
+        """Messages that it is to receive."""
+        return sum(step.do == Do.ARRIVE for step in self._program.instructions)
+
+    @property
+    def num_arrived(self) -> int:
+        """Messages that it has received, or waits for."""
+        return self._num_arrived.total()
+
     def resume(self) -> None:
         """Go on until there is something to wait for."""
         if self.is_through:

@@ -1,5 +1,6 @@
 """All ranks and wires of one simulation, and what goes wrong with them."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +13,12 @@ from ringweave.sim.events.ranks import Rank, Surroundings
 from ringweave.sim.events.streams import SharedLinks
 from ringweave.sim.faults import Death, Delay, Fault, RateChange, Slowdown
 from ringweave.sim.machine import Machine
-from ringweave.sim.results import LinkLoad, Simulation, Span
+from ringweave.sim.results import LinkLoad, Simulation, Span, Tell, silent
 from ringweave.sim.routes import Routes
 
 ELEMENT_BYTES = 4
+_TOLD_EVERY = 2_000
+"""Times at which something happens."""
 
 
 class World:
@@ -62,11 +65,11 @@ class World:
             else:
                 self._kill(self._ranks[self._routes.rank(fault.rank)], fault)
 
-    def run(self, timeout_s: float) -> Simulation:
-        """Let it happen."""
+    def run(self, timeout_s: float, tell: Tell = silent) -> Simulation:
+        """Let it happen; `tell` gets now and then how many of how many messages have arrived."""
         for rank in self._ranks:
             self._clock.at(self._start_s[rank.number], rank.resume)
-        self._clock.run(self._wires.settle)
+        self._clock.run(self._settling(tell))
         left = [rank for rank in self._ranks if not rank.is_through]
         noticed_s = {rank.number: rank.failed_s for rank in self._ranks if rank.failed_s is not None}
         noticed_s |= {rank.number: self._start_s[rank.number] + timeout_s for rank in left}
@@ -79,6 +82,16 @@ class World:
             spans=tuple(self._spans),
             loads=tuple(self._loads),
         )
+
+    def _settling(self, tell: Tell) -> Action:
+        total, calls = sum(rank.num_messages for rank in self._ranks), itertools.count(1)
+
+        def settle() -> None:
+            self._wires.settle()
+            if next(calls) % _TOLD_EVERY == 0:
+                tell(sum(rank.num_arrived for rank in self._ranks), total)
+
+        return settle
 
     def _connect(self) -> None:
         for rank in self._ranks:

@@ -35,7 +35,8 @@ class Effort:
     """How much may be measured."""
 
     num_rounds: int | None = None
-    """Rounds of the tournament and of all at once; None: all, so that every pair is measured in both directions."""
+    """Rounds in which pairs meet, for latencies and for rates, and of all at once; None: all, so that every pair is
+    measured in both directions."""
     num_trials: int | None = None
     """Batches after these; None: six for each node."""
 

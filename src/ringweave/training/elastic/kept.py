@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringweave.comm.choosing import MIN_SCHEDULED_BYTES
 from ringweave.training.elastic.rows import Commit, Row
 
 _LOOK_S = 0.05
@@ -23,11 +24,11 @@ class Room:
     def __init__(self) -> None:
         self._tensors: dict[int, Tensor] = {}
 
-    def like(self, kept: Tensor, index: int) -> Tensor:
-        """Memory for the sum of the bucket of that index."""
+    def like(self, kept: Tensor, numel: int, index: int) -> Tensor:
+        """Memory for the sum of the message of that index, of so many elements such as these."""
         known = self._tensors.get(index)
-        if known is None or known.shape != kept.shape or known.dtype != kept.dtype or known.device != kept.device:
-            self._tensors[index] = known = torch.empty_like(kept)
+        if known is None or known.numel() != numel or known.dtype != kept.dtype or known.device != kept.device:
+            self._tensors[index] = known = torch.empty(numel, dtype=kept.dtype, device=kept.device)
         return known
 
 
@@ -35,14 +36,34 @@ class Room:
 class _Bucket:
     kept: Tensor
     """DDP's own memory: nobody writes to it before the future is resolved."""
-    summed: Tensor
     future: torch.futures.Future[Tensor]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Message:
+    """Buckets that are summed together, one after the other in memory."""
+
+    buckets: list[_Bucket]
+    summed: Tensor
     work: dist.Work | None = None
+
+    def sums(self) -> Iterator[tuple[_Bucket, Tensor]]:
+        """Each bucket, and its part of the sum."""
+        first = 0
+        for bucket in self.buckets:
+            until = first + bucket.kept.numel()
+            yield bucket, self.summed[first:until].view(bucket.kept.shape)
+            first = until
 
 
 @dataclass(kw_only=True, slots=True)
 class Reduction:
-    """All buckets of one synchronized backward pass."""
+    """All buckets of one synchronized backward pass.
+
+    A bucket that is too small for a schedule goes with the next one: alone it would make its way through the host
+    library beside the large ones, hop by hop behind them on each link. Which go together follows from their sizes
+    alone, so it is the same on all members, whenever they come.
+    """
 
     number: int
     is_whole: bool = False
@@ -51,7 +72,12 @@ class Reduction:
     """This rank has no gradients in it, and takes part so that nobody has to wait for it."""
     row: Row = field(default_factory=Row)
     """What this member says of it; known once it is whole."""
-    buckets: list[_Bucket] = field(default_factory=list)
+    used: int = 0
+    """Bit i: this member has used parameter i."""
+    messages: list[_Message] = field(default_factory=list)
+    _small: list[_Bucket] = field(default_factory=list)
+    """Those that wait for the next one."""
+    _used_by_all: torch.futures.Future[int] = field(default_factory=torch.futures.Future)
     _num_started: int = 0
 
     def add(self, kept: Tensor, room: Room) -> torch.futures.Future[Tensor]:
@@ -60,42 +86,60 @@ class Reduction:
         future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[] if kept.device.type == "cpu" else [kept.device]
         )
-        self.buckets.append(_Bucket(kept=kept, summed=room.like(kept, len(self.buckets)), future=future))
+        if self._small and (self._small[0].kept.dtype, self._small[0].kept.device) != (kept.dtype, kept.device):
+            self._close_message(room)
+        self._small.append(_Bucket(kept=kept, future=future))
+        if sum(bucket.kept.nbytes for bucket in self._small) >= MIN_SCHEDULED_BYTES:
+            self._close_message(room)
         return future
 
     def add_nothing(self, kept: Tensor, summed: Tensor) -> None:
-        """A bucket without gradients of this rank, and the memory for its sum."""
-        self.buckets.append(_Bucket(kept=kept, summed=summed, future=torch.futures.Future()))
+        """A message without gradients of this rank, and the memory for its sum."""
+        bucket = _Bucket(kept=kept, future=torch.futures.Future())
+        self.messages.append(_Message(buckets=[bucket], summed=summed))
+
+    def end(self, row: Row, used: int, room: Room) -> torch.futures.Future[int]:
+        """All buckets were added; the future has which parameters any member has used, once it counts."""
+        if self._small:
+            self._close_message(room)
+        self.row, self.used, self.is_whole = row, used, True
+        return self._used_by_all
+
+    def _close_message(self, room: Room) -> None:
+        buckets, self._small = [self._small[-1], *self._small[:-1]], []  # what is large need not be copied again
+        numel = sum(bucket.kept.numel() for bucket in buckets)
+        self.messages.append(_Message(buckets=buckets, summed=room.like(buckets[0].kept, numel, len(self.messages))))
 
     def start(self, group: dist.ProcessGroup | None = None) -> None:
-        """Begin to sum the buckets that are there, in their order, in that group; None is the default one.
+        """Begin to sum the messages that are there, in their order, in that group; None is the default one.
 
         Raises:
             RuntimeError: The group is broken.
         """
-        while self._num_started < len(self.buckets):
-            bucket = self.buckets[self._num_started]
-            bucket.summed.copy_(bucket.kept)
-            bucket.work = dist.all_reduce(bucket.summed, group=group, async_op=True)
+        while self._num_started < len(self.messages):
+            message = self.messages[self._num_started]
+            for bucket, summed in message.sums():
+                summed.copy_(bucket.kept)
+            message.work = dist.all_reduce(message.summed, group=group, async_op=True)
             self._num_started += 1
 
     def wait(self) -> None:
-        """Until every bucket that was begun is summed.
+        """Until every message that was begun is summed.
 
         Raises:
             RuntimeError: The group is broken.
         """
-        for bucket in self.buckets:
-            assert bucket.work is not None
-            bucket.work.wait()
+        for message in self.messages:
+            assert message.work is not None
+            message.work.wait()
         # A device's collective is only queued when it was waited for, and who says that it has all sums must have them.
-        for device in {bucket.summed.device for bucket in self.buckets} - {torch.device("cpu")}:
+        for device in {summed.device for summed in self.sums} - {torch.device("cpu")}:
             torch.accelerator.synchronize(device)
 
     def let_go(self) -> None:
         """The group is gone: what is begun ends without a result, and nobody writes to it any more."""
-        for bucket in self.buckets:
-            work, bucket.work = bucket.work, None
+        for message in self.messages:
+            work, message.work = message.work, None
             if work is not None:
                 _wait_quietly(work)
         self._num_started = 0
@@ -103,29 +147,30 @@ class Reduction:
     def resolve(self, commit: Commit, *, is_mean: bool) -> None:
         """It counts: hand the sums to DDP."""
         scale = commit.scale if is_mean else 1.0
-        for bucket in self.buckets:
-            if scale != 1.0 and not _is_count(bucket.summed):
-                bucket.summed.mul_(scale)
-            bucket.future.set_result(bucket.summed)
+        for message in self.messages:
+            if scale != 1.0:
+                message.summed.mul_(scale)
+            for bucket, summed in message.sums():
+                # DDP takes what it gets for the begin of its memory.
+                bucket.future.set_result(bucket.kept.copy_(summed) if summed.storage_offset() else summed)
+        self._used_by_all.set_result(commit.used)
 
     @property
     def sums(self) -> list[Tensor]:
-        """Of each bucket, over all ranks; right once it counts."""
-        return [bucket.summed for bucket in self.buckets]
+        """Of each message, over all ranks; right once it counts."""
+        return [message.summed for message in self.messages]
 
     @property
     def layout(self) -> list[list[object]]:
-        """What the buckets are, in words: a member that joins takes part before it has any of its own."""
-        return [
-            [bucket.kept.numel(), str(bucket.kept.dtype).removeprefix("torch."), bucket.kept.device.type]
-            for bucket in self.buckets
-        ]
+        """What the messages are, in words: a member that joins takes part before it has any gradients of its own."""
+        return [[summed.numel(), str(summed.dtype).removeprefix("torch."), summed.device.type] for summed in self.sums]
 
     def fail(self, error: Exception) -> None:
         """There will be no result: let the backward pass raise."""
-        for bucket in self.buckets:
-            if not bucket.future.done():
-                bucket.future.set_exception(error)  # pyrefly: ignore - torch's stub wants a value
+        buckets = [*(bucket for message in self.messages for bucket in message.buckets), *self._small]
+        for future in (*(bucket.future for bucket in buckets), self._used_by_all):
+            if not future.done():
+                future.set_exception(error)  # pyrefly: ignore - torch's stub wants a value
 
 
 class Spread:
@@ -135,6 +180,9 @@ class Spread:
     first member dies before, the next one fetches it again, so fetching twice must give what is right twice; and what
     was fetched first is in nobody's hands then.
     """
+
+    used = 0
+    """No parameters."""
 
     def __init__(
         self, number: int, fetch: Callable[[], Said], tensors: Sequence[Tensor], generation: Callable[[], int]
@@ -211,11 +259,6 @@ class Spread:
         except Exception as error:  # told where it is waited for
             self._error = error
         self._fetched.set()
-
-
-def _is_count(summed: Tensor) -> bool:
-    """Whole numbers count something; gradients never are."""
-    return not (summed.is_floating_point() or summed.is_complex())
 
 
 def _wait_quietly(work: Any) -> None:

@@ -67,6 +67,7 @@ def prepare(
     mode, reason = modes.decide(asked.mode, environment.mode, 2)
     reading, seed = orders.read(loader), orders.seed_of(loader)
     alike = {**asdict(reading), "mode": mode, "reduction": asked.reduction, "seed": seed}
+    alike["num_parameters"] = num_parameters_of(model)
     member = _enlist((model, optimizer), asked, environment, timer, alike)
     shares = member.crew.rosters.latest.shares
     member.recorder.prepared(mode=mode, asked=asked.mode, reason=reason, shares=shares)
@@ -120,7 +121,14 @@ def _enlist(
     rosters = Rosters(alike["batch_samples"], is_balanced=alike["mode"] == modes.BALANCED)
     means = Means(shelf=shelf, trust=trust)
     crew = JobCrew(facts, rosters, timer, JobState(model, optimizer, asked.carried), means, recorder)
-    session = Session(name, groups, crew, buffers=lambda: buffers_of(model), is_mean=asked.reduction == "mean")
+    session = Session(
+        name,
+        groups,
+        crew,
+        buffers=lambda: buffers_of(model),
+        is_mean=asked.reduction == "mean",
+        num_parameters=alike["num_parameters"],
+    )
     agent = Agent(name, environment.coordinators, trust, session, lambda: session.beat(seams.at_work_s()))
     leave_on_terminate(session)
     exits.watch()
@@ -161,6 +169,11 @@ def check_group() -> None:
 def buffers_of(model: nn.Module) -> list[Tensor]:
     """What becomes the first member's with every reduction."""
     return list(model.buffers())
+
+
+def num_parameters_of(model: nn.Module) -> int:
+    """Tensors that may be trained: those that DDP asks who has used are among them."""
+    return sum(1 for _ in model.parameters())
 
 
 def leave_on_terminate(session: Session) -> None:

@@ -1,5 +1,11 @@
-"""What every member says of a reduction when it has all of its results: one row of whole numbers."""
+"""What every member says of a reduction when it has all of its results: one row of whole numbers.
 
+Behind the row are bits for the parameters that the member has used: who commits has those of all, without another
+collective.
+"""
+
+import functools
+import operator
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -56,9 +62,23 @@ class Row:
         )
 
 
-def to_tensor(row: Row) -> Tensor:
-    """(WIDTH,) int64."""
-    return torch.tensor(row.to_list(), dtype=torch.int64)
+def to_tensor(row: Row, used: int, num_parameters: int) -> Tensor:
+    """(width,) int64: the row, and bit i for parameter i of so many."""
+    num_words = width(num_parameters) - WIDTH
+    words = struct.unpack(f"<{num_words}q", used.to_bytes(8 * num_words, "little"))
+    return torch.tensor([*row.to_list(), *words], dtype=torch.int64)
+
+
+def width(num_parameters: int) -> int:
+    """Of what a member says, in words of 64 bits."""
+    return WIDTH + -(-num_parameters // 64)
+
+
+def of_tensor(said: Tensor) -> tuple[tuple[Row, ...], int]:
+    """(the row of each member, the bits that any of them has set) from what each has said, (num_members, width)."""
+    lists = said.tolist()
+    used = (int.from_bytes(struct.pack(f"<{len(words) - WIDTH}q", *words[WIDTH:]), "little") for words in lists)
+    return tuple(Row.of(words) for words in lists), functools.reduce(operator.or_, used, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +90,8 @@ class Commit:
     """Whose gradients are in it."""
     rows: tuple[Row, ...]
     """In the order of the members."""
+    used: int = 0
+    """Bit i: one of them has used parameter i."""
 
     @property
     def account(self) -> Account:
@@ -96,7 +118,8 @@ class Commit:
 
     def to_words(self) -> dict[str, object]:
         """For a note."""
-        return {"number": self.number, "members": list(self.members), "rows": [row.to_list() for row in self.rows]}
+        rows = [row.to_list() for row in self.rows]
+        return {"number": self.number, "members": list(self.members), "rows": rows, "used": f"{self.used:x}"}
 
     @classmethod
     def of_words(cls, words: dict) -> "Commit":
@@ -105,4 +128,5 @@ class Commit:
             number=words["number"],
             members=tuple(words["members"]),
             rows=tuple(Row.of(row) for row in words["rows"]),
+            used=int(words["used"], 16),
         )

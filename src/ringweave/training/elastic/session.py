@@ -31,11 +31,18 @@ class Session:
     """Where this member stands. It is the agent's participant."""
 
     def __init__(
-        self, member: str, groups: EpochGroups, crew: Crew, *, buffers: Callable[[], list[Tensor]], is_mean: bool
+        self,
+        member: str,
+        groups: EpochGroups,
+        crew: Crew,
+        *,
+        buffers: Callable[[], list[Tensor]],
+        is_mean: bool,
+        num_parameters: int = 0,
     ) -> None:
         """`buffers` are tensors of the model that become those of the first member with every reduction."""
         self._footing = Footing(member, groups, crew)
-        self._counting = Counting(self._footing, buffers, is_mean=is_mean)
+        self._counting = Counting(self._footing, buffers, is_mean=is_mean, num_parameters=num_parameters)
         self._following = Following(self._footing, is_mean=is_mean)
         self._serving = Serving(self._footing, self._counting, self._following)
 
@@ -93,9 +100,20 @@ class Session:
     def save_last(self, save: Callable[[], str] | None) -> None:
         self._footing.save_last = save
 
-    def reduce(self, bucket: Tensor, *, is_last: bool) -> torch.futures.Future[Tensor]:
+    def reduce(self, bucket: Tensor) -> torch.futures.Future[Tensor]:
         """One more bucket of this backward pass; the future has the mean once all of them count."""
-        return self._counting.add(bucket, is_last=is_last)
+        return self._counting.add(bucket)
+
+    def end_pass(self, used: int) -> torch.futures.Future[int]:
+        """That was all of this backward pass.
+
+        Args:
+            used: Bit i: this member has used parameter i.
+
+        Returns:
+            The parameters that any member has used, once the reduction counts.
+        """
+        return self._counting.end_pass(used)
 
     def spread(self, fetch: Callable[[], Said], tensors: Sequence[Tensor] = ()) -> Said:
         """What the first member fetches, on all members; `tensors` are filled as `fetch` fills the first member's.

@@ -1,7 +1,6 @@
 """What `prepare` does in the modes with a parameter server."""
 
 import atexit
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +77,7 @@ def prepare(
     groups = groups_of(rings, control.rank)
     index = index_of(rings, control.rank)
     weights = SampleWeights(num_ranks=len(rings[index]), is_mean=asked.is_mean)
-    timer = StepTimer(HostTimeline(processor=time.process_time))
+    timer = StepTimer(HostTimeline.of_this_process())
     reducer = GradientReducer(process_group=groups[0], timer=timer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     share_rest(model, parameters, control)

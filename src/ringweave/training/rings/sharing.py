@@ -7,12 +7,15 @@ each other only where all of them meet, so what a whole ring takes changes there
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ringweave.planning import balancing
-from ringweave.planning.balancing import Change, Speed
+from ringweave.planning.balancing import Change, Rebalancer, Speed
+from ringweave.planning.balancing.estimating import WINDOW
 from ringweave.planning.balancing.shares import Shares
 from ringweave.training.balancer import Balancer
 from ringweave.training.control import Control
 from ringweave.training.timing import StepTimer
+
+_STEPS_SEEN = WINDOW
+"""Train steps that a meeting looks back on: the same for all ranks, whatever their rings have trained."""
 
 
 class RingShares:
@@ -38,6 +41,7 @@ class RingShares:
         self._ring: tuple[int, ...] = ()
         self._within: Control | None = None
         self._num_batches, self._num_drawn = 0, 0
+        self._rebalancer = Rebalancer()
         self._balancer = Balancer(shares, timer, None, num_prefetched=num_prefetched, on_change=self._tell)
 
     @property
@@ -76,7 +80,7 @@ class RingShares:
     def meet(self) -> list[Speed] | None:
         """All ranks of all rings call this: the shares from here on, and speeds if those of all ranks are known."""
         speeds = self._control.start_exchange(self._balancer.speed).wait()
-        change = balancing.rebalance(self._agreed, speeds, self._caps) if speeds else None
+        change = self._rebalancer.look(self._agreed, speeds, self._caps, _STEPS_SEEN) if speeds else None
         if change is not None:
             self._agreed = change.shares
             self._renew()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ringweave.jobs.life.observing import Cause, Phase
+from ringweave.jobs.life.observing import Cause, Lack, Phase
 from ringweave.launch.groups.posts import Report, dump_report
 from ringweave.launch.kubernetes import names
 from ringweave.launch.kubernetes.objects import seeing
@@ -74,6 +74,21 @@ def test_one_that_finished_an_earlier_round_finished_that() -> None:
 def test_why_it_is_pending(status: dict[str, Any], text: str) -> None:
     group = seeing.group_of(a_pod(status=status), NOW)
     assert (group.phase, group.text) == (Phase.PENDING, text)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "lack"),
+    [
+        ("ImagePullBackOff", Lack.MEANS),
+        ("CreateContainerConfigError", Lack.MEANS),
+        ("ContainerCreating", None),
+    ],
+)
+def test_what_does_not_come_by_itself_is_told_apart_from_a_place(waiting: str, lack: Lack | None) -> None:
+    status = {"containerStatuses": [{"state": {"waiting": {"reason": waiting}}}]}
+    assert seeing.group_of(a_pod(status=status), NOW).lacks is lack
+    unplaced = {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}]}
+    assert seeing.group_of(a_pod(status=status | unplaced), NOW).lacks is (lack or Lack.ROOM)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from ringweave.launch.kubernetes.api import connecting, kinds
 from ringweave.launch.kubernetes.api.client import Client, Object
 from ringweave.launch.kubernetes.objects import keeping
 from ringweave.launch.kubernetes.objects.owning import Owner
-from ringweave.launch.kubernetes.operating.deposits import Depositor, Deposits, TurnedDownError
+from ringweave.launch.kubernetes.operating.deposits import Depositor, Deposits, PassedError, TurnedDownError
 from ringweave.launch.kubernetes.resource import reading, telling
 
 SPEC: dict[str, Any] = {
@@ -94,7 +94,9 @@ def test_credentials_are_those_of_the_round_and_of_who_asks(kubeconfig: Path) ->
         assert await scene.deposits.lodged(scene.owner, 1, ["3"]) == {"3": "three"}
         await scene.deposits.lodge(scene.by(), 1, FIRST)  # an answer was lost
         await scene.deposits.lodge(scene.by(attempt=2), 2, SECOND)
-        assert await scene.lodged(1) is None, "those of a former round are gone"
+        with pytest.raises(PassedError, match=r"round 1 of job lodges is over: round 2 has begun"):
+            await scene.lodged(1)
+        assert await scene.lodged(3) is None, "not yet"
         assert await scene.lodged(2) == SECOND
         with pytest.raises(TurnedDownError, match="credentials of round 1: those of a later attempt are there"):
             await scene.deposits.lodge(scene.by(), 1, FIRST)

@@ -13,11 +13,13 @@ import pytest
 
 from ringweave.jobs.life.observing import Phase
 from ringweave.jobs.life.records import Job
+from ringweave.launch.groups.handing import RoundOverError
 from ringweave.launch.groups.posts import Opening, Report, dump_opening, dump_report
 from ringweave.launch.kubernetes import names
 from ringweave.launch.kubernetes.api import connecting, kinds
 from ringweave.launch.kubernetes.api.client import Client, Object
-from ringweave.launch.kubernetes.objects import configs, seeing
+from ringweave.launch.kubernetes.handing import DeskHandover
+from ringweave.launch.kubernetes.objects import configs, lodging, seeing
 from ringweave.launch.kubernetes.objects.owning import Owner
 from ringweave.launch.kubernetes.objects.seeing import Seen
 from ringweave.launch.kubernetes.operating.desk import REREAD_S, Desk
@@ -205,3 +207,13 @@ def test_what_is_no_report_is_refused(office: Office) -> None:
     office.note()
     address = Address(url=office.url, group=f"default/{office.name}/0/1", token=office.token())
     wait(lambda: address.ask("PUT", "report", "{}")[0] == 400)
+
+
+def test_a_pod_that_still_starts_a_round_when_the_next_ones_credentials_come_is_called_back(office: Office) -> None:
+    """It waited for them until its patience was over, failed, and paid a retry for what another node had done."""
+    office.note()
+    address = office.address()
+    wait(lambda: address.ask("PUT", "report", "{}")[0] == 400)
+    office.run(office.client.create(kinds.SECRETS, "default", lodging.secret(office.owner, (2, 1), {"3": "three"})))
+    with pytest.raises(RoundOverError, match=rf"'410 round 1 of job {office.name} is over: round 2 has begun'"):
+        DeskHandover(address, [3]).take(1, 3)

@@ -118,11 +118,36 @@ def local_place(folder: JobFolder) -> LocalPlace:
     return LocalPlace(folder, CONFIG, agent=("/nosuch/python",), environ={})
 
 
-def test_an_agent_that_cannot_be_started_leaves_no_group(folder: JobFolder) -> None:
+def test_an_agent_that_cannot_be_started_is_a_failure_of_the_place(folder: JobFolder) -> None:
+    """It was tried again every second, for ever, while the job's reason was that it goes on by itself."""
     here = local_place(folder)
-    with pytest.raises(LaunchError, match=r"agent of node n2 could not be started: .*\. \[/nosuch/python\]"):
-        here.do(actions.CreateGroup(node=2, attempt=1, workers=3, round=1))
+    here.do(actions.CreateGroup(node=2, attempt=1, workers=3, round=4))
+    (seen,) = here.observe().groups
+    assert (seen.phase, seen.cause, seen.round, seen.leaving) == (Phase.FAILED, Cause.PLACE, 4, False)
+    assert seen.text == (
+        "agent of node n2: 'No such file or directory', expected a program that starts. "
+        "See what this machine lacks: the interpreter, memory, processes. [/nosuch/python]"
+    )
+    here.do(actions.DeleteGroup(node=2, attempt=1))
     assert here.observe().groups == ()
+
+
+def test_an_agent_that_dies_before_its_first_word_says_why_in_its_log(folder: JobFolder) -> None:
+    """As one whose lab is down does, or whose directory was removed."""
+    dying = (sys.executable, "-I", "-S", "-c", "raise OSError('no directory')")
+    here = LocalPlace(folder, CONFIG, agent=dying, environ={})
+    here.do(actions.CreateGroup(node=2, attempt=1, workers=3, round=1))
+    wait_until(lambda: here.observe(sweeps=False).groups[0].phase is Phase.FAILED, "the end of the agent")
+    (seen,) = here.observe().groups
+    assert (seen.cause, seen.text) == (Cause.PLACE, "its agent ended without a word: OSError: no directory")
+    here.do(actions.DeleteGroup(node=2, attempt=1))
+    assert here.observe().groups == ()
+
+
+def test_an_agent_that_was_never_started_leaves_no_group(folder: JobFolder) -> None:
+    """A crash came between its folder and its process."""
+    folder.group(2, 1).root.mkdir(parents=True)
+    assert local_place(folder).observe().groups == ()
     assert not list((folder.root / "groups").iterdir())
 
 

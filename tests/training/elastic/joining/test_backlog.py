@@ -50,7 +50,7 @@ def handed_in(catching: Catching, shapes: tuple[int, ...] = (3, 2)) -> list[torc
     room, reduction = Room(), catching.present()
     dtypes = (torch.float32, torch.float64)
     futures = [reduction.add(torch.ones(size, dtype=dtype), room) for size, dtype in zip(shapes, dtypes, strict=True)]
-    reduction.is_whole = True
+    reduction.end(Row(), 0, room)
     return futures
 
 
@@ -63,7 +63,7 @@ def made(committed: int = 4) -> tuple[Catching, Backlog, Crew]:
 def test_its_part_in_a_reduction_is_nothing() -> None:
     part = Backlog(LAYOUT, 4).nothing(5)
     assert (part.number, part.is_whole, part.is_nothing, part.layout) == (5, True, True, LAYOUT)
-    assert [bucket.kept.abs().sum().item() for bucket in part.buckets] == [0.0, 0.0]
+    assert [bucket.kept.abs().sum().item() for message in part.messages for bucket in message.buckets] == [0.0, 0.0]
 
 
 def test_what_is_kept_is_bounded_by_memory_and_by_number() -> None:

@@ -112,7 +112,7 @@ def test_what_an_epoch_left_unfinished_is_told_by_the_first_of_the_next(members:
 @pytest.mark.parametrize(
     "begin",
     [
-        lambda session: session.reduce(torch.ones(3), is_last=False),
+        lambda session: session.reduce(torch.ones(3)),
         lambda session: session._counting.begin_spread(dict, ()),
     ],
     ids=["reduce", "spread"],

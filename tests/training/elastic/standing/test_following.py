@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ringweave.errors import ConnectionLostError, RingweaveError, TrainingError
 from ringweave.membership.rules.records import Decree, Standing
+from ringweave.training.elastic import rows
 from ringweave.training.elastic.joining import catching, layouts
 from ringweave.training.elastic.rows import Commit, Row
 from ringweave.training.elastic.session import Session
@@ -17,6 +18,9 @@ from ringweave.training.elastic.session import Session
 OWN = "1.1"
 NOTE = '{"store": "127.0.0.1 9", "state": "127.0.0.1 9"}'
 LAYOUT = layouts.to_text([[3, "float32", "cpu"]])
+NUM_PARAMETERS = 3
+OTHERS = 8.0
+"""Their sum."""
 
 
 class Groups:
@@ -38,9 +42,9 @@ class Groups:
     def all_reduce(self, summed: torch.Tensor, **_: Any) -> "Work":
         return Work(self, self.aborted, summed)
 
-    def all_gather(self, gathered: list[torch.Tensor], own: torch.Tensor, **_: Any) -> None:
-        gathered[0].copy_(torch.tensor(Row(num_planned=4).to_list()))
-        gathered[1].copy_(own)
+    def all_to_all(self, said: torch.Tensor, own: torch.Tensor, **_: Any) -> None:
+        said[0].copy_(rows.to_tensor(Row(num_planned=4), 0b100, NUM_PARAMETERS))
+        said[1].copy_(own[0])
 
 
 class Work:
@@ -53,7 +57,7 @@ class Work:
         while not self._groups.others.acquire(timeout=0.01):
             if self._aborted.is_set():
                 raise RuntimeError("aborted")
-        self._summed += 8.0
+        self._summed += OTHERS
 
 
 class Crew:
@@ -117,24 +121,28 @@ class Coordinator:
 def groups(monkeypatch: pytest.MonkeyPatch) -> Groups:
     made = Groups()
     monkeypatch.setattr(dist, "all_reduce", made.all_reduce)
-    monkeypatch.setattr(dist, "all_gather", made.all_gather)
+    monkeypatch.setattr(dist, "all_to_all_single", made.all_to_all)
     monkeypatch.setattr(catching, "_HEAD_START_S", 0.0)
     return made
 
 
 def joined(groups: Any, crew: Any) -> tuple[Session, Coordinator]:
     coordinator: Any = Coordinator()
-    coordinator.session = session = Session(OWN, groups, crew, buffers=list, is_mean=False)
+    coordinator.session = session = Session(
+        OWN, groups, crew, buffers=list, is_mean=False, num_parameters=NUM_PARAMETERS
+    )
     return session, coordinator
 
 
 def backward(session: Session, groups: Groups | None = None) -> float:
     """What a backward pass of one bucket gives, with others who come when it has been handed in."""
-    future = session.reduce(torch.ones(3), is_last=True)
+    future, used = session.reduce(torch.ones(3)), session.end_pass(0b1)
     if groups is not None:
         groups.others.release()
     session.wait_counted()
-    return future.value()[0].item()
+    total = future.value()[0].item()
+    assert used.value() == (0b101 if total > OTHERS else 0b100), "its own only where its gradients are in it"
+    return total
 
 
 def test_its_script_does_what_counted_before_it_had_the_state_and_then_is_level(groups: Groups) -> None:

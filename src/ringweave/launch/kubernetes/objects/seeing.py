@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ringweave.jobs.life.observing import Cause, Group, Observed, Phase, cause_of_exit
+from ringweave.jobs.life.observing import Cause, Group, Lack, Observed, Phase, cause_of_exit
 from ringweave.launch.groups import posts
 from ringweave.launch.groups.posts import Opening, Report
 from ringweave.launch.kubernetes import names
@@ -102,8 +102,8 @@ def _is_over(pod: Pod) -> bool:
 def _living(pod: Pod) -> Group:
     report, round_ = report_of(pod), round_of(pod)
     if report is None or report.round < round_:
-        text = "called back to the gate" if report else _waits_for(pod)
-        return Group(node=0, attempt=0, round=round_, phase=Phase.PENDING, text=text)
+        lack, text = (None, "called back to the gate") if report else _waits_for(pod)
+        return Group(node=0, attempt=0, round=round_, phase=Phase.PENDING, text=text, lacks=lack)
     # Ended by its own word: the container is about to.
     return report.group(0, 0)
 
@@ -156,14 +156,18 @@ def _terminated(pod: Pod) -> Mapping[str, Any] | None:
     return None
 
 
-def _waits_for(pod: Pod) -> str:
-    """Why it is not ready yet, as the scheduler or the kubelet says."""
+def _waits_for(pod: Pod) -> tuple[Lack | None, str]:
+    """What it lacks, and why it is not ready yet, as the scheduler or the kubelet says."""
     status = pod.get("status", {})
     for container in status.get("containerStatuses", ()):
         waiting = container.get("state", {}).get("waiting", {})
         if waiting.get("reason") and waiting["reason"] not in _WAITS_WELL:
-            return ": ".join(part for part in (waiting["reason"], waiting.get("message", "")) if part)
+            return Lack.MEANS, _said(waiting)
     for item in status.get("conditions", ()):
         if item["type"] == "PodScheduled" and item["status"] == "False":
-            return ": ".join(part for part in (item.get("reason", ""), item.get("message", "")) if part)
-    return "its container is being made" if status.get("phase") else ""
+            return Lack.ROOM, _said(item)
+    return None, "its container is being made" if status.get("phase") else ""
+
+
+def _said(found: Mapping[str, Any]) -> str:
+    return ": ".join(part for part in (found.get("reason", ""), found.get("message", "")) if part)

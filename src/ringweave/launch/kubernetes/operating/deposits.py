@@ -23,6 +23,10 @@ class TurnedDownError(LaunchError):
     """What an agent brings is not wanted any more, or cannot be taken; to bring it again does not help."""
 
 
+class PassedError(LaunchError):
+    """What is asked for was of a round that is over."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Depositor:
     """The Pod whose agent brings something."""
@@ -57,9 +61,16 @@ class Deposits:
         await self._check_still_wanted(by.owner, kinds.SECRETS, made)
 
     async def lodged(self, owner: Owner, round_: int, ranks: Collection[str]) -> dict[str, str] | None:
-        """The credentials of these workers for this round; None where they are not there, or not yet."""
+        """The credentials of these workers for this round; None where they are not there, or not yet.
+
+        Raises:
+            PassedError: Those of a later round have replaced them.
+        """
         found = await self._secret(owner)
-        if found is None or lodging.turn_of(found)[0] != round_:
+        latest = 0 if found is None else lodging.turn_of(found)[0]
+        if latest > round_:
+            raise PassedError(f"round {round_} of job {owner.name} is over: round {latest} has begun")
+        if found is None or latest < round_:
             return None
         return lodging.texts_of(found, ranks)
 

@@ -25,7 +25,7 @@ from ringweave.launch.kubernetes.api.client import Client
 from ringweave.launch.kubernetes.api.failures import ApiError
 from ringweave.launch.kubernetes.objects import configs, seeing
 from ringweave.launch.kubernetes.objects.owning import Owner
-from ringweave.launch.kubernetes.operating.deposits import Depositor, Deposits, TurnedDownError
+from ringweave.launch.kubernetes.operating.deposits import Depositor, Deposits, PassedError, TurnedDownError
 from ringweave.launch.kubernetes.operating.looking import Look
 from ringweave.launch.kubernetes.resource import times
 
@@ -167,6 +167,8 @@ class Desk:
         by, round_ = self._depositor(await self._admitted(request)), int(request.match_info["round"])
         try:
             texts = await self._deposits.lodged(by.owner, round_, request.query.get("ranks", "").split(","))
+        except PassedError as error:
+            return web.Response(status=410, text=str(error))
         except LaunchError as error:
             return _refused(error)
         if texts is None:

@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 
 from ringweave.jobs.life.observing import Cause, Group, Phase
+from ringweave.launch.causes import find_exception
 from ringweave.launch.groups.config import Config
-from ringweave.launch.groups.posts import Report
+from ringweave.launch.groups.posts import Orders, Report
 from ringweave.launch.local.jobs import bells, locks
 from ringweave.launch.local.jobs.folders import GroupFolder, JobFolder
 from ringweave.launch.local.jobs.places import FolderPlace, Reached
@@ -46,6 +47,8 @@ class LocalPlace(FolderPlace):
         is_held = locks.is_held(folder.alive)
         report, orders = folder.read()
         is_told_to_go = folder.removing.exists() or (orders is not None and orders.leave)
+        if not is_held and report is None and not is_told_to_go:
+            report = self._silent_end(folder, orders)
         if not is_held and (report is None or folder.removing.exists()):
             if sweeps:
                 shutil.rmtree(folder.root, ignore_errors=True)
@@ -62,6 +65,17 @@ class LocalPlace(FolderPlace):
         if is_told_to_go:
             return replace(found, phase=Phase.STOPPED, text="its agent was killed when it was to end")
         return replace(found, phase=Phase.FAILED, cause=Cause.PLACE, text="its agent was killed")
+
+    def _silent_end(self, folder: GroupFolder, orders: Orders | None) -> Report | None:
+        """Of an agent that ended before its first word, and printed why; None where none was started."""
+        try:
+            lines = self._log(folder).read_text(encoding="utf-8", errors="replace").splitlines()
+        except FileNotFoundError:
+            return None
+        if orders is None or not lines:
+            return None
+        text = f"its agent ended without a word: {find_exception(lines) or lines[-1]}"
+        return Report(round=orders.round, phase=Phase.FAILED, pid=0, cause=Cause.PLACE, text=text)
 
     def _lock(self, folder: GroupFolder) -> Path:
         return folder.alive

@@ -9,14 +9,14 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ringweave.errors import LaunchError
+from ringweave.errors import explain
 from ringweave.jobs.life import actions
 from ringweave.jobs.life.actions import Action
-from ringweave.jobs.life.observing import Group, Observed
+from ringweave.jobs.life.observing import Cause, Group, Observed, Phase
 from ringweave.launch.groups import config as configs
 from ringweave.launch.groups import posts
 from ringweave.launch.groups.config import Config
-from ringweave.launch.groups.posts import Opening, Orders
+from ringweave.launch.groups.posts import Opening, Orders, Report
 from ringweave.launch.local.jobs import locks
 from ringweave.launch.local.jobs.folders import GroupFolder, JobFolder, replace_text
 
@@ -72,7 +72,8 @@ class FolderPlace(abc.ABC):
         """Do it; the registry's part (the record, forgetting) is the caller's.
 
         Raises:
-            LaunchError: A process could not be started.
+            LaunchError: There is nothing that a process could be started in.
+            OSError: Files cannot be written.
         """
         match action:
             case actions.CreateConfig():
@@ -109,18 +110,25 @@ class FolderPlace(abc.ABC):
         lock = locks.try_lock(self._lock(folder))
         if lock is None:
             return
-        program = ""
         try:
             argv = self._command(folder)
-            program = argv[0]
             replace_text(folder.orders, posts.dump_orders(Orders(round=action.round)))
             self._reached("orders written")
-            self._children.append(locks.spawn(argv, self._environ, lock=lock, log=self._log(folder)))
-        except OSError as error:
-            name = self._config.node(action.node).name
-            raise LaunchError(f"agent of node {name} could not be started: {error}. [{program}]") from error
+            self._spawn(folder, argv, lock, action.round)
         finally:
             os.close(lock)
+
+    def _spawn(self, folder: GroupFolder, argv: Sequence[str], lock: int, round_: int) -> None:
+        """Start what leads the group; where that cannot be, its attempt has failed, and its node's retries end it."""
+        try:
+            self._children.append(locks.spawn(argv, self._environ, lock=lock, log=self._log(folder)))
+        except OSError as error:
+            what = f"agent of node {self._config.node(folder.node).name}"
+            do = "See what this machine lacks: the interpreter, memory, processes"
+            got, expected = error.strerror or str(error), "a program that starts"
+            text = explain(what, got=got, expected=expected, do=do, where=argv[0])
+            failed = Report(round=round_, phase=Phase.FAILED, pid=0, cause=Cause.PLACE, text=text)
+            replace_text(folder.report, posts.dump_report(failed))
 
     def _open(self, round_: int) -> None:
         """Let all start where the first node offered to meet."""

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,13 +16,18 @@ from ringweave.training.elastic.kept import Reduction, Room, Said, Spread
 from ringweave.training.elastic.rows import Commit, Row
 from ringweave.training.elastic.standing.footing import Footing
 
+_T = TypeVar("_T")
+
 
 class Counting:
     """Of one member, through all epochs. Called without the lock."""
 
-    def __init__(self, footing: Footing, buffers: Callable[[], list[Tensor]], *, is_mean: bool) -> None:
+    def __init__(
+        self, footing: Footing, buffers: Callable[[], list[Tensor]], *, is_mean: bool, num_parameters: int
+    ) -> None:
         """`buffers` are tensors of the model that become those of the first member with every reduction."""
         self._footing, self._buffers, self._is_mean = footing, buffers, is_mean
+        self._num_parameters = num_parameters
         self._room = Room()
         self._synced: Sequence[tuple[Tensor, Tensor]] = ()
         self._is_settling = False
@@ -31,17 +37,27 @@ class Counting:
 
     # The thread that trains.
 
-    def add(self, bucket: Tensor, *, is_last: bool) -> torch.futures.Future[Tensor]:
+    def add(self, bucket: Tensor) -> torch.futures.Future[Tensor]:
         """One more bucket of this backward pass; the future has the mean once all of them count."""
+        return self._hand_in(lambda reduction: reduction.add(bucket, self._room))
+
+    def end_pass(self, used: int) -> torch.futures.Future[int]:
+        """All buckets of this backward pass are there; the future has the parameters that any member has used."""
+
+        def end(reduction: Reduction) -> torch.futures.Future[int]:
+            footing = self._footing
+            future = reduction.end(footing.crew.row(), used, self._room)
+            footing.layout, footing.is_waiting = reduction.layout, True
+            return future
+
+        return self._hand_in(end)
+
+    def _hand_in(self, hand_in: Callable[[Reduction], torch.futures.Future[_T]]) -> torch.futures.Future[_T]:
         footing = self._footing
         with footing.lock:
             footing.num_signs += 1
             reduction = self._present()
-            future = reduction.add(bucket, self._room)
-            if is_last:
-                reduction.row, reduction.is_whole = footing.crew.row(), True
-                footing.layout = reduction.layout
-                footing.is_waiting = True
+            future = hand_in(reduction)
             error, generation = footing.start_buckets(), footing.generation
             if footing.out is not None and footing.catching is None:
                 reduction.fail(seams.error_of(footing.out))
@@ -98,19 +114,25 @@ class Counting:
                     return
                 footing.where = replace(footing.where, is_prepared=True)
                 row = self._row(reduction)
-            gathered = [torch.empty(rows.WIDTH, dtype=torch.int64) for _ in footing.decree.members]
-            dist.all_gather(gathered, rows.to_tensor(row), group=footing.groups.reducing)
+            said = self._exchange(rows.to_tensor(row, reduction.used, self._num_parameters), footing.decree)
         except RuntimeError as error:
             footing.tell_broken(error, generation)
             return
-        said = tuple(Row.of(each.tolist()) for each in gathered)
+        every, used = rows.of_tensor(said)
         with footing.lock:
             if generation != footing.generation:
                 return  # an order came first: what becomes of this is decided when the next epoch begins
-            commit = Commit(number=reduction.number, members=footing.decree.members, rows=said)
-            footing.stops = all(each.wants_stop for each in said)
+            commit = Commit(number=reduction.number, members=footing.decree.members, rows=every, used=used)
+            footing.stops = all(each.wants_stop for each in every)
             self._take(commit, reduction, buffers)
         self._settle(reduction, commit, buffers)
+
+    def _exchange(self, own: Tensor, decree: Decree) -> Tensor:
+        """(num_members, width): what each says. All wait for it, so it takes one hop: a gather takes one for each."""
+        sent = own.repeat(len(decree.members), 1)
+        said = torch.empty_like(sent)
+        dist.all_to_all_single(said, sent, group=self._footing.groups.reducing)
+        return said
 
     def end(self, decree: Decree, generation: int) -> bool:
         """Before an epoch: take over the results if one of the members has, else be ready to reduce again.

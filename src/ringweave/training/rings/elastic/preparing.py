@@ -143,6 +143,7 @@ def _read(triple: tuple[nn.Module, Optimizer, DataLoader], asked: KeptAsked) -> 
         "reduction": asked.elastic.reduction,
         "seed": orders.seed_of(loader),
         "optimizer": optimizers.check_name(type(optimizer).__name__),
+        "num_parameters": elastic.num_parameters_of(model),
     }
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return _Given(model=model, optimizer=optimizer, loader=loader, reading=reading, parameters=parameters, alike=alike)
@@ -229,8 +230,14 @@ def _enlist(given: _Given, asked: KeptAsked, reach: _Reach, timer: StepTimer, se
     job_crew = JobCrew(facts, rosters, timer, state, Means(shelf=shelf, trust=trust), recorder)
     member = RingMember(name, lambda: session, lambda: crew, reach.servers, given.parameters)
     crew = RingCrew(job_crew, RingPlace(ring=seat.ring), member.pausing)
-    buffers = given.model.buffers
-    session = Session(name, groups, crew, buffers=lambda: list(buffers()), is_mean=asked.elastic.reduction == "mean")
+    session = Session(
+        name,
+        groups,
+        crew,
+        buffers=lambda: elastic.buffers_of(given.model),
+        is_mean=asked.elastic.reduction == "mean",
+        num_parameters=given.alike["num_parameters"],
+    )
     enter = Enter(part=messages.ring_part(seat.ring), expected=len(seat.slots))
     beat = lambda: session.beat(seams.at_work_s())  # noqa: E731 - as the other modes do
     agent = Agent(name, environment.coordinators, trust, session, beat, enter=enter)

@@ -1,0 +1,79 @@
+"""The CPU quota of a process, from files as the kernel writes them."""
+
+from pathlib import Path
+
+import pytest
+
+from ringweave.topology.cgroups import OwnQuota, Quota
+
+
+class Kernel:
+    """Files of a process and of its control groups."""
+
+    def __init__(self, folder: Path, version: int, *, group: str, inside: str = "/") -> None:
+        self.process, self.point = folder / "self", folder / "cgroup"
+        self.process.mkdir()
+        self.point.mkdir()
+        kind, options = ("cgroup", "rw,cpu") if version == 1 else ("cgroup2", "rw")
+        (self.process / "mountinfo").write_text(f"33 31 0:30 {inside} {self.point} rw - {kind} cgroup {options}\n")
+        (self.process / "cgroup").write_text(
+            "5:memory:/other\n" + (f"3:cpu:{group}" if version == 1 else f"0::{group}")
+        )
+        if version == 2:
+            (self.point / "cgroup.controllers").write_text("cpuset cpu\n")
+
+    def group(self, below: str, **files: str) -> None:
+        folder = self.point / below
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name.replace("__", ".")).write_text(text + "\n")
+
+
+STAT = "nr_periods 9\nnr_throttled 4\nthrottled_time 12"
+
+
+def test_version_1(tmp_path: Path) -> None:
+    kernel = Kernel(tmp_path, 1, group="/lab/n0")
+    kernel.group("lab/n0", cpu__cfs_quota_us="7000", cpu__cfs_period_us="40000", cpu__stat=STAT)
+    quota = OwnQuota(kernel.process)
+    assert quota.read() == Quota(cores=pytest.approx(0.175), period_s=pytest.approx(0.04), num_throttled=4)
+    kernel.group("lab/n0", cpu__cfs_quota_us="2000")
+    assert quota.read() == Quota(cores=pytest.approx(0.05), period_s=pytest.approx(0.04), num_throttled=4), (
+        "as it is now"
+    )
+    kernel.group("lab/n0", cpu__cfs_quota_us="-1")
+    assert quota.read() is None
+
+
+def test_the_least_of_a_group_and_those_above_it_binds(tmp_path: Path) -> None:
+    kernel = Kernel(tmp_path, 2, group="/pods/one")
+    kernel.group("", cpu__stat=STAT)
+    kernel.group("pods", cpu__max="150000 100000", cpu__stat=STAT)
+    kernel.group("pods/one", cpu__max="max 100000", cpu__stat="usage_usec 5")
+    quota = OwnQuota(kernel.process)
+    assert quota.read() == Quota(cores=pytest.approx(1.5), period_s=pytest.approx(0.1), num_throttled=4)
+    kernel.group("pods/one", cpu__max="50000 100000")
+    assert quota.read() == Quota(cores=pytest.approx(0.5), period_s=pytest.approx(0.1), num_throttled=0)
+
+
+@pytest.mark.parametrize("inside", ["/docker/1f", "/elsewhere"])
+def test_in_a_container_the_mount_point_is_its_group(tmp_path: Path, inside: str) -> None:
+    """Without a namespace of its own the process is told where its group is on the host; with one that is not below."""
+    kernel = Kernel(tmp_path, 2, group="/docker/1f", inside=inside)
+    kernel.group("", cpu__max="25000 100000", cpu__stat=STAT)
+    assert OwnQuota(kernel.process).read() == Quota(
+        cores=pytest.approx(0.25), period_s=pytest.approx(0.1), num_throttled=4
+    )
+
+
+def test_no_quota_where_nobody_says(tmp_path: Path) -> None:
+    assert OwnQuota(tmp_path).read() is None
+    kernel = Kernel(tmp_path, 1, group="/gone")
+    assert OwnQuota(kernel.process).read() is None
+    (kernel.process / "cgroup").write_text("5:memory:/other\n")
+    assert OwnQuota(kernel.process).read() is None
+
+
+def test_this_process_can_ask() -> None:
+    quota = OwnQuota().read()
+    assert quota is None or quota.cores > 0

@@ -1,0 +1,113 @@
+"""Which buckets of a backward pass are summed together, and what each gets of the sum."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringweave.comm.choosing import MIN_SCHEDULED_BYTES
+from ringweave.training.elastic import kept
+from ringweave.training.elastic.kept import Reduction, Room
+from ringweave.training.elastic.rows import Commit, Row
+
+SMALL, LARGE = 10, MIN_SCHEDULED_BYTES // 4
+COUNTS = Commit(number=1, members=("0.0", "1.0"), rows=(Row(), Row(is_following=True)), used=0b110)
+
+
+class Group:
+    """Of another member, whose gradients are all ones."""
+
+    def __init__(self) -> None:
+        self.summed: list[int] = []
+
+    def all_reduce(self, tensor: Tensor, **_: Any) -> "Group":
+        self.summed.append(tensor.numel())
+        tensor.add_(1)
+        return self
+
+    def wait(self) -> None: ...
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Group:
+    made = Group()
+    monkeypatch.setattr(kept, "dist", made)
+    return made
+
+
+def buckets(sizes: Sequence[int]) -> list[Tensor]:
+    return [torch.full((size,), float(number)) for number, size in enumerate(sizes, start=2)]
+
+
+@pytest.mark.parametrize("is_begun_early", [True, False])
+@pytest.mark.parametrize(
+    ("sizes", "summed"),
+    [
+        ([SMALL, LARGE], [SMALL + LARGE]),
+        ([SMALL, SMALL, LARGE, LARGE], [2 * SMALL + LARGE, LARGE]),
+        ([LARGE, SMALL], [LARGE, SMALL]),
+        ([LARGE - 1, SMALL], [LARGE - 1 + SMALL]),
+        ([SMALL], [SMALL]),
+    ],
+)
+def test_a_small_bucket_is_summed_with_the_next_one(
+    group: Group, sizes: list[int], summed: list[int], is_begun_early: bool
+) -> None:
+    room = Room()
+    for _ in range(2):
+        reduction, group.summed = Reduction(number=1), []
+        futures = []
+        for bucket in buckets(sizes):
+            futures.append(reduction.add(bucket, room))
+            if is_begun_early:
+                reduction.start()
+        used = reduction.end(Row(), 0b10, room)
+        reduction.start()
+        reduction.wait()
+        assert group.summed == summed
+        assert reduction.layout == [[size, "float32", "cpu"] for size in summed]
+        assert (reduction.is_whole, reduction.used) == (True, 0b10)
+        reduction.resolve(COUNTS, is_mean=False)
+        assert used.value() == 0b110
+        for number, (future, size) in enumerate(zip(futures, sizes, strict=True), start=2):
+            assert future.value().tolist() == [number + 1.0] * size
+            assert future.value().storage_offset() == 0, "DDP takes what it gets for the begin of its memory"
+
+
+def test_buckets_of_other_kinds_are_summed_apart(group: Group) -> None:
+    reduction, room = Reduction(number=1), Room()
+    futures = [reduction.add(torch.ones(2, 3, dtype=dtype), room) for dtype in (torch.float32, torch.float64)]
+    reduction.end(Row(), 0, room)
+    reduction.start()
+    assert group.summed == [6, 6]
+    reduction.resolve(COUNTS, is_mean=True)
+    assert [(future.value().dtype, future.value().shape) for future in futures] == [
+        (torch.float32, (2, 3)),
+        (torch.float64, (2, 3)),
+    ]
+
+
+def test_what_was_begun_in_a_group_that_is_gone_is_begun_anew_from_what_was_kept(group: Group) -> None:
+    reduction, room = Reduction(number=1), Room()
+    futures = [reduction.add(bucket, room) for bucket in buckets([SMALL, LARGE])]
+    reduction.end(Row(), 0, room)
+    for _ in range(2):
+        reduction.start()
+        reduction.let_go()
+    reduction.start()
+    reduction.resolve(COUNTS, is_mean=False)
+    assert group.summed == [SMALL + LARGE] * 3
+    assert [future.value()[0].item() for future in futures] == [3.0, 4.0], "the other's gradients once"
+
+
+def test_who_waits_for_any_bucket_hears_that_there_is_no_result(group: Group) -> None:
+    reduction, room = Reduction(number=1), Room()
+    futures: list[Any] = [reduction.add(bucket, room) for bucket in buckets([LARGE, SMALL])]
+    reduction.start()
+    assert group.summed == [LARGE], "the small one waits for another"
+    reduction.fail(RuntimeError("the job is over"))
+    for future in (*futures, reduction.end(Row(), 0, room)):
+        with pytest.raises(RuntimeError, match="the job is over"):
+            future.wait()
