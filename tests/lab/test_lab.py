@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -255,6 +256,26 @@ def test_labs_do_not_know_of_each_other(up, lab_name: str) -> None:
         send(other, "b", "a", 100_000)
     finally:
         lab.down(other_name)
+
+
+def test_a_lab_that_goes_down_meanwhile_is_not_in_the_way(up, lab_name: str, tmp_path: Path, monkeypatch) -> None:
+    """Its mounts vanish from the new node as well, between a look at them and their `umount`."""
+    other = f"{lab_name}-o"
+    umount = shutil.which("umount", path=os.pathsep.join([os.environ["PATH"], "/bin"]))
+    seen = tmp_path / "seen"
+    stand_in = tmp_path / "umount"
+    stand_in.write_text(
+        f'#!/bin/sh\ncase "$*" in *{other}/ns) {umount} "$@"; echo gone >> {seen};; esac\nexec {umount} "$@"\n'
+    )
+    stand_in.chmod(0o755)
+    lab.up(topology.loads(PAIR), other)
+    try:
+        monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path), os.environ["PATH"]]))
+        assert up(PAIR).cluster.node("b").name == "b"
+    finally:
+        monkeypatch.undo()
+        lab.down(other)
+    assert seen.read_text().splitlines() == ["gone"] * 2, "in each node that was made"
 
 
 def test_down_ends_what_runs_inside_and_only_that(up, left_of, lab_name: str) -> None:

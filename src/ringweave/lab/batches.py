@@ -31,6 +31,13 @@ done
 
 NODE_SETUP = f"""set -e
 name=$1 hosts=$2 home=$3 netns=$4
+hide() {{
+    for attempt in 1 2 3 4 5 6 7 8 9; do
+        if ! mountpoint -q "$1"; then return 0; fi
+        if umount -l -R "$1" 2>/dev/null; then return 0; fi
+    done
+    umount -l -R "$1"
+}}
 echo "$name" > /proc/sys/kernel/hostname
 {SYSCTLS}
 if [ -e /etc/hosts ]; then mount --bind "$hosts" /etc/hosts; fi
@@ -38,16 +45,15 @@ mount -t tmpfs -o mode=1777,nosuid,nodev rw-shm /dev/shm
 mount -t sysfs -o nosuid,nodev,noexec rw-sys "$home/sys"
 if [ -d "$home/sys/fs/cgroup" ]; then mount --rbind /sys/fs/cgroup "$home/sys/fs/cgroup"; fi
 mount --move "$home/sys" /sys
-umount -l -R "$netns"
+hide "$netns"
 mount -t tmpfs -o mode=0755,size=64k rw-none "$netns"
-for mounted in "$home"/labs/*/ns; do
-    if mountpoint -q "$mounted"; then umount -l -R "$mounted"; fi
-done
+for mounted in "$home"/labs/*/ns; do hide "$mounted"; done
 mount -t tmpfs -o mode=0755,size=64k rw-inside "$home"
 echo "$name" > "$home/inside"
 """
 """Run by sh in the namespaces of a new node: its host name, its own /dev/shm, /sys with its own interfaces; the labs
-themselves are out of sight, and so no node holds on to the namespaces of another."""
+themselves are out of sight, and so no node holds on to the namespaces of another. Whatever other labs take down in the
+meantime vanishes from here as well, between a look and the `umount`: then it is looked at again."""
 
 
 def make_namespaces(layout: Layout) -> list[str]:
