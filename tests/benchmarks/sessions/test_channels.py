@@ -75,6 +75,16 @@ def test_it_makes_no_sense_to_wait_for_dead_processes(listener) -> None:
         listener.gather("s", 2, 60.0, check)
 
 
+def test_what_a_dead_process_had_said_tells_more(listener, call) -> None:
+    call(b'{"session": "s", "error": "no room"}\n')
+
+    def check() -> None:
+        raise ChannelError("a process ended")
+
+    with pytest.raises(ChannelError, match="a worker: no room"):
+        listener.gather("s", 2, 60.0, check)
+
+
 def pair(rank: int) -> tuple[Channel, socket.socket]:
     ours, theirs = socket.socketpair()
     channel = Channel(ours)

@@ -118,10 +118,13 @@ class Listener:
         with ExitStack() as if_it_fails, selectors.DefaultSelector() as selector:
             selector.register(self._socket, selectors.EVENT_READ)
             while len(greeted) < world_size:
-                check_alive()
+                gone = _raised_by(check_alive)
                 if time.monotonic() > deadline_s:
                     raise ChannelError(f"{len(greeted)} of {world_size} ranks came within {timeout_s:g} s")
-                for key, _ in selector.select(0.2):
+                ready = selector.select(0 if gone else 0.2)
+                if gone and not ready:  # what it said before its end has been read, and tells more
+                    raise gone
+                for key, _ in ready:
                     if key.fileobj is self._socket:
                         stranger = Channel(self._socket.accept()[0])
                         if_it_fails.callback(stranger.close)
@@ -172,6 +175,14 @@ def ask(channels: Sequence[Channel], order: dict[str, Any], timeout_s: float) ->
                     answers[key.data] = document
                     selector.unregister(key.fileobj)
     return [answers[index] for index in range(len(channels))]
+
+
+def _raised_by(check: Callable[[], None]) -> ChannelError | None:
+    try:
+        check()
+    except ChannelError as error:
+        return error
+    return None
 
 
 def _hello(document: dict[str, Any]) -> Hello:
