@@ -67,6 +67,8 @@ def test_one_way_or_both_and_only_the_one_that_is_meant(up: Callable[..., Lab], 
     assert heard(trio, "c", node)
     trio.cut(node, "out")
     assert (heard(trio, "c", node), heard(trio, node, "c"), trio.cut_of(node)) == (False, True, "out")
+    trio.mend(node)
+    assert heard(trio, "c", node)  # each knows the other's hardware address anew: a deaf node could not ask for it
     trio.cut(node, "in")
     assert (heard(trio, "c", node), heard(trio, node, "c"), trio.cut_of(node)) == (True, False, "in")
     trio.cut(node)

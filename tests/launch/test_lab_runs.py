@@ -185,6 +185,7 @@ def test_without_the_cluster_file_workers_are_told_nothing(start_in, script) -> 
     assert [json.loads(run.log(rank)) for rank in range(3)] == [["None", "None", node] for node in "aab"]
 
 
+@pytest.mark.timeout(1200)
 def test_a_network_that_nobody_described_is_measured_and_kept(start, lab_name: str, tmp_path: Path) -> None:
     racks = """
 name: racks
@@ -195,7 +196,7 @@ switches: [{name: r0, uplink: 50Mbit/s}, {name: r1, uplink: 50Mbit/s}]
 """
     lab.up(topology.loads(racks), lab_name)
     seen = []
-    for number in range(3):  # windows are a quarter of a second: what stood still in one of them looks like a slow link
+    for number in range(8):  # windows are a quarter of a second: what stood still in one of them looks like a slow link
         cache, written = tmp_path / f"cache-{number}", tmp_path / f"found-{number}.yaml"
         run = start(
             "--no-cluster-file", "-m", "ringweave.comm.probing", "--json", "--write", str(written),

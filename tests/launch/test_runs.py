@@ -45,7 +45,14 @@ def test_any_command_after_dashes_is_run_as_it_is(start) -> None:
 
 def test_two_unequal_nodes(start, script) -> None:
     run = start(
-        "--workers", "3,2", "--replace-backend", "--schedule", "ring", script(PRINT_ENVIRON), OMP_NUM_THREADS="7"
+        "--workers",
+        "3,2",
+        "--replace-backend",
+        "--schedule",
+        "ring",
+        script(PRINT_ENVIRON),
+        OMP_NUM_THREADS="7",
+        MALLOC_TRIM_THRESHOLD_="131072",
     )
     assert run.wait_ended() == 0, run.stderr
     got = environs(run)
@@ -56,6 +63,7 @@ def test_two_unequal_nodes(start, script) -> None:
     assert {(e["RINGWEAVE_REPLACE_BACKEND"], e["RINGWEAVE_SCHEDULE"], e["OMP_NUM_THREADS"]) for e in got} == {
         ("1", "ring", "7")
     }
+    assert {(e["MALLOC_TRIM_THRESHOLD_"], e["MALLOC_MMAP_THRESHOLD_"]) for e in got} == {("131072", str(2**28))}
     assert run.record["cluster"]["nodes"] == [
         {"name": "node0", "workers": [0, 1, 2]},
         {"name": "node1", "workers": [3, 4]},

@@ -53,6 +53,8 @@ def test_a_worker_is_told_all_it_needs() -> None:
         "MASTER_PORT": "5",
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
+        "MALLOC_TRIM_THRESHOLD_": "1073741824",
+        "MALLOC_MMAP_THRESHOLD_": "268435456",
         "RINGWEAVE_CLUSTER": "/c.yaml",
         "RINGWEAVE_NODE": "a1",
         "RINGWEAVE_RUN_DIR": "/r",

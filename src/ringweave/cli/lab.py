@@ -11,7 +11,7 @@ import click
 from ringweave import lab, topology, units
 from ringweave.cli import run_options
 from ringweave.cli.run_options import RUN_SETTINGS, ProgramCommand, RunOptions
-from ringweave.errors import UsageError, explain
+from ringweave.errors import LabError, UsageError, explain
 from ringweave.lab import Lab, status
 from ringweave.launch import workers
 from ringweave.launch.local.sites import InLab
@@ -142,9 +142,21 @@ def show(name: str | None, as_json: bool) -> int:
     """
     if name is not None and name not in lab.names():
         lab.find(name)  # says what there is
-    documents = [status.describe(each) for each in (lab.names() if name is None else [name])]
+    documents = [status.describe(name)] if name is not None else _all_described()
     click.echo(json.dumps({"labs": documents}) if as_json else status.to_text(documents), nl=as_json)
     return 0
+
+
+def _all_described() -> list[dict[str, Any]]:
+    """All labs but those that go down meanwhile."""
+    documents = []
+    for each in lab.names():
+        try:
+            documents.append(status.describe(each))
+        except (UsageError, LabError):
+            if each in lab.names():
+                raise
+    return documents
 
 
 @command.command("down")

@@ -51,7 +51,7 @@ def test_a_watch_from_before_what_is_remembered_expires(cluster: FakeCluster, ku
 
 def test_a_silent_watch_gets_bookmarks_that_it_can_go_on_from(cluster: FakeCluster, kubeconfig: Path) -> None:
     now = run(kubeconfig, lambda client: client.request("GET", kinds.CONFIG_MAPS.path("default")))
-    params = {"resourceVersion": now["metadata"]["resourceVersion"], "timeoutSeconds": "2"}
+    params = {"resourceVersion": now["metadata"]["resourceVersion"], "timeoutSeconds": "10"}
     events = run(kubeconfig, lambda client: watched(client, allowWatchBookmarks="true", **params))
     assert {event["type"] for event in events} == {"BOOKMARK"}
     version = events[-1]["object"]["metadata"]["resourceVersion"]

@@ -93,6 +93,7 @@ class World:
 def _end_agents(tmp_path: Path) -> Iterator[None]:
     """No agent outlives a test that leaves its job in the middle."""
     yield
+    psutil.process_iter.cache_clear()  # it would hand out earlier processes that had the same numbers
     for process in psutil.process_iter(["cmdline"]):
         if any(word.startswith(str(tmp_path)) for word in process.info["cmdline"] or ()):
             with contextlib.suppress(psutil.NoSuchProcess):

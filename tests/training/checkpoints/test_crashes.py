@@ -21,8 +21,8 @@ assert train_step == 0 or model.weight.unique().tolist() == [train_step], "the s
 while True:
     train_step += 1
     torch.nn.init.constant_(model.weight, train_step)
-    checkpoints.save(train_step)
     print(train_step, flush=True)
+    checkpoints.save(train_step)
     checkpoints.wait()
 """
 

@@ -137,7 +137,7 @@ def test_a_replacement_goes_on_with_the_state_of_the_others_and_one_that_is_aske
 
 
 def test_a_stopped_member_is_left_behind_and_changes_nothing_when_it_wakes() -> None:
-    with ElasticJob(functions.train, 3, 24, {}, 0.1, silence_s=8.0) as job:
+    with ElasticJob(functions.train, 3, 24, {}, 0.1, silence_s=20.0) as job:
         # Before so many heartbeats that silence counts as learnt, it would be given a minute.
         job.wait_said("1.0", lambda said: said[:2] == ("done", 30))
         job.signal("1.0", signal.SIGSTOP)

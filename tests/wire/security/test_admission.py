@@ -155,7 +155,7 @@ def test_a_plain_peer_at_a_door_with_tls_is_refused(authority: wire.Authority, e
 
 
 def test_silent_strangers_are_cut_in_time_and_bounded_in_number(authority: wire.Authority, events: Events) -> None:
-    limits = wire.Limits(handshake_s=0.5, max_strangers=3)
+    limits = wire.Limits(handshake_s=5.0, max_strangers=3)
     with serving(trust(authority, "server", "0"), record=events, limits=limits) as server:
         strangers = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(4)]
         events.wait_reason("full")
@@ -164,7 +164,7 @@ def test_silent_strangers_are_cut_in_time_and_bounded_in_number(authority: wire.
             assert stranger.recv(1) == b""
             stranger.close()
         wait_until(lambda: not server._strangers)
-        server.limits = wire.Limits()  # half a second is little for a handshake on a busy machine
+        server.limits = wire.Limits()  # five seconds may be little for a handshake on a busy machine
         connect(server, trust(authority, "worker", "0")).close()
 
 

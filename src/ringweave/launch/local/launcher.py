@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from ringweave.launch.launcher import Exit, Launcher, WorkerState
 from ringweave.launch.local import bootstrap, guard, leftovers
 from ringweave.launch.local.merging import Console, LogFile, MergedStream, Stream
 from ringweave.launch.local.pump import Pump
-from ringweave.launch.workers import WorkerGroup, WorkerSpec
+from ringweave.launch.workers import USERS_OWN, WorkerGroup, WorkerSpec
 
 LEAVE_S = 0.5
 TERM_S = 0.5
@@ -80,6 +81,7 @@ class LocalLauncher(Launcher):
         self._exits: dict[int, Exit] = {}
         self._stopping = False
         self._pump = Pump()
+        self._outputs: dict[int, list[threading.Event]] = {}
         self._logs: list[LogFile] = []
         self._spared = leftovers.descendants()
         self._guard: subprocess.Popen[bytes] | None = None
@@ -146,7 +148,10 @@ class LocalLauncher(Launcher):
                 os.killpg(process.pid, how)
 
     def logs(self, global_rank: int, num_lines: int) -> list[str]:
-        """The last lines of the worker's log file."""
+        """The last lines of the worker's log file; all that it printed is there once it has ended."""
+        if global_rank in self._exits:  # its last words may still be in the pipe, which a grandchild may hold open
+            for has_ended in self._outputs.pop(global_rank, ()):
+                has_ended.wait(DRAIN_S)
         text = self._log_paths(global_rank).read_bytes()[-64 * 1024 :].decode(errors="replace")
         return text.splitlines()[-num_lines:]
 
@@ -192,9 +197,10 @@ class LocalLauncher(Launcher):
         self._processes[worker.global_rank] = process
         self._tell_guard(b"%d\n" % process.pid)
         streams: tuple[tuple[IO[bytes] | None, Stream], ...] = ((process.stdout, "stdout"), (process.stderr, "stderr"))
+        outputs = self._outputs[worker.global_rank] = []
         for pipe, stream in streams:
             assert pipe is not None
-            self._pump.add(pipe, MergedStream(self._console, stream, worker.global_rank, log))
+            outputs.append(self._pump.add(pipe, MergedStream(self._console, stream, worker.global_rank, log)))
 
     def _look_at(self, global_rank: int, process: subprocess.Popen[bytes]) -> None:
         seen = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -217,7 +223,7 @@ def _signal_name(number: int) -> str:
 
 
 def _environ(inherited: Mapping[str, str], worker: WorkerSpec) -> dict[str, str]:
-    """The worker's variables over ours, without what an outer launcher left; a user's OMP_NUM_THREADS stays."""
+    """The worker's variables over ours, without what an outer launcher left; some stay as the user has them."""
     kept = {k: v for k, v in inherited.items() if k not in _OURS and not k.startswith(_NOT_OURS)}
-    own = {k: v for k, v in worker.environ.items() if not (k == "OMP_NUM_THREADS" and k in kept)}
+    own = {k: v for k, v in worker.environ.items() if not (k in USERS_OWN and k in kept)}
     return kept | own

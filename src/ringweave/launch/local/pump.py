@@ -20,13 +20,15 @@ class Pump:
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._added: deque[tuple[IO[bytes], MergedStream]] = deque()
+        self._added: deque[tuple[IO[bytes], MergedStream, threading.Event]] = deque()
         self._draining, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
 
-    def add(self, pipe: IO[bytes], stream: MergedStream) -> None:
-        """Read this pipe too, from now on."""
-        self._added.append((pipe, stream))
+    def add(self, pipe: IO[bytes], stream: MergedStream) -> threading.Event:
+        """Read this pipe too, from now on. The event is set once it has ended and the stream has all of it."""
+        has_ended = threading.Event()
+        self._added.append((pipe, stream, has_ended))
+        return has_ended
 
     def start(self) -> None:
         """Begin to read."""
@@ -55,8 +57,8 @@ class Pump:
 
     def _take_added(self) -> None:
         while self._added:
-            pipe, stream = self._added.popleft()
-            self._selector.register(pipe, selectors.EVENT_READ, (pipe, stream))
+            pipe, *rest = self._added.popleft()
+            self._selector.register(pipe, selectors.EVENT_READ, (pipe, *rest))
 
     def _run_end(self) -> None:
         for key in list(self._selector.get_map().values()):
@@ -68,11 +70,12 @@ class Pump:
         if is_ready and not received:
             self._end(key)
         else:
-            _, stream = key.data
+            _, stream, _ = key.data
             stream.feed(received)
 
     def _end(self, key: selectors.SelectorKey) -> None:
-        pipe, stream = key.data
+        pipe, stream, has_ended = key.data
         self._selector.unregister(pipe)
         stream.end()
         pipe.close()
+        has_ended.set()

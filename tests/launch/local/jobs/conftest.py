@@ -29,6 +29,7 @@ class Running:
 def processes_of(state: Path) -> list[Running]:
     """Everything that runs for jobs of this state folder: supervisors, agents, workers."""
     found = []
+    psutil.process_iter.cache_clear()  # it would hand out earlier processes that had the same numbers
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             command, environ = process.cmdline(), process.environ()

@@ -76,7 +76,11 @@ def read(
 
 
 def _sources(folder: JobFolder, which: LogQuery) -> Iterator[_Source]:
-    for path in (folder.root / "runs").glob("*/*/round-*/logs/rank-*.log"):
+    try:
+        paths = list((folder.root / "runs").glob("*/*/round-*/logs/rank-*.log"))
+    except FileNotFoundError:  # the job is being removed
+        return
+    for path in paths:
         node, attempt, round_, _, name = path.parts[-5:]
         rank = int(name.removeprefix("rank-").removesuffix(".log"))
         is_wanted = which.node in (None, node) and which.rank in (None, rank)
