@@ -22,7 +22,7 @@ _PYTHON_SUFFIXES = (".py", ".pyc", ".pyz", ".pyw")
 _MOST_OF_A_LINE = 256
 KEPT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**28)}
 """For glibc's allocator, in bytes: what a train step has freed stays for the next one, up to 1 GiB at the end of the
-heap and in pieces of less than 256 MiB. Else the kernel takes it, and gives it back page by page, zeroed, in each step."""
+heap and in pieces of less than 256 MiB. Else the kernel takes it, and returns it page by page, zeroed, in each step."""
 USERS_OWN = ("OMP_NUM_THREADS", *KEPT_MEMORY)
 """Variables of a worker that stay as the user has set them."""
 
