@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ringweave.membership.rules.records import BEFORE_ALL, Ballot, Decree, Standing
+from ringweave.membership.rules.records import BEFORE_ALL, Ballot, Decree, Standing, slot_of
 
 _FACTOR = 3.0
 _MOST_S = 15.0
@@ -30,6 +30,7 @@ class Election:
         self._voters: dict[str, Rejoining] = {}
         self._unread: list[Rejoining] = []
         self._missing: set[str] = set()
+        self._latest: dict[int, int] = {}
         self._first_s: float | None = None
         self._last_s = 0.0
 
@@ -46,14 +47,23 @@ class Election:
 
     @property
     def is_won(self) -> bool:
-        """Most members of the newest epoch have voted; of two halves, the one with the first member."""
+        """Most members of the newest epoch that may live have voted; of two halves, the one with the first of them."""
         decree = self.decree
-        if decree is None:
-            return False
-        votes = [member for member in decree.members if member in self._voters]
-        if 2 * len(votes) == len(decree.members):
-            return decree.members[0] in votes
-        return 2 * len(votes) > len(decree.members)
+        able = [each for each in decree.members if not self.is_followed(each)] if decree is not None else []
+        votes = [member for member in able if member in self._voters]
+        if 2 * len(votes) == len(able):
+            return bool(votes) and min(able, key=slot_of) in votes
+        return 2 * len(votes) > len(able)
+
+    def follow(self, newcomer: str) -> None:
+        """A process has been given a slot, or is about to be: those that had it before have ended."""
+        slot, incarnation = slot_of(newcomer)
+        self._latest[slot] = max(incarnation, self._latest.get(slot, 0))
+
+    def is_followed(self, member: str) -> bool:
+        """Its slot has been given to another process."""
+        slot, incarnation = slot_of(member)
+        return self._latest.get(slot, incarnation) > incarnation
 
     def vote(self, rejoining: Rejoining, now_s: float) -> None:
         """A member asks."""
@@ -78,6 +88,12 @@ class Election:
         if self._first_s is None or not self._missing - set(present):
             return False
         return now_s - self._last_s <= min(_MOST_S, max(least_s, _FACTOR * (self._last_s - self._first_s)))
+
+    def take_followed(self) -> set[str]:
+        """Who is waited for, and cannot come: its slot has been given to another process; each once."""
+        followed = {each for each in self._missing if self.is_followed(each)}
+        self._missing -= followed
+        return followed
 
     def take_absent(self, present: Collection[str]) -> set[str]:
         """Who has not come though there was time; once."""

@@ -57,6 +57,10 @@ class Parts:
         reasons = [each.ended for each in parts] or [self._services[JOB].ended]
         return reasons[0] if all(reasons) else ""
 
+    def succeed(self, members: Collection[str]) -> None:
+        """These are about to be started as members of the whole job; see `Coordinator.succeed`."""
+        self._services[JOB].succeed(members)
+
     def tick(self, connected: Callable[[], Collection[str]]) -> None:
         """Time has passed; `connected` gives the names of those that hold a connection, when each part asks."""
         for _, each in self._all():

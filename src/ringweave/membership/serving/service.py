@@ -76,6 +76,11 @@ class CoordinatorService:
         """The job is over."""
         self._event(lambda _now_s: self._coordinator.give_up(reason))
 
+    def succeed(self, members: Collection[str]) -> None:
+        """These are about to be started: those that had their slots before have ended."""
+        for member in members:
+            self._event(lambda now_s, member=member: self._coordinator.succeed(member, now_s))
+
     def tick(self, connected: Callable[[], Collection[str]]) -> None:
         """Time has passed; `connected` gives the names of those that hold a connection.
 
