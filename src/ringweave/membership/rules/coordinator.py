@@ -91,7 +91,6 @@ class Coordinator:
 
     def join(self, member: str, now_s: float) -> None:
         """A process wants to become a member. One of the same slot that was there before is gone then."""
-        self.succeed(member, now_s)
         if self.is_active and not self._presence.knows(member):
             others = self._presence.of_slot(slot_of(member)[0])
             if any(slot_of(other) > slot_of(member) for other in others):
@@ -104,14 +103,16 @@ class Coordinator:
                 self._waiting_since_s = now_s
             self._consider(now_s)
 
-    def succeed(self, member: str, now_s: float) -> None:
-        """This process has got a slot, or will: those that had it have ended, and a standby waits for none of them."""
-        self._election.follow(member)
-        if not self.is_active and self._election.is_won:
+    def announce(self, member: str, now_s: float) -> None:
+        """This process is about to be started beside this one: those that had its slot before have ended."""
+        self._election.announce(member, now_s)
+
+    def hear_idle(self, now_s: float) -> None:
+        """The other coordinator decides nothing: where all who can be there ask this one, nobody goes on elsewhere."""
+        self._election.hear_idle(now_s)
+        if not self.is_active and self._election.accounts_for(self._settings.expected):
             self._take_over(now_s)
-        for each in self._election.take_followed():
-            self._lose(each, reasons.FOLLOWED)
-        self._consider(now_s)
+            self._consider(now_s)
 
     def rejoin(self, rejoining: Rejoining, now_s: float) -> None:
         """A member has lost its coordinator, and asks this one to take over."""
@@ -145,6 +146,11 @@ class Coordinator:
         if term > self._reign and self.is_active:
             self._term = self._reign = 0
             self._forget()
+
+    def hear_active(self, term: int) -> None:
+        """The other coordinator decides, in that term."""
+        self._election.forget_announced()
+        self.hear_of(term)
 
     def part(self, member: str) -> None:
         """It took its leave of this connection, or that broke because nothing passed: it lives, for all that is known.
@@ -263,11 +269,7 @@ class Coordinator:
             self._propose(now_s, is_urgent=False)
 
     def _newcomers(self) -> list[str]:
-        """Who waits to be let in, as far as there is room."""
-        known = self.decree.members if self.decree else ()
-        room = self._settings.bounds.most - sum(1 for member in known if member in self._presence.here)
-        waiting = sorted((each for each in self._presence.here if each not in known), key=slot_of)
-        return waiting[: max(0, room)]
+        return self._presence.newcomers(self.decree.members if self.decree else (), self._settings.bounds.most)
 
     def _propose(self, now_s: float, *, is_urgent: bool) -> None:
         if is_urgent and self._waiting_since_s is None:
@@ -352,3 +354,5 @@ class Coordinator:
         for stranger in set(self._presence.here) - set(newest.members):
             self._lose(stranger, reasons.WITHOUT_IT)
         self._election.await_rest(set(newest.members) - set(self._presence.here))
+        for member in self._election.take_followed():
+            self._lose(member, reasons.FOLLOWED)

@@ -9,6 +9,9 @@ _FACTOR = 3.0
 _MOST_S = 15.0
 """How long those who have not voted yet are waited for, beside the time that it took the others."""
 
+_SURE_S = 5.0
+"""Between two words of the other coordinator: more means that it may have decided, and members have come to it."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rejoining:
@@ -30,7 +33,8 @@ class Election:
         self._voters: dict[str, Rejoining] = {}
         self._unread: list[Rejoining] = []
         self._missing: set[str] = set()
-        self._latest: dict[int, int] = {}
+        self._starting: dict[int, int] = {}
+        self._sure_s = 0.0
         self._first_s: float | None = None
         self._last_s = 0.0
 
@@ -47,23 +51,41 @@ class Election:
 
     @property
     def is_won(self) -> bool:
-        """Most members of the newest epoch that may live have voted; of two halves, the one with the first of them."""
+        """Most members of the newest epoch have voted; of two halves, the one with the first member."""
         decree = self.decree
-        able = [each for each in decree.members if not self.is_followed(each)] if decree is not None else []
-        votes = [member for member in able if member in self._voters]
-        if 2 * len(votes) == len(able):
-            return bool(votes) and min(able, key=slot_of) in votes
-        return 2 * len(votes) > len(able)
+        if decree is None:
+            return False
+        votes = [member for member in decree.members if member in self._voters]
+        if 2 * len(votes) == len(decree.members):
+            return decree.members[0] in votes
+        return 2 * len(votes) > len(decree.members)
 
-    def follow(self, newcomer: str) -> None:
-        """A process has been given a slot, or is about to be: those that had it before have ended."""
+    def accounts_for(self, num_slots: int) -> bool:
+        """Every process that a job of so many slots can have has voted, or is about to be started."""
+        decree = self.decree
+        if decree is None or not all(each in self._voters or self.is_followed(each) for each in decree.members):
+            return False
+        return len({slot_of(each)[0] for each in self._voters} | self._starting.keys()) >= num_slots
+
+    def announce(self, newcomer: str, now_s: float) -> None:
+        """This process is about to be given a slot: those that had it before have ended."""
         slot, incarnation = slot_of(newcomer)
-        self._latest[slot] = max(incarnation, self._latest.get(slot, 0))
+        self._starting[slot], self._sure_s = incarnation, now_s
+
+    def hear_idle(self, now_s: float) -> None:
+        """The other coordinator decides nothing now."""
+        if now_s - self._sure_s > _SURE_S:
+            self.forget_announced()
+        self._sure_s = now_s
+
+    def forget_announced(self) -> None:
+        """They may have become members elsewhere."""
+        self._starting.clear()
 
     def is_followed(self, member: str) -> bool:
-        """Its slot has been given to another process."""
+        """Its slot is about to be given to another process."""
         slot, incarnation = slot_of(member)
-        return self._latest.get(slot, incarnation) > incarnation
+        return self._starting.get(slot, incarnation) > incarnation
 
     def vote(self, rejoining: Rejoining, now_s: float) -> None:
         """A member asks."""
@@ -90,7 +112,7 @@ class Election:
         return now_s - self._last_s <= min(_MOST_S, max(least_s, _FACTOR * (self._last_s - self._first_s)))
 
     def take_followed(self) -> set[str]:
-        """Who is waited for, and cannot come: its slot has been given to another process; each once."""
+        """Who is waited for, and cannot come: its slot is about to be given to another process; each once."""
         followed = {each for each in self._missing if self.is_followed(each)}
         self._missing -= followed
         return followed

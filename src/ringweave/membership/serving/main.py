@@ -50,7 +50,7 @@ class Process:
         self.service = parts.coordinators(
             wanted, index=asked.index, is_standby=asked.standby, note=self._note_epoch, note_lost=self._note_lost
         )
-        self.service.succeed([each for each in asked.successors.split(",") if each])
+        self.service.announce([each for each in asked.successors.split(",") if each])
         trust = wire.Tls(wire.Credentials.load_from(asked.credentials))
         self._rival: AbstractContextManager[object] = nullcontext()
         if asked.other:
