@@ -26,11 +26,13 @@ class Noted(ThisMachine):
         super().__init__()
         self.asked: list[tuple[str, bool, int]] = []
         self.others: list[str] = []
+        self.successors: list[str] = []
 
     def enter_node(self, node: str, argv: Sequence[str]) -> Sequence[str]:
         asked = main.parse(argv[3:])
         self.asked.append((node, asked.standby, asked.index))
         self.others.append(asked.other)
+        self.successors.append(asked.successors)
         return [sys.executable, "-c", ENDS_BADLY if len(self.asked) == 1 else STAYS]
 
 
@@ -120,3 +122,22 @@ def test_one_that_cannot_be_started_again_is_given_up_and_ends_nothing(tmp_path:
     with coordinators.running(os.environ):
         wait_until(look, "an end of it")
     assert "and another one could not be started: none left for coordinator-0. Training goes on" in said[0]
+
+
+def test_only_the_first_process_is_told_who_starts_beside_it(tmp_path: Path) -> None:
+    """When it dies and another one is started, those may be members, and nobody's successors any more."""
+    (tmp_path / "logs").mkdir()
+    site, authority = Noted(), Authority("job")
+    posts = [Post(node=node, meeting=site.meeting(node)) for node in ("a", "b")]
+    pair = Pair(posts=posts, bounds=Bounds(least=1, most=2), expected=2, starting=("0.1", "1.1"))
+    coordinators = Coordinators(
+        pair, site, RunDir(root=tmp_path), lambda index: authority.issue("coordinator", str(index)), own={0: True}
+    )
+
+    def look() -> bool:
+        coordinators.look()
+        return len(site.asked) > 1
+
+    with coordinators.running(os.environ):
+        wait_until(look, "another coordinator")
+    assert site.successors == ["0.1,1.1", ""]

@@ -36,20 +36,23 @@ class Pair:
     expected: int
     """Members that its first epoch waits for."""
     starting: Sequence[str] = ()
-    """Members that are about to be started beside one of them: those that had their slots before have ended."""
+    """Members that are started right after one of them: those that had their slots before have ended."""
 
     @property
     def addresses(self) -> tuple[tuple[str, int], ...]:
         """(host, port) of each."""
         return tuple((post.meeting.host, post.meeting.port) for post in self.posts)
 
-    def arguments(self, index: int, *, is_standby: bool) -> list[str]:
-        """What the process of one of them is told, its credentials and its folder apart."""
+    def arguments(self, index: int, *, is_standby: bool, is_first: bool) -> list[str]:
+        """What the process of one of them is told, its credentials and its folder apart.
+
+        Only the first one is told who starts beside it: when there is another one they may be members.
+        """
         meeting = self.posts[index].meeting
         host, port = self.addresses[1 - index]
         words = ["--host", meeting.host, "--port", str(meeting.port), "--other", f"{host}:{port}"]
         words += ["--elastic", str(self.bounds), "--expected", str(self.expected), "--index", str(index)]
-        words += ["--successors", ",".join(self.starting)] if self.starting else []
+        words += ["--successors", ",".join(self.starting)] if self.starting and is_first else []
         return [*words, "--standby"] if is_standby else words
 
 
@@ -104,7 +107,7 @@ class Coordinators:
         self._environ = environ
         try:
             for index, is_standby in self._own.items():
-                self._start(index, is_standby=is_standby)
+                self._start(index, is_standby=is_standby, is_first=True)
             yield
         finally:
             for process in self._processes.values():
@@ -125,7 +128,7 @@ class Coordinators:
                 self._note_death(index, lived_s, now_s, f"the last one with exit code {process.returncode}")
             if self._respawns[index].take_due(now_s):
                 try:
-                    self._start(index, is_standby=True)
+                    self._start(index, is_standby=True, is_first=False)
                 except LaunchError as error:
                     self._note_death(index, 0.0, now_s, f"and another one could not be started: {error}")
 
@@ -143,9 +146,9 @@ class Coordinators:
     def _log(self, index: int) -> Path:
         return self._run_dir.root / "logs" / f"coordinator-{index}.log"
 
-    def _start(self, index: int, *, is_standby: bool) -> None:
+    def _start(self, index: int, *, is_standby: bool, is_first: bool) -> None:
         secret = self._credentials(index).to_descriptor()
-        told = self._pair.arguments(index, is_standby=is_standby)
+        told = self._pair.arguments(index, is_standby=is_standby, is_first=is_first)
         serve = [sys.executable, "-m", _MAIN, "--credentials", f"fd:{secret}", *told]
         serve += ["--run-dir", str(self._run_dir.root)]
         self._processes[index] = attendants.start(
