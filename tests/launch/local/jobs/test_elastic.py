@@ -45,6 +45,9 @@ def test_a_killed_group_comes_back_while_the_other_one_trains_on(here: Here, nod
     assert attempts[node] == ["its agent was killed", ""]
     assert attempts[other] == [""]
     check_steps(here, node)
+    (folder,) = (here.state / "jobs").glob("job-*")
+    wait_until(lambda: not (folder / "secrets").exists(), "the end of credentials that nobody needed")
+    assert not [path for path in folder.rglob("*") if path.is_file() and b"PRIVATE KEY" in path.read_bytes()]
 
 
 def check_steps(here: Here, node: int) -> None:
