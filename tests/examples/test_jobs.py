@@ -6,6 +6,7 @@ import pytest
 
 from ringweave import topology
 from ringweave.jobs.requests import job_file
+from ringweave.jobs.requests.request import Elastic
 
 JOBS = Path(__file__).parents[2] / "examples" / "jobs"
 
@@ -18,6 +19,7 @@ JOBS = Path(__file__).parents[2] / "examples" / "jobs"
         ("gpus", "cuda", (8, 3)),
         ("lab", "cpu", (1,) * 6),
         ("rings", "cpu", (3, 3)),
+        ("elastic", "cpu", (3, 3)),
     ],
 )
 def test_they_can_be_submitted(name: str, device: str, counts: tuple[int, ...]) -> None:
@@ -27,7 +29,7 @@ def test_they_can_be_submitted(name: str, device: str, counts: tuple[int, ...]) 
 
 
 def test_all_of_them_are_named_here() -> None:
-    assert {path.stem for path in JOBS.glob("*.yaml")} == {"text", "digits", "gpus", "lab", "rings"}
+    assert {path.stem for path in JOBS.glob("*.yaml")} == {"text", "digits", "gpus", "lab", "rings", "elastic"}
 
 
 def test_the_nodes_of_the_lab_are_those_of_its_cluster() -> None:
@@ -36,6 +38,10 @@ def test_the_nodes_of_the_lab_are_those_of_its_cluster() -> None:
     assert cluster.name == request.lab
     rooms = {node.name: node.num_devices for node in cluster.nodes}
     assert {node.name: node.capacity for node in request.nodes} == rooms
+
+
+def test_the_elastic_one_can_lose_a_node() -> None:
+    assert job_file.load(JOBS / "elastic.yaml").elastic == Elastic(min=3)
 
 
 def test_the_one_in_rings_has_a_server() -> None:

@@ -1,12 +1,12 @@
 """Members, two coordinators and a bad network, on a virtual clock: what the random tests of the protocol play with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 from ringweave.membership.rules.coordinator import Coordinator
 from ringweave.membership.rules.electing import Rejoining
 from ringweave.membership.rules.follower import Follower, Form, Freeze, Out, resolve
-from ringweave.membership.rules.records import BEFORE_ALL, Ballot, Decree, Order, Standing
+from ringweave.membership.rules.records import BEFORE_ALL, Ballot, Decree, Order, Standing, slot_of
 from ringweave.membership.rules.settings import Bounds, Settings
 from ringweave.membership.rules.signs import Beat
 
@@ -58,10 +58,10 @@ class World:
 
     def __init__(self, num_members: int, *, least: int = 1) -> None:
         self.now_s = 0.0
-        wanted = Settings(bounds=Bounds(least=least, most=16), expected=num_members, patience_s=20.0)
+        self.wanted = Settings(bounds=Bounds(least=least, most=16), expected=num_members, patience_s=20.0)
         self.coordinators = [
-            Coordinator(wanted, now_s=0.0),
-            Coordinator(wanted, now_s=0.0, index=1, is_standby=True),
+            Coordinator(self.wanted, now_s=0.0),
+            Coordinator(self.wanted, now_s=0.0, index=1, is_standby=True),
         ]
         self.is_down = [False, False]
         self.members: dict[str, Member] = {}
@@ -78,9 +78,11 @@ class World:
 
     def _send(self, member: Member, event: Callable[[Coordinator, float], None], *, is_kernel: bool = False) -> None:
         """Put a letter of a member to its coordinator on its way."""
-        at = member.at
+        at, process = member.at, self.coordinators[member.at]
 
         def arrive() -> None:
+            if self.coordinators[at] is not process:
+                return  # its connection broke with that one
             if not self.is_down[at] and (is_kernel or (member.name, at) not in self.cut):
                 event(self.coordinators[at], self.now_s)
                 self._note_decrees()
@@ -265,6 +267,21 @@ class World:
         member.is_dead = True
         self._send(member, lambda each, now_s: each.lose(member.name, now_s), is_kernel=True)
 
+    def lose_node(self, index: int, slots: Collection[int]) -> None:
+        """A node dies with its coordinator and its workers, and is replaced: others begin in their places."""
+        self.coordinators[index] = Coordinator(self.wanted, now_s=self.now_s, index=index, is_standby=True)
+        for slot in slots:
+            lives = [each for name, each in self.members.items() if slot_of(name)[0] == slot]
+            for member in lives:
+                if not member.is_dead:
+                    self.kill(member)
+            self.coordinators[index].announce(f"{slot}.{len(lives)}", self.now_s)
+        for slot in slots:
+            self.enter(f"{slot}.{sum(1 for name in self.members if slot_of(name)[0] == slot)}")
+        for member in self.members.values():
+            if member.at == index and member.can_act and member.rejoining is None and member.decree is not None:
+                self.rejoin(member)
+
     def leave(self, member: Member) -> None:
         """SIGTERM: it wants to go, and says so at once, and whenever it says where it stands."""
         name, member.standing = member.name, replace(member.standing, is_leaving=True)
@@ -272,10 +289,18 @@ class World:
 
     def hear(self, index: int) -> None:
         """A coordinator asks the other one which term it decides in."""
-        other = self.coordinators[1 - index]
-        if other.is_active and not (self.is_down[0] or self.is_down[1]):
-            term = other.term
-            self.letters.append(lambda: None if self.is_down[index] else self.coordinators[index].hear_of(term))
+        process, other = self.coordinators[index], self.coordinators[1 - index]
+        if self.is_down[0] or self.is_down[1]:
+            return
+        is_active, term = other.is_active, other.term
+
+        def arrive() -> None:
+            if self.is_down[index] or self.coordinators[index] is not process:
+                return
+            process.hear_active(term) if is_active else process.hear_idle(self.now_s)
+            self._note_decrees()
+
+        self.letters.append(arrive)
 
     def rejoin(self, member: Member, *, is_other: bool = True) -> None:
         """It has lost its coordinator, or believes so, takes its leave of it, and asks the other one or it again."""

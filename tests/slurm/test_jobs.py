@@ -16,6 +16,7 @@ from ringweave.errors import JobError
 from ringweave.jobs.life.observing import Cause
 from ringweave.lab import processes
 from ringweave.launch.services.service import LogQuery
+from tests.launch import until_back
 from tests.slurm.conftest import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -68,6 +69,21 @@ def test_only_the_node_whose_step_was_killed_is_retried(jobs):
     assert {line.attempt for line in jobs.service.logs("text", LogQuery(node="n1"))} == {1, 2}, (
         "logs of all attempts are kept"
     )
+
+
+def test_in_an_elastic_job_the_others_train_on_while_a_killed_step_is_replaced(jobs):
+    nodes = "[{name: big, capacity: 3}, {name: small, capacity: 3}]"
+    jobs.submit(until_back.SCRIPT, "elastic: {min: 3}\nmode: sync\n", gpus=6, nodes=nodes)
+    wait_until(lambda: any('"step": 5' in line for line in jobs.lines(node="small")), jobs.story)
+    (pid,) = agents(jobs, "small")
+    os.kill(pid, signal.SIGKILL)
+    view = jobs.wait("Succeeded")
+    assert (view.round, [node.retries for node in view.used_nodes], jobs.attempts()) == (1, [0, 1], [1, 2])
+    said = [json.loads(line) for line in jobs.lines(rank=0) if line.startswith("{")]
+    steps = [each["step"] for each in said if "step" in each]
+    assert steps == list(range(1, len(steps) + 1)), "no step was lost"
+    assert {len(each["members"]) for each in said if "step" in each} >= {3, 6}
+    assert len({json.loads(line)["sum"] for line in jobs.lines() if '"sum"' in line}) == 1
 
 
 def test_a_script_that_fails_is_not_tried_again(jobs):

@@ -5,7 +5,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -107,8 +107,12 @@ def _attempt(
 ) -> reports.Ending:
     """All workers once, from the start to the end of the last one."""
     attempt = run_dirs.begin_attempt(request.run_dir, request.cluster_text)
-    server = _server(request)
-    crew = _coordinators(request, server)
+
+    def give_up(text: str) -> None:
+        stderr.write(f"ringweave: {text}\n")
+
+    server = _server(request, give_up)
+    crew = _coordinators(request, server, give_up)
     helpers = [each for each in (server, crew) if each is not None]
     group = _lay_out(request, server, crew)
     _announce(request, group, attempt, stderr)
@@ -171,19 +175,23 @@ def _supervise(
     )
 
 
-def _server(request: Request) -> JobServer | None:
+def _server(request: Request, give_up: Callable[[str], object]) -> JobServer | None:
     """The parameter server that the mode needs, or may come to need: an elastic run chooses none that does."""
     is_balanced = request.elastic is not None and request.mode == _AUTO
     mode = None if is_balanced else request.mode
-    return JobServer.of(mode, request.cluster, request.site, request.run_dir, has_standby=request.has_standby)
+    return JobServer.of(
+        mode, request.cluster, request.site, request.run_dir, has_standby=request.has_standby, give_up=give_up
+    )
 
 
-def _coordinators(request: Request, server: JobServer | None) -> JobCoordinators | None:
+def _coordinators(
+    request: Request, server: JobServer | None, give_up: Callable[[str], object]
+) -> JobCoordinators | None:
     """Those of an elastic run; its workers show the same credentials to them and to the parameter server."""
     if request.elastic is None:
         return None
     authority = server.authority if server else None
-    return JobCoordinators.of(request.elastic, request.cluster, request.site, request.run_dir, authority)
+    return JobCoordinators.of(request.elastic, request.cluster, request.site, request.run_dir, authority, give_up)
 
 
 @contextmanager

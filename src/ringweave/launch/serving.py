@@ -5,11 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from ringweave import telemetry
+from ringweave.launch.elastic.respawning import Respawns
 from ringweave.launch.local import attendants
 from ringweave.launch.local.attendants import Post
 from ringweave.launch.local.sites import Site
@@ -30,17 +32,40 @@ class JobServer:
     follows the other.
     """
 
-    def __init__(self, posts: Sequence[Post], site: Site, run_dir: RunDir, authority: Authority) -> None:
-        """`posts` are where it is, and then where its standby is, if it has one."""
+    def __init__(
+        self,
+        posts: Sequence[Post],
+        site: Site,
+        run_dir: RunDir,
+        authority: Authority,
+        *,
+        give_up: Callable[[str], object] = lambda text: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`posts` are where it is, and then where its standby is, if it has one.
+
+        `give_up` is told of one that dies time after time, in words; it is not started again.
+        """
         self._posts, self._site, self._run_dir = tuple(posts), site, run_dir
         self.authority = authority
         self._log = telemetry.EventLog(run_dir.events)
+        self._give_up, self._clock = give_up, clock
+        self._respawns = [Respawns() for _ in posts]
+        self._begun_s: dict[int, float] = {}
+        self._seen: set[int] = set()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._environ: Mapping[str, str] = {}
 
     @classmethod
     def of(
-        cls, mode: str | None, cluster: Cluster, site: Site, run_dir: RunDir, *, has_standby: bool = False
+        cls,
+        mode: str | None,
+        cluster: Cluster,
+        site: Site,
+        run_dir: RunDir,
+        *,
+        has_standby: bool = False,
+        give_up: Callable[[str], object] = lambda text: None,
     ) -> "JobServer | None":
         """The server that a mode needs, or may come to need (`auto`); None if it needs none.
 
@@ -56,7 +81,7 @@ class JobServer:
         nodes = [best, *([*others, best][:1] if has_standby else ())]
         job = Identity(job=f"run-{os.getpid()}", role=ROLE, name="0").job
         posts = [Post(node=node, meeting=site.meeting(node)) for node in nodes]
-        return cls(posts, site, run_dir, Authority(job))
+        return cls(posts, site, run_dir, Authority(job), give_up=give_up)
 
     @property
     def node(self) -> str:
@@ -82,7 +107,7 @@ class JobServer:
     def num_peers(self) -> int:
         """Connections that are open now, to it and to its standby."""
         return sum(
-            _num_established(process.pid, post.meeting.port)
+            num_established(process.pid, post.meeting.port)
             for process, post in zip(self._processes, self._posts, strict=False)
             if process.poll() is None
         )
@@ -110,11 +135,25 @@ class JobServer:
 
     def look(self) -> None:
         """Start again what has died, if there is another one that it can follow."""
+        now_s = self._clock()
         for index, process in enumerate(self._processes if len(self._posts) > 1 else ()):
-            exit_code = process.poll()
-            if exit_code:
+            respawns, exit_code = self._respawns[index], process.poll()
+            if exit_code and index not in self._seen:
+                self._seen.add(index)
                 self._note_exit(index, exit_code, was_stopped=False)
+                respawns.note_death(now_s - self._begun_s[index], now_s)
+                if respawns.has_given_up:
+                    self._give_up(self._why(index, exit_code, respawns.num_quick))
+            if respawns.take_due(now_s):
                 self._processes[index] = self._start(index)
+
+    def _why(self, index: int, exit_code: int, num_deaths: int) -> str:
+        node, log = self._posts[index].node, self._run_dir.server_log(index)
+        return (
+            f"parameter server {index} on node {node} is given up: {num_deaths} of its processes in a row were over "
+            f"within a minute each, the last one with exit code {exit_code}. Training goes on with the other one; "
+            f"nobody takes over if that dies as well. See what it lacks in {log}."
+        )
 
     def to_text(self) -> str:
         """What it said of itself in the end, or that it did not come to that; for the user."""
@@ -151,6 +190,8 @@ class JobServer:
         process = attendants.start(
             "parameter server", serve, post=post, site=self._site, environ=self._environ, log=log, secret=secret
         )
+        self._begun_s[index] = self._clock()
+        self._seen.discard(index)
         self._log.write("server_started", node=post.node, pid=process.pid, address=_address(post))
         return process
 
@@ -159,7 +200,7 @@ def _address(post: Post) -> str:
     return f"{post.meeting.host}:{post.meeting.port}"
 
 
-def _num_established(pid: int, port: int) -> int:
+def num_established(pid: int, port: int) -> int:
     """Connections at a port, as the kernel counts them where the process is: it may be in a network of its own."""
     wanted, established = f":{port:04X}", "01"
     count = 0

@@ -86,7 +86,7 @@ class FakePlace:
             self.groups[key] = replace(group, phase=Phase.RUNNING)
 
     def end(self, key: Key, cause: Cause | None = None, text: str = "") -> None:
-        """The group ends: well without a cause, else badly; those that train with it are interrupted."""
+        """The group ends: well without a cause, else badly; who trains with it is interrupted, unless elastic."""
         group = self.groups[key]
         was_running = group.phase is Phase.RUNNING
         if cause is None:
@@ -100,7 +100,8 @@ class FakePlace:
             "ended_s": self.clock_s,
         }
         self._change(key, phase=Phase.FAILED, **ended)
-        if was_running:
+        is_elastic = self.job is not None and self.job.request.elastic is not None
+        if was_running and not is_elastic:
             for other, peer in self.groups.items():
                 if peer.phase is Phase.RUNNING and peer.round == group.round:
                     self._change(other, phase=Phase.INTERRUPTED, ended_s=self.clock_s, text="lost its peer")

@@ -8,7 +8,7 @@ import pytest
 from ringweave.cli.jobs import following
 from ringweave.errors import JobError
 from ringweave.jobs.life import records
-from ringweave.jobs.life.states import JobState
+from ringweave.jobs.life.states import JobState, reason
 from ringweave.jobs.requests.request import NodeRequest, Request
 from ringweave.launch.services import views
 from ringweave.launch.services.service import LogLine
@@ -42,6 +42,22 @@ def follow(*states: JobState) -> int:
 def test_the_exit_code_is_the_jobs() -> None:
     assert follow(JobState.RUNNING, JobState.SUCCEEDED) == 0
     assert follow(JobState.RUNNING, JobState.FAILED) == 1
+
+
+def test_a_loss_that_the_others_go_on_without_is_told_though_the_job_runs_on(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    told = Told(*[JobState.RUNNING] * 4, JobState.SUCCEEDED)
+    loss = reason("GoesOn", job="job", node="n0", nodes="node n0", detail="node n0 failed (killed), retry 1 of 3")
+    told.views[1:3] = [replace(view, reason=loss) for view in told.views[1:3]]
+    assert following.follow("job", "local", lambda: told, sleep=lambda _: None) == 0  # type: ignore[arg-type, return-value]
+    assert capfd.readouterr().err.splitlines() == [
+        "ringweave: job is Running",
+        "ringweave: job is Running: node n0 failed (killed), retry 1 of 3; the others train on, and node n0 can join "
+        "them when replaced",
+        "ringweave: job is Running",
+        "ringweave: job is Succeeded",
+    ]
 
 
 def test_a_job_that_is_gone_before_its_end_was_seen_is_no_wrong_usage(capfd: pytest.CaptureFixture[str]) -> None:

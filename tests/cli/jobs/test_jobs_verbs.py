@@ -57,6 +57,17 @@ def test_the_plan_is_shown_and_nothing_is_submitted(ask) -> None:
     assert ask("jobs")[1] == "no jobs\n"
 
 
+def test_the_plan_of_an_elastic_job_says_with_how_many_it_goes_on(ask) -> None:
+    code, out, err = ask("submit", "job.yaml", "--elastic", "3", "--dry-run")
+    assert (code, err) == (0, "")
+    wanted = "elastic  goes on with 3 of 11 workers or more when a node is lost; coordinators on big and small"
+    assert wanted in out.splitlines()
+    code, out, err = ask("submit", "job.yaml", "--elastic", "9", "--dry-run")
+    assert (code, out) == (2, "")
+    assert "elastic.min: 9, expected 1 to 8, which are left without the smallest node (small, 3 workers)." in err
+    assert err.rstrip().endswith("[--elastic]")
+
+
 def test_dry_run_full_has_what_the_job_becomes(ask) -> None:
     code, out, _ = ask("submit", "job.yaml", "--dry-run=full", "--json")
     document = json.loads(out)

@@ -8,7 +8,7 @@ from ringweave.jobs.life.observing import Cause, Phase
 from ringweave.jobs.life.reconciling import reconcile
 from ringweave.jobs.life.records import Job
 from ringweave.jobs.life.states import JobState
-from ringweave.jobs.requests.request import DeletionPolicy, NodeRequest, Request
+from ringweave.jobs.requests.request import DeletionPolicy, Elastic, NodeRequest, Request
 from ringweave.testing.places import FakePlace
 
 KEEP, ON_FAILURE, DELETE = DeletionPolicy.KEEP, DeletionPolicy.KEEP_ON_FAILURE, DeletionPolicy.DELETE
@@ -20,15 +20,17 @@ def a_job(
     max_retries: int = 1,
     ttl_s: float | None = None,
     suspend: bool = False,
-    now: float = 0.0,
+    least: int | None = None,
 ) -> Job:
-    """A job that gets three workers on each of its nodes."""
+    """A job that gets three workers on each of its nodes, elastic if it is said how many go on at least."""
     nodes = tuple(
         NodeRequest(name=f"n{index}", capacity=3, max_retries=max_retries, deletion=policy)
         for index, policy in enumerate(policies)
     )
+    elastic = None if least is None else Elastic(min=least)
+    total = 3 * len(nodes)
     request = Request(
-        name="text", num_workers=3 * len(nodes), script="train.py", nodes=nodes, ttl_s=ttl_s, suspend=suspend
+        name="text", num_workers=total, script="s.py", nodes=nodes, ttl_s=ttl_s, suspend=suspend, elastic=elastic
     )
     counts = request.split.counts
     assert counts is not None
@@ -189,6 +191,29 @@ LIVES = (
     ),
     Life("deleted while it runs", lambda: a_job((KEEP, DELETE)), ((all_run, verb("delete")),)),
     Life("deleted while it gathers", a_job, ((made(1, 1), verb("delete")),)),
+    Life(
+        "elastic: a node is killed, and comes back",
+        lambda: a_job((DELETE,) * 3, least=3),
+        ((all_run, end((1, 1), cause=Cause.PLACE)), (all_run, end_all)),
+    ),
+    Life(
+        "elastic: a node may not be tried again",
+        lambda: a_job((DELETE, KEEP, DELETE), least=3, max_retries=0),
+        (
+            (all_run, end((1, 1), cause=Cause.PLACE)),
+            (in_state("Running"), end_all),
+        ),
+    ),
+    Life(
+        "elastic: too few are left",
+        lambda: a_job((DELETE,) * 3, least=6),
+        ((all_run, end((1, 1), (2, 1), cause=Cause.PLACE)), (all_run, end_all)),
+    ),
+    Life(
+        "elastic: one is lost when another one has finished",
+        lambda: a_job((DELETE, KEEP, DELETE), least=3),
+        ((all_run, end((0, 1))), (made(0, 1), end((1, 1), cause=Cause.PLACE)), (made(2, 1), end((2, 1)))),
+    ),
     Life(
         "its config is removed by somebody",
         a_job,

@@ -24,6 +24,10 @@ ENDS = {
     "submitted suspended": (JobState.SUCCEEDED, [(0, 1), (1, 1)], {}),
     "stopped": (JobState.STOPPED, [(0, 1), (1, 1)], {(0, 1)}),
     "stopped and tried again": (JobState.SUCCEEDED, [(0, 1), (0, 2), (1, 1), (1, 2)], {}),
+    "elastic: a node is killed, and comes back": (JobState.SUCCEEDED, [(0, 1), (1, 1), (1, 2), (2, 1)], {}),
+    "elastic: a node may not be tried again": (JobState.SUCCEEDED, [(0, 1), (1, 1), (2, 1)], {(1, 1)}),
+    "elastic: too few are left": (JobState.SUCCEEDED, [(0, 1), (1, 1), (1, 2), (2, 1), (2, 2)], {}),
+    "elastic: one is lost when another one has finished": (JobState.SUCCEEDED, [(0, 1), (1, 1), (2, 1)], {(1, 1)}),
     "its config is removed by somebody": (JobState.SUCCEEDED, [(0, 1), (1, 1)], {}),
 }
 

@@ -155,6 +155,31 @@ def test_where_all_answer_after_all_the_first_one_that_blamed_another_pays() -> 
     assert [known.attempt for known in record_of(place).nodes] == [1, 1, 2]
 
 
+@pytest.mark.parametrize(
+    "removed",
+    [
+        {"phase": Phase.READY},
+        {"phase": Phase.READY, "leaving": True},
+        {"phase": Phase.RUNNING, "leaving": True},
+        {"phase": Phase.INTERRUPTED, "leaving": True},
+    ],
+)
+def test_nobody_pays_for_a_node_that_is_being_removed_while_they_connect_to_it(removed: dict) -> None:
+    """Its Pod was deleted by somebody: it stops to answer before its place says that it is gone."""
+    place = running(DELETE, DELETE, DELETE)
+    place.groups[1, 1] = replace(place.groups[1, 1], **removed, ended_s=place.clock_s + 1)
+    interrupted(place, 0, 2)
+    lives.settle(place)
+    assert ([known.retries for known in record_of(place).nodes], record_of(place).round) == ([0, 0, 0], 2)
+    place.lose((1, 1))
+    for _ in range(6):
+        lives.settle(place)
+        place.pass_time()
+    record = record_of(place)
+    assert ([known.retries for known in record.nodes], record.state) == ([0, 1, 0], JobState.RUNNING)
+    assert [known.attempt for known in record.nodes] == [1, 2, 1]
+
+
 def test_what_was_not_paid_is_forgotten_with_the_round() -> None:
     for verb in ("suspend", "stop"):
         place = running(DELETE, DELETE, DELETE)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from ringweave.errors import JobError
 from ringweave.jobs.requests import job_file
 from ringweave.jobs.requests.job_file import Flag
-from ringweave.jobs.requests.request import MODES, DeletionPolicy, NodeRequest, Request
+from ringweave.jobs.requests.request import MODES, DeletionPolicy, Elastic, NodeRequest, Request
 
 FULL = """\
 name: text
@@ -72,6 +72,51 @@ def test_a_lab_has_no_gpus() -> None:
         JobError, match=r"lab: 'two-racks', expected none for GPUs: a lab limits links and CPU time\. Ask"
     ):
         job_file.loads(f"{FULL}lab: two-racks\n")
+
+
+TWO_NODES = "name: text\ncpu_workers: 9\nscript: s.py\nnodes: [{name: a, capacity: 5}, {name: b, capacity: 4}]\n"
+
+
+def test_an_elastic_job_says_with_how_many_it_goes_on() -> None:
+    request = job_file.loads(f"{TWO_NODES}elastic: {{min: 4}}\n")
+    assert request.elastic == Elastic(min=4)
+    assert "elastic: {min: 4}\n" in str(request)
+    assert job_file.loads(str(request)) == request
+    assert job_file.loads(TWO_NODES, {"elastic": Flag(name="--elastic", value={"min": 4})}) == request
+
+
+@pytest.mark.parametrize(
+    ("elastic", "told"),
+    [
+        (
+            "{min: 6}",
+            r"elastic\.min: 6, expected 1 to 5, which are left without the smallest node \(b, 4 workers\)\. "
+            r"Write min: 5, or less to survive the loss of larger nodes\. \[j:5: elastic\.min\]",
+        ),
+        ("{min: 0}", r"elastic\.min: 0, expected 1 to 5"),
+        ("{least: 3}", r"unknown key in elastic: 'least', expected one of min\."),
+        ("3", r"elastic: 3, expected a map with min: with how many workers at least the others go on"),
+        ('{min: "3"}', r"min: '3', expected a whole number from 1 .*\[j:5: elastic\.min\]"),
+        (
+            "{min: 4}\nmode: ps",
+            r"elastic: 'mode ps', expected none with a parameter server, which dies with its node\.",
+        ),
+    ],
+)
+def test_wrong_elastic_jobs(elastic: str, told: str) -> None:
+    with pytest.raises(JobError, match=told):
+        job_file.loads(f"{TWO_NODES}elastic: {elastic}\n", source="j")
+
+
+def test_a_job_on_one_node_cannot_lose_it() -> None:
+    with pytest.raises(
+        JobError,
+        match=r"elastic: 'one node, n0', expected two nodes or more: one can be lost\. Leave elastic out, or share the "
+        r"job out over more nodes\. \[j:5: elastic\]",
+    ):
+        job_file.loads(f"{SHORT}elastic: {{min: 1}}\n", source="j")
+    with pytest.raises(JobError, match=r"elastic\.min: 9, .*\[--elastic\]"):
+        job_file.loads(TWO_NODES, {"elastic": Flag(name="--elastic", value={"min": 9})})
 
 
 names = st.from_regex(r"[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?", fullmatch=True)

@@ -5,12 +5,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ringweave.launch.elastic.coordinating import JobCoordinators
+from ringweave.errors import LaunchError
+from ringweave.launch.elastic.coordinating import Coordinators, JobCoordinators, Pair
 from ringweave.launch.local.attendants import Post
 from ringweave.launch.local.sites import ThisMachine
 from ringweave.launch.run_dirs import RunDir
 from ringweave.membership.rules.settings import Bounds
 from ringweave.membership.serving import main
+from ringweave.wire import Authority, Credentials
 from tests.launch.conftest import wait_until
 
 ENDS_BADLY = "import sys; sys.exit(3)"
@@ -24,11 +26,13 @@ class Noted(ThisMachine):
         super().__init__()
         self.asked: list[tuple[str, bool, int]] = []
         self.others: list[str] = []
+        self.successors: list[str] = []
 
     def enter_node(self, node: str, argv: Sequence[str]) -> Sequence[str]:
         asked = main.parse(argv[3:])
         self.asked.append((node, asked.standby, asked.index))
         self.others.append(asked.other)
+        self.successors.append(asked.successors)
         return [sys.executable, "-c", ENDS_BADLY if len(self.asked) == 1 else STAYS]
 
 
@@ -49,3 +53,91 @@ def test_one_that_died_comes_back_as_a_standby_with_its_own_index(tmp_path: Path
     assert site.asked == [("a", False, 0), ("b", True, 1), ("a", True, 0)]
     first, second = (f"{post.meeting.host}:{post.meeting.port}" for post in posts)
     assert site.others == [second, first, second], "each knows where the other one is"
+
+
+class AlwaysFails(ThisMachine):
+    def enter_node(self, node: str, argv: Sequence[str]) -> Sequence[str]:
+        return [sys.executable, "-I", "-S", "-c", ENDS_BADLY]
+
+
+def test_one_that_dies_time_after_time_is_given_up_and_it_is_said(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    site, said, now_s = AlwaysFails(), [], [0.0]
+    posts = [Post(node=node, meeting=site.meeting(node)) for node in ("a", "b")]
+    pair = Pair(posts=posts, bounds=Bounds(least=1, most=2), expected=2)
+    authority = Authority("job")
+    coordinators = Coordinators(
+        pair,
+        site,
+        RunDir(root=tmp_path),
+        lambda index: authority.issue("coordinator", str(index)),
+        own={1: True},
+        give_up=said.append,
+        clock=lambda: now_s[0],
+    )
+
+    def look() -> bool:
+        now_s[0] += 1.0
+        coordinators.look()
+        return bool(said)
+
+    with coordinators.running(os.environ):
+        wait_until(look, "an end of it")
+        now_s[0] += 1000.0
+        coordinators.look()
+        assert not coordinators.pids
+    assert said == [
+        "coordinator 1 on node b is given up: 10 of its processes in a row were over within a minute each, the last "
+        "one with exit code 3. Training goes on; nobody takes over if the other coordinator dies as well. See what it "
+        f"lacks in {tmp_path / 'logs' / 'coordinator-1.log'}."
+    ]
+
+
+def test_one_that_cannot_be_started_again_is_given_up_and_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    site, said, now_s = AlwaysFails(), [], [0.0]
+    posts = [Post(node=node, meeting=site.meeting(node)) for node in ("a", "b")]
+    left = [Authority("job").issue("coordinator", "0")]
+
+    def credentials(index: int) -> Credentials:
+        if not left:
+            raise LaunchError(f"none left for coordinator-{index}")
+        return left.pop()
+
+    coordinators = Coordinators(
+        Pair(posts=posts, bounds=Bounds(least=1, most=2), expected=2),
+        site,
+        RunDir(root=tmp_path),
+        credentials,
+        own={0: False},
+        give_up=said.append,
+        clock=lambda: now_s[0],
+    )
+
+    def look() -> bool:
+        now_s[0] += 1.0
+        coordinators.look()
+        return bool(said)
+
+    with coordinators.running(os.environ):
+        wait_until(look, "an end of it")
+    assert "and another one could not be started: none left for coordinator-0. Training goes on" in said[0]
+
+
+def test_only_the_first_process_is_told_who_starts_beside_it(tmp_path: Path) -> None:
+    """When it dies and another one is started, those may be members, and nobody's successors any more."""
+    (tmp_path / "logs").mkdir()
+    site, authority = Noted(), Authority("job")
+    posts = [Post(node=node, meeting=site.meeting(node)) for node in ("a", "b")]
+    pair = Pair(posts=posts, bounds=Bounds(least=1, most=2), expected=2, starting=("0.1", "1.1"))
+    coordinators = Coordinators(
+        pair, site, RunDir(root=tmp_path), lambda index: authority.issue("coordinator", str(index)), own={0: True}
+    )
+
+    def look() -> bool:
+        coordinators.look()
+        return len(site.asked) > 1
+
+    with coordinators.running(os.environ):
+        wait_until(look, "another coordinator")
+    assert site.successors == ["0.1,1.1", ""]

@@ -188,6 +188,41 @@ def test_a_round_that_is_over_before_its_workers_start_is_no_failure_of_the_node
     assert post.told[1].text.startswith("credentials of round 1: 'round 2 has begun', expected a round that is not")
 
 
+@pytest.mark.parametrize("is_offering", [True, False])
+def test_who_waits_for_credentials_obeys_the_order_to_leave(is_offering: bool) -> None:
+    """A hand that waits asks why it should stop; without that it would wait for two minutes, and then have failed."""
+    post = FakePost()
+
+    def wait(*_: object) -> None:
+        assert agent.why_stop() == ""
+        agent.leave("it got SIGTERM")
+        raise RoundOverError(1, agent.why_stop())
+
+    agent = Agent(post, offer=wait if is_offering else lambda _: Offer(meeting=HERE), start=wait)
+    post.happenings = [lambda: post.open(1)] if not is_offering else []
+    post.happenings += [lambda: None]
+    assert agent.serve() is Phase.STOPPED
+    assert (post.told[-1].phase, post.told[-1].cause, post.told[-1].text) == (Phase.STOPPED, None, "it got SIGTERM")
+
+
+def test_who_waits_for_credentials_hears_of_the_next_round() -> None:
+    post, waited = FakePost(), []
+
+    def offer(orders: Orders) -> Offer:
+        if not waited:
+            assert agent.why_stop() == ""
+            post.order(round=2)
+            waited.append(agent.why_stop())
+            raise RoundOverError(1, waited[0])
+        return Offer(meeting=HERE)
+
+    agent = Agent(post, offer=offer, start=lambda _: pytest.fail("the gate is shut"))
+    post.happenings = [lambda: None, lambda: post.order(leave=True, why="enough")]
+    agent.serve()
+    assert waited == ["round 2 is called"]
+    assert phases(post.told) == [(2, "Ready"), (2, "Stopped")]
+
+
 def test_what_cannot_be_started_is_the_places_doing() -> None:
     post = FakePost()
 

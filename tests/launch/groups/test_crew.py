@@ -10,12 +10,14 @@ import pytest
 
 from ringweave.jobs.life.observing import Cause, Phase
 from ringweave.launch.books import Books
+from ringweave.launch.causes import Death
 from ringweave.launch.groups import layout
 from ringweave.launch.groups.config import Config, ConfigNode
-from ringweave.launch.groups.crew import Crew, Outcome
+from ringweave.launch.groups.crew import Crew, Outcome, conclude_elastic
 from ringweave.launch.groups.posts import Opening
 from ringweave.launch.groups.results import Results
 from ringweave.launch.groups.serving import RoundServer
+from ringweave.launch.launcher import Exit
 from ringweave.launch.local import leftovers
 from ringweave.launch.local.attendants import Post
 from ringweave.launch.local.launcher import LocalLauncher
@@ -24,6 +26,9 @@ from ringweave.launch.local.sites import ThisMachine
 from ringweave.launch.run_dirs import RunDir
 from ringweave.launch.serving import JobServer
 from ringweave.launch.workers import Meeting, Program
+from ringweave.membership.agent import SEARCH_S
+from ringweave.membership.rules.follower import Out
+from ringweave.training.elastic import seams
 from ringweave.wire import Authority
 from tests.launch.conftest import wait_until
 
@@ -69,3 +74,38 @@ def test_a_server_that_outlives_a_round_that_failed_was_stopped(
     events = [json.loads(line) for line in run_dir.events.read_text().splitlines()]
     (ended,) = [event for event in events if event["kind"] == "server_exited"]
     assert (ended["exit_code"], ended["signal"], ended["stopped"]) == (None, "SIGTERM", True)
+
+
+def death(said: str, *, signal_name: str | None = None, time_s: float = 1.0, rank: int = 2) -> Death:
+    ended = Exit(exit_code=None if signal_name else 1, signal_name=signal_name, time_s=time_s, stopped=False)
+    return Death(global_rank=rank, node="a", exit=ended, last_lines=("Traceback (most recent call last):", said))
+
+
+def error(reason: str, *, is_end: bool, heir: str = "") -> str:
+    """As the log of a worker has it."""
+    found = seams.error_of(Out(reason=reason, is_end=is_end, heir=heir))
+    return f"ringweave.errors.{type(found).__name__}: {found}"
+
+
+@pytest.mark.parametrize(
+    ("said", "phase", "cause"),
+    [
+        (error("all workers are done", is_end=True), Phase.SUCCEEDED, None),
+        (error("no worker is left that has the parameters", is_end=True), Phase.INTERRUPTED, Cause.PEER),
+        (error("2 workers are left", is_end=True, heir="0.0"), Phase.INTERRUPTED, Cause.PEER),
+        (error(f"no coordinator within {SEARCH_S:g} s: refused", is_end=False), Phase.INTERRUPTED, Cause.PEER),
+        (error("it was not heard of in time", is_end=False), Phase.FAILED, Cause.PLACE),
+        ("ValueError: no", Phase.FAILED, Cause.PROGRAM),
+        ("ConnectionResetError: peer", Phase.INTERRUPTED, Cause.PEER),
+    ],
+)
+def test_what_a_member_was_told_says_whose_doing_its_end_is(said: str, phase: Phase, cause: Cause | None) -> None:
+    outcome = conclude_elastic([death(said)])
+    assert (outcome.phase, outcome.cause) == (phase, cause)
+
+
+def test_a_member_that_was_killed_is_the_places_doing_whatever_the_others_say() -> None:
+    over = death(error("all workers are done", is_end=True), time_s=0.5, rank=3)
+    outcome = conclude_elastic([over, death("", signal_name="SIGKILL")])
+    assert (outcome.phase, outcome.cause) == (Phase.FAILED, Cause.PLACE)
+    assert conclude_elastic([]).phase is Phase.SUCCEEDED

@@ -136,7 +136,7 @@ class Stage:
         self.exits: dict[int, Exit | None] = {0: None, 1: None}
         self.stopped: list[signal.Signals] = []
         self.death, self.wanted, self.happened = "", True, list[str]()
-        self.now_s = 0.0
+        self.now_s, self.num_tended = 0.0, 0
         group = WorkerGroup(argv=("python",), workers=())
         self.crew = Crew(group, self, self, self, self, clock=lambda: self.now_s)  # type: ignore[arg-type]
 
@@ -147,6 +147,9 @@ class Stage:
 
     def end(self) -> None:
         self.happened.append("server ends")
+
+    def tend(self) -> None:
+        self.num_tended += 1
 
     def is_wanted(self, now_s: float) -> bool:
         return self.wanted
@@ -194,6 +197,7 @@ def test_the_server_comes_first_and_stays_for_the_other_nodes(stage: Stage) -> N
     assert outcome is not None
     assert outcome.phase is Phase.SUCCEEDED
     assert stage.happened[2:] == ["server ends", "workers gone", "done"]
+    assert stage.num_tended == 3
 
 
 def test_nothing_of_the_workers_is_left_though_the_server_cannot_be_ended(
@@ -233,14 +237,14 @@ def test_the_death_of_the_server_is_the_places_doing(stage: Stage) -> None:
 def test_connections_are_counted_where_the_process_is() -> None:
     import socket
 
-    from ringweave.launch.serving import _num_established
+    from ringweave.launch.serving import num_established
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert _num_established(os.getpid(), port) == 0
+        assert num_established(os.getpid(), port) == 0
         with socket.create_connection(("127.0.0.1", port)) as client:
             accepted, _ = server.accept()
             with accepted:
-                assert _num_established(os.getpid(), port) == 1
+                assert num_established(os.getpid(), port) == 1
                 assert client.getpeername()[1] == port
-    assert _num_established(2**30, port) == 0
+    assert num_established(2**30, port) == 0

@@ -67,3 +67,16 @@ def test_a_no_is_final_and_silence_is_not_for_long(status: int, waits_s: float) 
     with pytest.raises(LaunchError, match=text):
         desk.handover().give(1, {})
     assert desk.now_s == waits_s
+
+
+def test_who_is_told_to_leave_or_called_back_asks_no_longer() -> None:
+    """As long as nobody lodges them, which may be for ever: their maker may be gone."""
+    desk = FakeDesk((404, "nobody has lodged credentials of round 1; ask again"))
+    reasons = iter(["", "", "it got SIGTERM"])
+    text = r"credentials of round 1: 'it got SIGTERM', expected a round that is not over"
+    with pytest.raises(RoundOverError, match=text):
+        desk.handover(3).take(1, 3, lambda: next(reasons))
+    assert len(desk.asked) == 2
+    with pytest.raises(RoundOverError, match="'round 3 is called'"):
+        desk.handover().give(2, {3: CREDENTIALS}, lambda: "round 3 is called")
+    assert len(desk.asked) == 2

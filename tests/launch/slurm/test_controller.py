@@ -6,6 +6,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from ringweave.errors import LaunchError
+from ringweave.jobs.life.states import JobState
 from ringweave.launch.local.jobs.folders import replace_text
 from ringweave.launch.slurm.asking.commands import Slurm
 from ringweave.launch.slurm.controller import FAILED_S, Controller, grant_of
@@ -168,6 +170,42 @@ def test_a_requeued_allocation_is_adopted_without_a_charge(tmp_path):
     assert entry is not None
     assert [node.retries for node in entry.job.record.nodes] == [0, 0]
     assert entry.job.record.state == "Succeeded"
+
+
+def test_an_allocation_that_is_requeued_time_after_time_before_all_nodes_ran_is_given_up(tmp_path):
+    world = World(tmp_path)
+
+    def requeue(restarts: int):
+        controller = Controller(world.registry, "text", a_grant(restarts=restarts), world.means)
+        assert controller.claim()
+        controller.adopt()
+        entry = world.registry.find("text")
+        assert entry is not None
+        return entry
+
+    assert [requeue(restarts).hold.num_fruitless for restarts in range(10)] == list(range(10))
+    assert requeue(9).hold.num_fruitless == 9, "the same allocation: its controller was started again"
+    assert world.state() == "Pending"
+    entry = requeue(10)
+    assert str(entry.job.record.outcome_reason) == (
+        "its place took it all away 10 times in a row before all nodes ran: its allocation was taken back by Slurm. "
+        "See why the place does that, then ringweave retry text."
+    )
+    world.grant = a_grant(restarts=10)
+    world.lead(world.released)
+    assert world.state() == "Failed"
+
+
+def test_an_allocation_that_ran_may_be_requeued_for_ever(tmp_path):
+    world = World(tmp_path)
+    for restarts in range(30):
+        controller = Controller(world.registry, "text", a_grant(restarts=restarts), world.means)
+        assert controller.claim()
+        controller.adopt()
+        entry = world.registry.find("text")
+        assert entry is not None
+        assert (entry.hold.num_fruitless, entry.job.record.outcome) == (0, None)
+        world.registry.save("text", replace(entry.job.record, state=JobState.RUNNING), entry.hold)
 
 
 def test_a_controller_of_a_former_allocation_leaves(tmp_path):

@@ -60,6 +60,53 @@ def test_a_member_of_a_later_epoch_tells_a_coordinator_that_its_time_is_over() -
     assert (table.coordinator.term, table.coordinator.decree) == (3, later)
 
 
+def asked_by_half(*announced: str) -> Table:
+    """A coordinator that was started anew beside these, and is asked by two of four members; it decides nothing yet."""
+    decree = Table(4).begin("0.0", "1.0", "2.0", "3.0")
+    table = Table(4, is_standby=True)
+    for member in announced:
+        table.coordinator.announce(member, table.now_s)
+    for member in ("2.0", "3.0"):
+        rejoining = Rejoining(standing=holder(member), decree=decree, promised=decree.ballot)
+        table.coordinator.rejoin(rejoining, table.now_s)
+    return table
+
+
+def test_half_of_the_members_go_on_with_one_that_starts_in_the_place_of_the_other_half() -> None:
+    table = asked_by_half("0.1", "1.1")
+    assert not table.coordinator.is_active, "the other one may decide"
+    table.coordinator.hear_idle(1.0)
+    assert table.coordinator.is_active
+    table.stand(holder("2.0"), holder("3.0"))
+    assert table.coordinator.decree is not None
+    assert table.coordinator.decree.members == ("2.0", "3.0"), "at once: the others are known to have ended"
+
+
+def test_it_waits_for_a_majority_where_one_process_is_not_accounted_for() -> None:
+    for announced in ((), ("0.1",), ("0.0", "1.0")):
+        table = asked_by_half(*announced)
+        table.coordinator.hear_idle(1.0)
+        assert not table.coordinator.is_active, announced
+    decree = Table(4).begin("0.0", "1.0", "2.0", "3.0")
+    table = Table(6, is_standby=True)
+    for member in ("0.1", "1.1"):
+        table.coordinator.announce(member, 0.0)
+    for member in ("2.0", "3.0"):
+        table.coordinator.rejoin(Rejoining(standing=holder(member), decree=decree, promised=decree.ballot), 0.0)
+    table.coordinator.hear_idle(1.0)
+    assert not table.coordinator.is_active, "somebody of the two other slots may have joined after that epoch"
+
+
+def test_what_was_announced_counts_no_longer_once_another_one_may_have_decided() -> None:
+    table = asked_by_half("0.1", "1.1")
+    table.coordinator.hear_active(2)
+    table.coordinator.hear_idle(1.0)
+    assert not table.coordinator.is_active, "they may be members by now"
+    table = asked_by_half("0.1", "1.1")
+    table.coordinator.hear_idle(20.0)
+    assert not table.coordinator.is_active, "nothing was heard of the other one for 20 s"
+
+
 def cut_in_two() -> tuple[Table, Table, Decree]:
     """A member came back to the first coordinator; then both were cut off from the standby and the other members, who
     went on with it. Also the epoch that those are in."""

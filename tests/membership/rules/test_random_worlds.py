@@ -140,6 +140,23 @@ class RandomWorld(RuleBasedStateMachine):
             self.world.check()
 
 
+class RandomNodes(RandomWorld):
+    """Whole nodes are lost as well, with a coordinator and any workers, and others begin in their places at once."""
+
+    @rule(data=st.data(), index=st.integers(0, 1))
+    def lose_node(self, data: st.DataObject, index: int) -> None:
+        slots = sorted({slot_of(name)[0] for name in self.world.members})
+        gone = data.draw(st.sets(st.sampled_from(slots)))
+        if all(sum(1 for name in self.world.members if slot_of(name)[0] == slot) < 3 for slot in gone):
+            self.world.lose_node(index, sorted(gone))
+
+    def teardown(self) -> None:
+        """Where neither coordinator knows anything members may have to give up; nothing else is wrong till then."""
+        self.world.cut.clear()
+        self.world.is_down = [False, False]
+        self._go_on(200)
+
+
 TestRandomWorld = RandomWorld.TestCase
 TestRandomWorld.settings = settings(
     max_examples=effort.share_of(300),
@@ -148,3 +165,18 @@ TestRandomWorld.settings = settings(
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
+
+TestRandomNodes = RandomNodes.TestCase
+TestRandomNodes.settings = TestRandomWorld.settings
+
+
+def test_half_of_a_job_goes_on_when_the_node_with_the_coordinator_is_lost() -> None:
+    """Two of two nodes with two workers each: the first one dies, with the coordinator that decides."""
+    random = RandomNodes()
+    world = random.world = World(4)
+    random._go_on(30)
+    world.lose_node(0, [0, 1])
+    random._go_on(100)
+    (ballot,) = world.live_epochs
+    assert set(world.decrees[ballot].members) == {"2.0", "3.0", "0.1", "1.1"}
+    assert world.members["2.0"].standing.committed > 0

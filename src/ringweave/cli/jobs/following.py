@@ -58,12 +58,12 @@ def follow(
         sleep: Between two looks.
     """
     printing = threading.Thread(target=_print_logs, args=(open_service(), name), daemon=True)
-    state = None
+    told = None
     try:
         printing.start()
         for job in watch(open_service(), name, sleep):
-            if job.state != state:
-                state = job.state
+            if _story(job) != told:
+                told = _story(job)
                 said = f": {job.reason.text}" if job.reason else ""
                 click.echo(f"ringweave: {name} is {job.state}{said}", err=True)
         printing.join()
@@ -79,6 +79,11 @@ def follow(
     if job.reason:
         click.echo(f"ringweave: {job.reason.helps}.", err=True)
     return 1
+
+
+def _story(job: JobView) -> tuple[str, str]:
+    """What is worth a line when it changes: the state, and what the others of an elastic job go on without."""
+    return str(job.state), job.reason.text if job.reason and job.state == "Running" else ""
 
 
 def shown(line: LogLine, *, many: bool) -> str:

@@ -107,9 +107,18 @@ def lines(made: JobPlan, request: Request, job: JobView) -> list[str]:
         f"rings    in each node one of its own workers; through all: {_ranks(made.ring)}",
         f"leaders  {_leaders(made)}",
         *served,
+        *_elastic(made, request),
         f"first    {made.schedule} for {size}, predicted {made.predicted_s * 1e3:.1f} ms at {rates}; "
         "they are measured when it runs",
     ]
+
+
+def _elastic(made: JobPlan, request: Request) -> list[str]:
+    if request.elastic is None:
+        return []
+    first, second = [each.name for each in made.nodes if each.workers][:2]
+    least = f"goes on with {request.elastic.min} of {request.num_workers} workers or more when a node is lost"
+    return [f"elastic  {least}; coordinators on {first} and {second}"]
 
 
 def _node(each: NodePlan) -> str:

@@ -33,6 +33,9 @@ from ringweave.launch.services.service import Submission
 @click.option("--data", metavar="WHERE", help="Where the training data is.")
 @click.option("--image", metavar="IMAGE", help="Container image.")
 @click.option("--mode", metavar="NAME", help="How to train: auto, sync, balanced, ps-hra or ps.")
+@click.option(
+    "--elastic", type=int, metavar="MIN", help="With so many workers at least the others go on without a lost node."
+)
 @click.option("--lab", metavar="NAME", help="Put the nodes into those of a lab that is up on this machine.")
 @click.option("--ttl", metavar="TIME", help="Remove the job so long after its end, such as 3600s.")
 @click.option("--suspend", is_flag=True, default=None, help="Do not start it before it is resumed.")
@@ -113,7 +116,7 @@ def _flags(flags: dict[str, Any], *, in_file: bool) -> dict[str, Flag]:
         elif key == "directory" or (key == "script" and in_file and flags["directory"] is None):
             given[key] = Flag(name=name, value=str(Path(value).absolute()))
         else:
-            given[key] = Flag(name=name, value=value)
+            given[key] = Flag(name=name, value={"min": value} if key == "elastic" else value)
     return given
 
 

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from ringweave.jobs.life import failing, telling
+from ringweave.jobs.life import failing, going_on, telling
 from ringweave.jobs.life.observing import Cause, Group, Observed, Phase
-from ringweave.jobs.life.records import Blame, Ended, Job, NodeRecord, Record
+from ringweave.jobs.life.records import Blame, Ended, Job, Loss, NodeRecord, Record
 from ringweave.jobs.life.states import JobState, Reason, reason
 
 Groups = dict[tuple[int, int], Group]
@@ -40,7 +40,7 @@ def regathered(record: Record, cause: str) -> Record:
     """
     if record.outcome is not None:
         return record
-    return replace(record, round=record.round + 1, round_cause=cause, blame=None)
+    return _next_round(record, cause)
 
 
 def is_to_run(job: Job, record: Record) -> bool:
@@ -83,11 +83,37 @@ def _decided(job: Job, record: Record, observed: Observed, now: float) -> Record
         return _ended(record, JobState.STOPPED, reason("Stopped", job=job.request.name), now)
     if job.desired.suspend:
         return _given_up(job, record, Cause.SUSPENDED, "the job was suspended")
-    return _after_failures(job, record, observed, groups, now)
+    record = _after_failures(job, record, observed, groups, now)
+    finished_s = _finished_s(job, record, groups, now)  # again: of who is judged now nobody waits for any more
+    if record.outcome is None and finished_s is not None:
+        return _ended(record, JobState.SUCCEEDED, reason("Finished", job=job.request.name), finished_s)
+    return record
+
+
+def taken_away(job: Job, record: Record, cause: str, count: int, now: float) -> Record:
+    """The record of a job that its place took away so often before it came to anything that it would for ever.
+
+    Args:
+        job: Which one.
+        record: As saved last.
+        cause: What happened, for people.
+        count: How often in a row.
+        now: Seconds on the clock of the job.
+    """
+    if record.outcome is not None:
+        return record
+    why = reason("TakenAway", job=job.request.name, count=count, detail=cause)
+    return _ended(record, JobState.FAILED, why, now)
+
+
+def _next_round(record: Record, cause: str, blame: Blame | None = None) -> Record:
+    return replace(record, round=record.round + 1, round_cause=cause, blame=blame, loss=None)
 
 
 def _finished_s(job: Job, record: Record, groups: Groups, now: float) -> float | None:
     """When the last of all groups finished; None where not all have."""
+    if job.request.elastic is not None:
+        return max(going_on.ends_s(job, record, groups, now), default=None)
     current = [groups.get((node, record.nodes[node].attempt)) for node in job.used_nodes]
     ends_s = [
         now if group.ended_s is None else group.ended_s
@@ -113,11 +139,12 @@ def _given_up(job: Job, record: Record, cause: Cause, text: str) -> Record:
             ended = Ended(attempt=known.attempt, cause=cause, charged=False, text=text)
             nodes[node] = replace(known, ended=ended)
     changed = tuple(nodes) != record.nodes
-    return replace(record, nodes=tuple(nodes), round=record.round + changed, round_cause="", blame=None)
+    record = replace(record, nodes=tuple(nodes), round_cause="", blame=None)
+    return _next_round(record, "") if changed else record
 
 
 def _after_failures(job: Job, record: Record, observed: Observed, groups: Groups, now: float) -> Record:
-    verdict = failing.judge(failing.failures(job, record, groups), record, observed, now)
+    verdict = failing.judge(failing.to_judge(job, record, groups), record, observed, now)
     if record.blame is not None and not any(ended.charged for ended in verdict.ends.values()):
         verdict = replace(verdict, ends=verdict.ends | _paid(job, record, groups, record.blame))
     nodes = list(record.nodes)
@@ -127,21 +154,44 @@ def _after_failures(job: Job, record: Record, observed: Observed, groups: Groups
     if verdict.program_failed:
         why = telling.failed("ProgramFailed", job, verdict.program_failed, verdict.ends)
         return _ended(record, JobState.FAILED, why, now)
-    spent = tuple(
-        node
-        for node, ended in verdict.ends.items()
-        if ended.charged and job.record.nodes[node].retries >= job.request.nodes[node].max_retries
-    )
-    if spent:
-        return _ended(record, JobState.FAILED, telling.failed("RetriesSpent", job, spent, verdict.ends), now)
     charged = {node: ended for node, ended in verdict.ends.items() if ended.charged}
-    if charged:
-        cause = telling.failures(job, record, charged)
-        record = replace(record, round=record.round + 1, round_cause=cause, blame=None)
+    spent = tuple(node for node in charged if job.record.nodes[node].retries >= job.request.nodes[node].max_retries)
+    goes_on = bool(charged) and going_on.can_go_on(job, record, observed, groups)
+    if goes_on:
+        record = _gone_on(job, record, charged, spent, now)
+    elif spent or (_is_given_up(record) and (charged or _has_to_gather(record, verdict, observed))):
+        return _ended(record, JobState.FAILED, _spent(job, record, spent), now)
+    elif charged:
+        record = _next_round(record, telling.failures(job, record, charged))
+    elif verdict.follows is not None:
+        record = _next_round(record, verdict.follows.text)
     elif verdict.blame is not None:
-        cause = telling.blame(job, verdict.blame)
-        record = replace(record, round=record.round + 1, round_cause=cause, blame=verdict.blame)
+        record = _next_round(record, telling.blame(job, verdict.blame), verdict.blame)
     return _finished_too_early(job, record, groups)
+
+
+def _gone_on(job: Job, record: Record, charged: dict[int, Ended], spent: tuple[int, ...], now: float) -> Record:
+    """Some are lost and the others go on; to the end, without those that may not be tried again."""
+    nodes = tuple(
+        replace(known, is_given_up=node in spent or known.is_given_up) for node, known in enumerate(record.nodes)
+    )
+    return replace(record, nodes=nodes, loss=Loss(text=telling.failures(job, record, charged), at_s=now))
+
+
+def _has_to_gather(record: Record, verdict: failing.Verdict, observed: Observed) -> bool:
+    """All nodes, at the gate of this round or of the next one."""
+    return verdict.follows is not None or verdict.blame is not None or observed.gate < record.round
+
+
+def _is_given_up(record: Record) -> bool:
+    return any(known.is_given_up for known in record.nodes)
+
+
+def _spent(job: Job, record: Record, spent: tuple[int, ...]) -> Reason:
+    """Why there is no other round: of those that failed just now, or were given up before."""
+    nodes = spent or tuple(node for node, known in enumerate(record.nodes) if known.is_given_up)
+    ends = {node: ended for node in nodes if (ended := record.nodes[node].ended) is not None}
+    return telling.failed("RetriesSpent", job, nodes, ends)
 
 
 def _paid(job: Job, record: Record, groups: Groups, blame: Blame) -> dict[int, Ended]:
@@ -180,7 +230,7 @@ def _tried_again(job: Job, record: Record) -> Record:
     if record.outcome not in (JobState.FAILED, JobState.STOPPED) or job.desired.retry_run != record.run:
         return record
     record = _given_up(job, record, Cause.RETRIED, "the job was tried again")
-    nodes = tuple(replace(known, retries=0) for known in record.nodes)
+    nodes = tuple(replace(known, retries=0, is_given_up=False) for known in record.nodes)
     return replace(
         record,
         nodes=nodes,
@@ -197,7 +247,7 @@ def _renewed(job: Job, record: Record, groups: Groups) -> Record:
     nodes = list(record.nodes)
     for node in job.used_nodes:
         known = nodes[node]
-        if known.ended is not None and (node, known.attempt) not in groups:
+        if known.ended is not None and not known.is_given_up and (node, known.attempt) not in groups:
             history = (*known.history, known.ended)
             nodes[node] = replace(known, attempt=known.attempt + 1, seen=False, ended=None, history=history)
     return replace(record, nodes=tuple(nodes))

@@ -4,13 +4,15 @@ When a node dies the others die of it, often earlier and with an exit code. So a
 the script, as in `launch/causes.py`, and one of the script is believed only when no other cause has shown up in time.
 A lost machine may look alive for a minute. So where all blame another and one has said nothing, nobody pays yet: all
 are called back to the gate, and who does not come turns out to be the one.
+In an elastic job the others go on without a node that was lost; who cannot after all follows from that.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ringweave.jobs.life import going_on
 from ringweave.jobs.life.observing import Cause, Group, Observed, Phase
-from ringweave.jobs.life.records import Blame, Ended, Job, Record
+from ringweave.jobs.life.records import Blame, Ended, Job, Loss, Record
 
 SETTLE_S = 2.0
 """How long the first cause may trail its consequences; `ringweave run` waits 1.5 s for workers of one node."""
@@ -49,13 +51,20 @@ class Verdict:
     """Nodes whose script failed; the job fails with them."""
     blame: Blame | None = None
     """All blame another, and one that could be it has not answered: another round, for which nobody has paid yet."""
+    follows: Loss | None = None
+    """What members of an elastic job went on without before they could not: another round, for which nobody pays."""
     wait_until_s: float | None = None
     """Nothing is decided before this time, unless more is seen."""
 
 
-def failures(job: Job, record: Record, groups: dict[tuple[int, int], Group]) -> list[Failure]:
-    """What ended badly, or is gone, and was not judged yet."""
-    return [failure for node in job.used_nodes if (failure := _failure(node, record, groups)) is not None]
+def to_judge(job: Job, record: Record, groups: dict[tuple[int, int], Group]) -> list[Failure]:
+    """What ended badly, or is gone, and was not judged yet.
+
+    Once a node of an elastic job has finished only the script's failures count: nobody has to be replaced any more.
+    """
+    found = [failure for node in job.used_nodes if (failure := _failure(node, record, groups)) is not None]
+    is_through = going_on.is_through(job, record, groups)
+    return [failure for failure in found if failure.cause is Cause.PROGRAM or not is_through]
 
 
 def _failure(node: int, record: Record, groups: dict[tuple[int, int], Group]) -> Failure | None:
@@ -92,7 +101,9 @@ def judge(found: list[Failure], record: Record, observed: Observed, now: float) 
     ends = {failure.node: failure.judged(Cause.PLACE, charged=True) for failure in _own(found)}
     late = [failure for failure in found if failure.node not in ends and _round(failure, record) < record.round]
     fresh = [failure for failure in found if failure.node not in ends and failure not in late]
-    ends |= _followers(late)
+    shaken = [failure for failure in fresh if _is_shaken(failure, record)]
+    fresh = [failure for failure in fresh if failure not in shaken]
+    ends |= _followers(late) | _followers(shaken)
     if any(end.charged for end in ends.values()):
         return Verdict(ends=ends | _followers(fresh))
     if not fresh:
@@ -104,6 +115,8 @@ def judge(found: list[Failure], record: Record, observed: Observed, now: float) 
     if programs:
         ends |= {failure.node: failure.judged(Cause.PROGRAM, charged=False) for failure in programs}
         return Verdict(ends=ends, program_failed=tuple(failure.node for failure in programs))
+    if record.loss is not None:
+        return Verdict(ends=ends | _followers(fresh), follows=record.loss)
     first = min(fresh, key=lambda failure: (failure.ended_s, failure.node))
     if _is_somebody_silent(record, observed):
         return Verdict(ends=ends | _followers(fresh), blame=Blame(node=first.node, text=first.text))
@@ -122,14 +135,21 @@ def _followers(found: list[Failure]) -> dict[int, Ended]:
     return {failure.node: failure.judged(Cause.PEER, charged=False) for failure in over}
 
 
+def _is_shaken(failure: Failure, record: Record) -> bool:
+    """A script that failed within moments of a loss which the others go on without: of that, for all that is known."""
+    loss = record.loss
+    return failure.cause is Cause.PROGRAM and loss is not None and abs(failure.ended_s - loss.at_s) < SETTLE_S
+
+
 def _round(failure: Failure, record: Record) -> int:
     return failure.group.round if failure.group else record.round
 
 
 def _is_somebody_silent(record: Record, observed: Observed) -> bool:
-    """A group seems to train in this round, alone among those that ended."""
+    """A group has not ended in this round, alone among those that did: it trains or starts, or is being removed."""
+    past_gate = (Phase.READY, Phase.RUNNING) if observed.gate >= record.round else (Phase.RUNNING,)
     return any(
-        group.phase is Phase.RUNNING
+        (group.phase in past_gate or (group.leaving and group.phase.is_alive))
         and group.round == record.round
         and group.attempt == record.nodes[group.node].attempt
         and record.nodes[group.node].ended is None

@@ -8,7 +8,7 @@ not: all that has to survive is the record, which is saved before anything follo
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from ringweave.jobs.life import failing
+from ringweave.jobs.life import failing, going_on
 from ringweave.jobs.life.actions import (
     Action,
     CreateConfig,
@@ -80,12 +80,16 @@ def _run(job: Job, record: Record, observed: Observed, kept: list[Group]) -> Ite
     groups = {group.node: group for group in kept}
     if not observed.config:
         yield CreateConfig(counts=job.counts)
+    is_through = going_on.is_through(job, record, {(group.node, group.attempt): group for group in kept})
     for node in job.used_nodes:
         known, group = record.nodes[node], groups.get(node)
-        if known.ended is not None:
+        if known.is_given_up:
+            yield from _stopped([group] if group else [])  # its node's policy decides in the end
+        elif known.ended is not None:
             yield from _deleted([group] if group else [])
         elif group is None:
-            yield CreateGroup(node=node, attempt=known.attempt, workers=job.counts[node], round=record.round)
+            if not is_through:
+                yield CreateGroup(node=node, attempt=known.attempt, workers=job.counts[node], round=record.round)
         elif max(group.round, group.called) < record.round and group.phase.is_alive and not group.leaving:
             yield Regather(node=node, attempt=known.attempt, round=record.round)
     if observed.gate < record.round and all(_is_at_gate(record, node, groups) for node in job.used_nodes):
@@ -105,8 +109,14 @@ def _tidy(job: Job, record: Record, kept: list[Group]) -> Iterator[Action]:
     for group in kept:
         if not _is_kept(job, record, group.node):
             yield from _deleted([group])
-        elif group.phase.is_alive and not group.leaving:
-            yield StopGroup(node=group.node, attempt=group.attempt)
+        else:
+            yield from _stopped([group])
+
+
+def _stopped(groups: Iterable[Group]) -> Iterator[StopGroup]:
+    """Those that live, and were not told."""
+    alive = [group for group in groups if group.phase.is_alive and not group.leaving]
+    return (StopGroup(node=group.node, attempt=group.attempt) for group in alive)
 
 
 def _is_kept(job: Job, record: Record, node: int) -> bool:
@@ -121,7 +131,7 @@ def _wake_s(job: Job, observed: Observed, now: float) -> float | None:
         return None
     if is_to_run(job, job.record):
         groups = {(group.node, group.attempt): group for group in observed.groups}
-        found = failing.failures(job, job.record, groups)
+        found = failing.to_judge(job, job.record, groups)
         return failing.judge(found, job.record, observed, now).wait_until_s
     return expires_s(job, job.record)
 
@@ -138,6 +148,10 @@ def _events(job: Job, record: Record) -> Iterator[Event]:
         if after.seen and (not before.seen or after.attempt != before.attempt):
             key = f"node{node}/attempt{after.attempt}/begun"
             yield Event(key=key, kind="AttemptBegun", text=f"node {name}, attempt {after.attempt} is there")
+    attempts = ".".join(str(known.attempt) for known in record.nodes)
+    if record.loss is not None and record.loss != job.record.loss:
+        yield Event(key=f"without/{attempts}", kind="GoesOn", text=f"{record.loss.text}; the others train on")
     if record.state is not job.record.state:
         text = str(record.reason) if record.reason else "all nodes run"
-        yield Event(key=f"run{record.run}/round{record.round}/{record.state}", kind=str(record.state), text=text)
+        when = f"round{record.round}" if job.request.elastic is None else f"round{record.round}/{attempts}"
+        yield Event(key=f"run{record.run}/{when}/{record.state}", kind=str(record.state), text=text)

@@ -37,6 +37,8 @@ class NodeRecord:
     """How the current attempt ended; None while it is wanted."""
     retries: int = 0
     """Replacements after failures of its own in this run."""
+    is_given_up: bool = False
+    """It has failed more often than it may, and the others of an elastic job go on without it to the end."""
     state: NodeState = NodeState.WAITING
     """What it is doing, for people."""
     reason: Reason | None = None
@@ -60,6 +62,16 @@ class Blame:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """The last failure of a round of an elastic job that the others went on without."""
+
+    text: str
+    """Who failed and how, in words. Who cannot go on after all follows from it, and pays nothing."""
+    at_s: float
+    """When it was decided that the others go on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
     """What is known of a job."""
 
@@ -79,6 +91,8 @@ class Record:
     """The failure for which this round was begun; empty for one that follows no failure."""
     blame: Blame | None = None
     """What nobody has paid for yet; settled when a node turns out to be lost, or all are at the gate."""
+    loss: Loss | None = None
+    """What the others go on without, or went on without before all ran again; of this round, None in another."""
     outcome: JobState | None = None
     """SUCCEEDED, FAILED or STOPPED once that is decided."""
     outcome_reason: Reason | None = None

@@ -43,7 +43,7 @@ JOB_STATES: Mapping[JobState, str] = {
     JobState.SUSPENDED: "Admitted; nothing of it runs until it is resumed.",
     JobState.PENDING: "Its worker groups are made, and gather at the gate.",
     JobState.STARTING: "All groups were ready, the gate is open; not all have started yet.",
-    JobState.RUNNING: "All groups train, or have finished.",
+    JobState.RUNNING: "All groups train, or have finished; of an elastic job enough of them do.",
     JobState.RETRYING: "A node failed; it is replaced, the others go back to the gate.",
     JobState.ENDING: "How it ends is decided; some groups have not ended yet.",
     JobState.SUCCEEDED: "All groups finished with exit code 0.",
@@ -73,7 +73,7 @@ TRANSITIONS: Mapping[JobState, tuple[JobState, ...]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reason:
-    """Why something does not run: what it waits for, and what would help."""
+    """Why something does not run, or not all of it: what it waits for, and what would help."""
 
     code: str
     """One word, for programs."""
@@ -129,6 +129,18 @@ REASONS: Mapping[str, _Kind] = {
         text="{detail}; waits for {nodes} to be ready, then all go on from the last checkpoint",
         helps="ringweave logs {job} shows why it failed; a node that fails again and again needs mending",
     ),
+    "GoesOn": _Kind(
+        of="job",
+        states="Running",
+        text="{detail}; the others train on, and {nodes} can join them when replaced",
+        helps="Nothing to do; ringweave logs {job} --node {node} shows why it failed",
+    ),
+    "GoesOnWithout": _Kind(
+        of="job",
+        states="Running",
+        text="{detail}; the others train on without {nodes}, which failed more often than max_retries allows",
+        helps="Nothing to do; ringweave logs {job} --node {node} shows why it failed",
+    ),
     "FindingCause": _Kind(
         of="job",
         states="Pending, Starting, Retrying",
@@ -156,6 +168,12 @@ REASONS: Mapping[str, _Kind] = {
         states="Ending, Failed",
         text="{nodes} failed more often than max_retries allows: {detail}",
         helps="Mend the node or leave it out, raise max_retries, then ringweave retry {job}",
+    ),
+    "TakenAway": _Kind(
+        of="job",
+        states="Ending, Failed",
+        text="its place took it all away {count} times in a row before all nodes ran: {detail}",
+        helps="See why the place does that, then ringweave retry {job}",
     ),
     "Stopped": _Kind(
         of="job",
@@ -210,6 +228,12 @@ REASONS: Mapping[str, _Kind] = {
     ),
     "NodeFailed": _Kind(
         of="node", states="Failed", text="failed: {detail}", helps="ringweave logs {job} --node {node} shows why"
+    ),
+    "NodeGivenUp": _Kind(
+        of="node",
+        states="Failed",
+        text="failed more often than max_retries allows: {detail}",
+        helps="Nothing to do: the others go on without it; ringweave logs {job} --node {node} shows why",
     ),
     "NodeStopped": _Kind(of="node", states="Stopped", text="ended with the job", helps="ringweave retry {job}"),
 }

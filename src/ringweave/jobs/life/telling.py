@@ -4,8 +4,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ringweave.files.problems import listed
+from ringweave.jobs.life import going_on
 from ringweave.jobs.life.observing import Cause, Group, Lack, Observed, Phase
-from ringweave.jobs.life.records import Blame, Ended, Job, NodeRecord, Record
+from ringweave.jobs.life.records import Blame, Ended, Job, Loss, NodeRecord, Record
 from ringweave.jobs.life.states import JobState, NodeState, Reason, reason
 
 
@@ -83,6 +84,8 @@ def _node(view: _View, node: int) -> tuple[NodeState, str, str]:
         return NodeState.UNUSED, "NodeUnused", ""
     if view.record.outcome is not None:
         return _ended_node(view, known)
+    if known.ended is not None and known.is_given_up:
+        return NodeState.FAILED, "NodeGivenUp", known.ended.text
     if known.ended is not None:
         if view.job.desired.suspend:
             return NodeState.WAITING, "NodeSuspended", ""
@@ -93,7 +96,7 @@ def _node(view: _View, node: int) -> tuple[NodeState, str, str]:
 
 
 def _ended_node(view: _View, known: NodeRecord) -> tuple[NodeState, str, str]:
-    if view.record.outcome is JobState.SUCCEEDED:
+    if view.record.outcome is JobState.SUCCEEDED and not known.is_given_up:
         return NodeState.SUCCEEDED, "NodeFinished", ""
     if known.ended is not None and known.ended.cause in (Cause.PROGRAM, Cause.PLACE):
         return NodeState.FAILED, "NodeFailed", known.ended.text
@@ -142,14 +145,24 @@ def _gathering(view: _View) -> tuple[JobState, Reason | None]:
     """Of a job that is to run."""
     record, used = view.record, view.job.used_nodes
     states = {node: record.nodes[node].state for node in used}
+    if going_on.is_through(view.job, record, view.groups):
+        return JobState.RUNNING, None
     failing = [node for node in used if _code(record, node) == "NodeFailing"]
     if failing:
         return JobState.RETRYING, _of(view, "FindingCause", failing)
     missing = [node for node in used if not view.is_ready(node)]
+    if record.loss is not None:
+        lost = [node for node in used if states[node] not in (NodeState.RUNNING, NodeState.SUCCEEDED)]
+        return JobState.RUNNING, _going_on(view, lost, record.loss) if lost else None
     if missing:
         return JobState.RETRYING if record.round_cause else JobState.PENDING, _waits(view, missing)
     idle = [node for node in used if states[node] is NodeState.READY]
     return (JobState.STARTING, _of(view, "GateOpen", idle)) if idle else (JobState.RUNNING, None)
+
+
+def _going_on(view: _View, lost: list[int], loss: Loss) -> Reason:
+    coming = [node for node in lost if not view.record.nodes[node].is_given_up]
+    return _of(view, "GoesOn" if coming else "GoesOnWithout", coming or lost, detail=loss.text)
 
 
 def _waits(view: _View, missing: list[int]) -> Reason:

@@ -17,7 +17,7 @@ from ringweave.files import reading, schema, yaml_text
 from ringweave.files.problems import Path, Problem, ProblemsError, dotted, screenful
 from ringweave.files.reading import FileKind
 from ringweave.jobs.requests import request as rules
-from ringweave.jobs.requests.request import DeletionPolicy, NodeRequest, Request
+from ringweave.jobs.requests.request import DeletionPolicy, Elastic, NodeRequest, Request
 from ringweave.jobs.splitting import MIN_PER_NODE
 
 KIND = FileKind(
@@ -42,6 +42,12 @@ class NodeEntry(schema.Entry):
     )
 
 
+class ElasticEntry(schema.Entry):
+    """What `elastic` holds."""
+
+    min: int = Field(description=rules.COUNT, examples=["3"])
+
+
 class RequestEntry(schema.Entry):
     """The whole file."""
 
@@ -64,6 +70,9 @@ class RequestEntry(schema.Entry):
         default=None, description="the name of a lab that is up on this machine", examples=["two-racks"]
     )
     mode: str = Field(default="auto", description=rules.MODE, examples=["auto"])
+    elastic: Annotated[ElasticEntry | None, schema.GIVEN] = Field(
+        default=None, description=rules.ELASTIC, examples=["{min: 3}"]
+    )
     nodes: list[NodeEntry] = Field(description="a list of nodes", examples=["[{capacity: 10}, {capacity: 5}]"])
     min_per_node: int = Field(default=MIN_PER_NODE, description=rules.COUNT, examples=["3"])
     ttl: Annotated[str | None, schema.GIVEN] = Field(default=None, description=rules.TTL, examples=["3600s"])
@@ -126,6 +135,7 @@ def dumps(request: Request) -> str:
         "image": request.image,
         "lab": request.lab,
         "mode": request.mode,
+        "elastic": None if request.elastic is None else _flow({"min": request.elastic.min}),
         "nodes": [_node(node) for node in request.nodes],
         "min_per_node": request.min_per_node,
         "ttl": None if request.ttl_s is None else units.format_seconds(request.ttl_s),
@@ -141,11 +151,17 @@ def _total_key(request: Request) -> str:
 
 
 def _node(node: NodeRequest) -> CommentedMap:
-    entry = CommentedMap({"name": node.name, "capacity": node.capacity})
+    entry: dict[str, Any] = {"name": node.name, "capacity": node.capacity}
     if node.max_retries != NodeRequest.__dataclass_fields__["max_retries"].default:
         entry["max_retries"] = node.max_retries
     if node.deletion is not DeletionPolicy.DELETE:
         entry["deletion"] = str(node.deletion)
+    return _flow(entry)
+
+
+def _flow(content: Mapping[str, Any]) -> CommentedMap:
+    """The map, written on one line."""
+    entry = CommentedMap(content)
     entry.fa.set_flow_style()
     return entry
 
@@ -195,6 +211,7 @@ def _build(value: Any) -> Request:
             nodes=tuple(replace(node, name=node.name or f"n{index}") for index, node in enumerate(flat)),
             arguments=tuple(entry.arguments),
             ttl_s=None if entry.ttl is None else units.parse_seconds(entry.ttl),
+            elastic=None if entry.elastic is None else Elastic(min=entry.elastic.min),
             **entry.model_dump(include=_AS_THEY_ARE),
         )
     except ProblemsError as error:

@@ -17,6 +17,8 @@ MAX_RETRIES = 1000
 MAX_TTL_S = 10 * 365 * 86400.0
 MODES = ("auto", "sync", "balanced", "ps-hra", "ps")
 """Ways of training, as `prepare(mode=...)` and `run --mode` know them too; `auto` leaves the choice to the planner."""
+SERVED = ("ps-hra", "ps")
+"""Those with a parameter server."""
 
 NAME = "lower-case letters, digits and hyphens, at most 40, beginning with a letter and not ending in a hyphen"
 NODE_NAME = "a host name: lower-case letters, digits, hyphens and dots, at most 63"
@@ -26,6 +28,7 @@ RETRIES = f"a whole number from 0 to {MAX_RETRIES}: how often it is replaced aft
 POLICY = "one of delete, keep, keep-on-failure"
 MODE = f"one of {', '.join(MODES)}"
 TTL = "a time with a unit, such as 3600s (ns, us, ms, s; at most ten years)"
+ELASTIC = "a map with min: with how many workers at least the others go on when a node is lost"
 ENVIRONMENT = "names (letters, digits, underscores) with text as values"
 
 _NAME = re.compile(r"[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?")
@@ -63,6 +66,14 @@ class NodeRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Elastic:
+    """A node that is lost costs the others no train step: they go on, and its replacement joins them."""
+
+    min: int
+    """Workers with which they go on at least. With fewer all begin again from the last checkpoint, as without this."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """A job as its author asks for it; prints as the job file that reads back equal. Who asks is never part of it."""
 
@@ -90,6 +101,8 @@ class Request:
     """A lab of this machine that is up, whose nodes are the job's; None where nodes are worker groups only."""
     mode: str = "auto"
     """How to train."""
+    elastic: Elastic | None = None
+    """Whether the others go on when a node is lost; None has all begin again from the last checkpoint."""
     min_per_node: int = MIN_PER_NODE
     """The least that a used node gets."""
     ttl_s: float | None = None
@@ -132,6 +145,28 @@ def _problems(request: Request) -> Iterator[Problem]:
         yield _wrong(("ttl_s",), "ttl", request.ttl_s, TTL, "Leave the key out to keep the job until it is deleted")
     yield from _environment_problems(request.environment)
     yield from _node_problems(request.nodes)
+    if request.elastic is not None:
+        yield from _elastic_problems(request, request.elastic)
+
+
+def _elastic_problems(request: Request, elastic: Elastic) -> Iterator[Problem]:
+    if request.mode in SERVED:
+        do = "Leave elastic out, or write mode: balanced"
+        expected = "none with a parameter server, which dies with its node"
+        yield _wrong(("elastic",), "elastic", f"mode {request.mode}", expected, do)
+    counts = request.split.counts if request.min_per_node > 0 and request.nodes else None
+    if counts is None:  # it is refused for that
+        return
+    used = [(count, node.name) for count, node in zip(counts, request.nodes, strict=True) if count]
+    fewest, smallest = min(used)
+    most = request.num_workers - fewest
+    if len(used) == 1:
+        do = "Leave elastic out, or share the job out over more nodes"
+        yield _wrong(("elastic",), "elastic", f"one node, {smallest}", "two nodes or more: one can be lost", do)
+    elif not 1 <= elastic.min <= most:
+        do = f"Write min: {most}, or less to survive the loss of larger nodes"
+        expected = f"1 to {most}, which are left without the smallest node ({smallest}, {fewest} workers)"
+        yield _wrong(("elastic", "min"), "elastic.min", elastic.min, expected, do)
 
 
 def _environment_problems(environment: Mapping[str, str]) -> Iterator[Problem]:

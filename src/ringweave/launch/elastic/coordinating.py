@@ -3,9 +3,14 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 
+from ringweave.errors import LaunchError
+from ringweave.launch.elastic.respawning import Respawns
 from ringweave.launch.local import attendants
 from ringweave.launch.local.attendants import Post
 from ringweave.launch.local.sites import Site
@@ -13,18 +18,154 @@ from ringweave.launch.run_dirs import RunDir
 from ringweave.launch.workers import WorkerSpec
 from ringweave.membership.rules.settings import Bounds
 from ringweave.topology import Cluster
-from ringweave.wire import Authority, Identity
+from ringweave.wire import Authority, Credentials, Identity
 
 ROLE = "coordinator"
 _MAIN = "ringweave.membership.serving.main"
 _END_S = 3.0
 
 
-class JobCoordinators:
-    """Two coordinators of one run, on two nodes where there are two; the job's authority lives in this process alone.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """The two coordinators of a job, wherever they are."""
 
-    One that dies is started again as a standby: what it knew the members know as well.
+    posts: Sequence[Post]
+    """Where they are, the one that decides first before the other."""
+    bounds: Bounds
+    """How many members the job may have."""
+    expected: int
+    """Members that its first epoch waits for."""
+    starting: Sequence[str] = ()
+    """Members that are started right after one of them: those that had their slots before have ended."""
+
+    @property
+    def addresses(self) -> tuple[tuple[str, int], ...]:
+        """(host, port) of each."""
+        return tuple((post.meeting.host, post.meeting.port) for post in self.posts)
+
+    def arguments(self, index: int, *, is_standby: bool, is_first: bool) -> list[str]:
+        """What the process of one of them is told, its credentials and its folder apart.
+
+        Only the first one is told who starts beside it: when there is another one they may be members.
+        """
+        meeting = self.posts[index].meeting
+        host, port = self.addresses[1 - index]
+        words = ["--host", meeting.host, "--port", str(meeting.port), "--other", f"{host}:{port}"]
+        words += ["--elastic", str(self.bounds), "--expected", str(self.expected), "--index", str(index)]
+        words += ["--successors", ",".join(self.starting)] if self.starting and is_first else []
+        return [*words, "--standby"] if is_standby else words
+
+
+class Coordinators:
+    """Those of a pair that this process starts, and starts again when they die: the members know what one knew.
+
+    One that dies time after time is given up. Training goes on: it needs none but when members come or go.
     """
+
+    def __init__(
+        self,
+        pair: Pair,
+        site: Site,
+        run_dir: RunDir,
+        credentials: Callable[[int], Credentials],
+        *,
+        own: Mapping[int, bool],
+        give_up: Callable[[str], object] = lambda text: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            pair: Both of them.
+            site: Knows how a node is entered.
+            run_dir: Gets their logs and events.
+            credentials: Index -> what its next process shows to the others.
+            own: Index of each that is this process's to start -> it is a standby at first.
+            give_up: Told of each that is not started again, in words.
+            clock: Seconds that never go back.
+        """
+        self._pair, self._site, self._run_dir, self._credentials = pair, site, run_dir, credentials
+        self._own, self._give_up, self._clock = dict(own), give_up, clock
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._begun_s: dict[int, float] = {}
+        self._respawns = {index: Respawns() for index in self._own}
+        self._seen: set[int] = set()
+        self._environ: Mapping[str, str] = {}
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """Of those that run."""
+        return frozenset(process.pid for process in self._processes.values() if process.poll() is None)
+
+    @contextmanager
+    def running(self, environ: Mapping[str, str]) -> Iterator[None]:
+        """Run them for the length of a block.
+
+        Raises:
+            LaunchError: One could not be started.
+        """
+        self._environ = environ
+        try:
+            for index, is_standby in self._own.items():
+                self._start(index, is_standby=is_standby, is_first=True)
+            yield
+        finally:
+            for process in self._processes.values():
+                process.terminate()
+            for process in self._processes.values():
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_END_S)
+                process.kill()
+                process.wait()
+
+    def look(self) -> None:
+        """Start again what has died, as a standby."""
+        now_s = self._clock()
+        for index, process in list(self._processes.items()):
+            if process.poll() is not None and index not in self._seen:
+                self._seen.add(index)
+                lived_s = now_s - self._begun_s[index]
+                self._note_death(index, lived_s, now_s, f"the last one with exit code {process.returncode}")
+            if self._respawns[index].take_due(now_s):
+                try:
+                    self._start(index, is_standby=True, is_first=False)
+                except LaunchError as error:
+                    self._note_death(index, 0.0, now_s, f"and another one could not be started: {error}")
+
+    def _note_death(self, index: int, lived_s: float, now_s: float, how: str) -> None:
+        respawns = self._respawns[index]
+        respawns.note_death(lived_s, now_s)
+        if respawns.has_given_up:
+            node, log = self._pair.posts[index].node, self._log(index)
+            self._give_up(
+                f"coordinator {index} on node {node} is given up: {respawns.num_quick} of its processes in a row were "
+                f"over within a minute each, {how}. Training goes on; nobody takes over if the other coordinator dies "
+                f"as well. See what it lacks in {log}."
+            )
+
+    def _log(self, index: int) -> Path:
+        return self._run_dir.root / "logs" / f"coordinator-{index}.log"
+
+    def _start(self, index: int, *, is_standby: bool, is_first: bool) -> None:
+        secret = self._credentials(index).to_descriptor()
+        told = self._pair.arguments(index, is_standby=is_standby, is_first=is_first)
+        serve = [sys.executable, "-m", _MAIN, "--credentials", f"fd:{secret}", *told]
+        serve += ["--run-dir", str(self._run_dir.root)]
+        self._processes[index] = attendants.start(
+            "coordinator",
+            serve,
+            post=self._pair.posts[index],
+            site=self._site,
+            environ=self._environ,
+            log=self._log(index),
+            secret=secret,
+        )
+        self._begun_s[index] = self._clock()
+        self._seen.discard(index)
+
+
+class JobCoordinators:
+    """Two coordinators of one run, on two nodes where there are two; its authority lives in this process alone."""
 
     def __init__(
         self,
@@ -34,17 +175,29 @@ class JobCoordinators:
         site: Site,
         run_dir: RunDir,
         authority: Authority | None = None,
+        give_up: Callable[[str], object] = lambda text: None,
     ) -> None:
-        """`authority` is the job's, if it has one already."""
-        self.bounds = bounds
-        self._posts, self._expected, self._site, self._run_dir = posts, expected, site, run_dir
+        """`authority` is the job's, if it has one already; `give_up` is told of what is not started again."""
         self._authority = authority or Authority(Identity(job=f"run-{os.getpid()}", role=ROLE, name="0").job)
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._environ: Mapping[str, str] = {}
+        self._pair = Pair(posts=posts, bounds=bounds, expected=expected)
+        self._both = Coordinators(
+            self._pair,
+            site,
+            run_dir,
+            credentials=lambda index: self._authority.issue(ROLE, str(index)),
+            own={0: False, 1: True},
+            give_up=give_up,
+        )
 
     @classmethod
     def of(
-        cls, bounds: Bounds, cluster: Cluster, site: Site, run_dir: RunDir, authority: Authority | None = None
+        cls,
+        bounds: Bounds,
+        cluster: Cluster,
+        site: Site,
+        run_dir: RunDir,
+        authority: Authority | None = None,
+        give_up: Callable[[str], object] = lambda text: None,
     ) -> "JobCoordinators":
         """Those of a run on a cluster.
 
@@ -54,57 +207,30 @@ class JobCoordinators:
         names = [node.name for node in cluster.nodes]
         places = [names[0], names[1 % len(names)]]
         posts = [Post(node=node, meeting=site.meeting(node)) for node in places]
-        return cls(posts, bounds, sum(node.num_devices for node in cluster.nodes), site, run_dir, authority)
+        return cls(posts, bounds, sum(node.num_devices for node in cluster.nodes), site, run_dir, authority, give_up)
 
     @property
     def addresses(self) -> tuple[tuple[str, int], ...]:
         """(host, port) of each, the one that decides first."""
-        return tuple((post.meeting.host, post.meeting.port) for post in self._posts)
+        return self._pair.addresses
 
     @property
     def pids(self) -> frozenset[int]:
         """Of those that run."""
-        return frozenset(process.pid for process in self._processes if process.poll() is None)
+        return self._both.pids
 
     def secret(self, worker: WorkerSpec) -> int:
         """A descriptor of the worker's credentials, for it to inherit: they name the very process."""
         return self._authority.issue("worker", worker.environ["RINGWEAVE_MEMBER"]).to_descriptor()
 
-    @contextmanager
-    def running(self, environ: Mapping[str, str]) -> Iterator[None]:
+    def running(self, environ: Mapping[str, str]) -> AbstractContextManager[None]:
         """Run both for the length of a block.
 
         Raises:
             LaunchError: One could not be started.
         """
-        self._environ = environ
-        try:
-            self._processes = [self._start(index, is_standby=index > 0) for index in range(len(self._posts))]
-            yield
-        finally:
-            for process in self._processes:
-                process.terminate()
-            for process in self._processes:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(_END_S)
-                process.kill()
-                process.wait()
+        return self._both.running(environ)
 
     def look(self) -> None:
         """Start again what has died."""
-        for index, process in enumerate(self._processes):
-            if process.poll() is not None:
-                self._processes[index] = self._start(index, is_standby=True)
-
-    def _start(self, index: int, *, is_standby: bool) -> "subprocess.Popen[bytes]":
-        post = self._posts[index]
-        secret = self._authority.issue(ROLE, str(index)).to_descriptor()
-        serve = [sys.executable, "-m", _MAIN, "--host", post.meeting.host, "--port", str(post.meeting.port)]
-        serve += ["--credentials", f"fd:{secret}", "--elastic", str(self.bounds), "--expected", str(self._expected)]
-        host, port = self.addresses[1 - index]
-        serve += ["--other", f"{host}:{port}", "--run-dir", str(self._run_dir.root), "--index", str(index)]
-        serve += ["--standby"] if is_standby else []
-        log = self._run_dir.root / "logs" / f"coordinator-{index}.log"
-        return attendants.start(
-            "coordinator", serve, post=post, site=self._site, environ=self._environ, log=log, secret=secret
-        )
+        self._both.look()

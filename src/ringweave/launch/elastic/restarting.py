@@ -5,11 +5,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ringweave.launch.causes import Death
+from ringweave.membership.rules import reasons
 
 LEFT_CODE = 143
 """128 + SIGTERM: what a worker ends with that has left on request."""
-_NO_MEMBER = "MembershipError: this worker is no member"
-_OVER = "MembershipError: job is over"
+MEMBERSHIP = "MembershipError: "
+"""Begins what a script hears of its membership."""
+OVER = f"{MEMBERSHIP}job is over"
+ALL_DONE = f"{OVER}: {reasons.ALL_DONE}"
+"""Who comes when the others have finished hears this."""
+NOBODY_DECIDES = f"{MEMBERSHIP}this worker is no member any more: no coordinator within"
+_NO_MEMBER = f"{MEMBERSHIP}this worker is no member"
 
 Verdict = Literal["again", "rest", "fail", "give up"]
 
@@ -80,7 +86,7 @@ class Restarts:
             return "rest"
         assert ended.death is not None
         said = ended.death.exception or ""
-        if _OVER in said:
+        if OVER in said:
             self._is_over = True  # for all: nobody who starts now is let in
             self._due_s.clear()
         if ended.has_left or self._is_over:

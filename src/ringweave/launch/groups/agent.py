@@ -5,6 +5,7 @@
        +----- called back to another round -----------+-- another node failed, or the round is over by the time
                                                           that workers start --> INTERRUPTED, and wait for that
 
+In an elastic job the gate of its round may be open already: it takes the place of one that was lost.
 It holds no state that has to survive: if it dies, its attempt is over.
 """
 
@@ -25,6 +26,7 @@ IDLE_S = 0.5
 """Between two looks at the orders, where nothing says that they have changed."""
 RESULT_S = 0.5
 """Between two reports that differ in nothing but how far the workers are."""
+_NO_OFFER = {"meeting": None, "server": None, "coordinator": None}
 
 
 class Agent:
@@ -34,7 +36,7 @@ class Agent:
         self,
         post: Post,
         *,
-        offer: Callable[[int], Offer],
+        offer: Callable[[Orders], Offer],
         start: Callable[[Opening], Crew],
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -42,7 +44,7 @@ class Agent:
 
         Args:
             post: Where orders come from and reports go.
-            offer: Makes ready for a round, and finds where workers could meet on this node.
+            offer: Makes ready for the round of the orders, and finds where workers could meet on this node.
             start: Starts this node's workers for an opening of the gate.
             clock: Seconds since 1970.
         """
@@ -51,10 +53,18 @@ class Agent:
         self._crew: Crew | None = None
         self._told_s = 0.0
         self._leave = ""
+        self._round = 0
 
     def leave(self, why: str) -> None:
         """Leave as if ordered to; may be called by a signal's handler."""
         self._leave = why
+
+    def why_stop(self) -> str:
+        """Why what is done for the round is not wanted any more, in words; empty while it is. For hands that wait."""
+        orders = self._orders()
+        if orders.leave:
+            return orders.why or "it was told to leave"
+        return f"round {orders.round} is called" if orders.round > self._round else ""
 
     def serve(self) -> Phase:
         """Follow orders to the end; the phase in which it left. Nothing of the workers is left then."""
@@ -79,7 +89,7 @@ class Agent:
         if orders.leave:
             self._end(Outcome(phase=Phase.STOPPED, text=orders.why or "it was told to leave"))
         elif orders.round > self._report.round:
-            self._gather(orders.round)
+            self._gather(orders)
         elif self._report.phase is Phase.READY and opening and opening.round == self._report.round:
             self._begin(opening)
 
@@ -97,20 +107,24 @@ class Agent:
         self._crew = None
         orders = self._orders()  # again: who ends all processes of a node ends workers a moment before or after us
         if is_called_back and not orders.leave:
-            self._gather(orders.round)
+            self._gather(orders)
         elif outcome.phase is Phase.STOPPED or (orders.leave and outcome.cause is Cause.PLACE):
             self._end(replace(outcome, phase=Phase.STOPPED, text=orders.why or outcome.text))
         else:
             self._end(outcome)
 
-    def _gather(self, round_: int) -> None:
+    def _gather(self, orders: Orders) -> None:
+        self._round = orders.round
         try:
-            offer = self._offer(round_)
+            offer = self._offer(orders)
+        except RoundOverError:  # the next look at the orders says what is wanted instead
+            return
         except (RingweaveError, OSError) as error:
             self._end(Outcome(phase=Phase.FAILED, cause=Cause.PLACE, text=str(error)))
             return
-        ready = Report(round=round_, phase=Phase.READY, pid=os.getpid(), meeting=offer.meeting, server=offer.server)
-        self._tell(replace(ready, iterations=self._report.iterations, last_loss=self._report.last_loss))
+        ready = Report(round=orders.round, phase=Phase.READY, pid=os.getpid(), meeting=offer.meeting)
+        places = {"server": offer.server, "coordinator": offer.coordinator}
+        self._tell(replace(ready, **places, iterations=self._report.iterations, last_loss=self._report.last_loss))
 
     def _begin(self, opening: Opening) -> None:
         try:
@@ -121,12 +135,12 @@ class Agent:
         except (RingweaveError, OSError) as error:
             self._end(Outcome(phase=Phase.FAILED, cause=Cause.PLACE, text=str(error)))
             return
-        self._tell(replace(self._report, phase=Phase.RUNNING, meeting=None, server=None))
+        self._tell(replace(self._report, phase=Phase.RUNNING, **_NO_OFFER))
 
     def _end(self, outcome: Outcome) -> None:
         ended = {"phase": outcome.phase, "exit_code": outcome.exit_code, "text": outcome.text}
         cause = outcome.cause if outcome.phase is Phase.FAILED else None
-        self._tell(replace(self._report, **ended, cause=cause, ended_s=self._clock(), meeting=None, server=None))
+        self._tell(replace(self._report, **ended, cause=cause, ended_s=self._clock(), **_NO_OFFER))
 
     def _tell_result(self) -> None:
         now_s = self._clock()

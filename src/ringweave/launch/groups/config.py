@@ -8,9 +8,8 @@ from pydantic import TypeAdapter
 
 from ringweave.errors import JobError, explain
 from ringweave.jobs.life.records import Job
+from ringweave.jobs.requests.request import SERVED
 
-SERVED = ("ps-hra", "ps")
-"""Ways of training with a parameter server."""
 MAX_BYTES = 2**20
 """Of a script that travels with the job: what a ConfigMap can hold."""
 
@@ -45,6 +44,8 @@ class Config:
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     data: str | None = None
+    least: int | None = None
+    """With so many workers at least the others go on when a node is lost; None where the job is not elastic."""
     lab: str | None = None
     """Name of the lab whose nodes these are; None where they are in none."""
     cluster: str | None = None
@@ -54,6 +55,11 @@ class Config:
     def is_served(self) -> bool:
         """Its way of training needs a parameter server."""
         return self.mode in SERVED
+
+    @property
+    def coordinating(self) -> tuple[str, ...]:
+        """Names of the nodes that have a coordinator: the first two of an elastic job, the one that decides first."""
+        return () if self.least is None else tuple(node.name for node in self.nodes[:2])
 
     @property
     def world_size(self) -> int:
@@ -93,6 +99,7 @@ def of_job(job: Job, *, directory: str | None, script_text: str | None, cluster:
         arguments=request.arguments,
         environment=dict(request.environment),
         data=request.data,
+        least=request.elastic.min if request.elastic else None,
         lab=request.lab,
         cluster=cluster,
     )

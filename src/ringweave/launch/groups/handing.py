@@ -2,15 +2,23 @@
 
 import abc
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ringweave.errors import LaunchError, explain
 from ringweave.wire import Credentials
 
+WhyStop = Callable[[], str]
+"""Why what is waited for is not wanted any more, in words; empty while it is."""
+
+
+def going_on() -> str:
+    """It is wanted, however long it takes."""
+    return ""
+
 
 class RoundOverError(LaunchError):
-    """The next round was called while workers of this one were still being started: nobody's failure."""
+    """The next round was called, or this node told to leave, while this one was still made ready: nobody's failure."""
 
     def __init__(self, round_: int, got: str) -> None:
         do = "Nothing to do: this node gathers for the next one"
@@ -22,24 +30,26 @@ class Handover(abc.ABC):
     """The way that groups of one job have to each other in their place."""
 
     @abc.abstractmethod
-    def give(self, round_: int, credentials: Mapping[int, Credentials]) -> None:
+    def give(self, round_: int, credentials: Mapping[int, Credentials], why_stop: WhyStop = going_on) -> None:
         """Have those of all workers of a round be there for the other groups when this returns.
 
         Args:
             round_: Of the gate; those of former ones may be gone then.
             credentials: Global rank -> what its worker needs.
+            why_stop: Asked while it waits.
 
         Raises:
+            RoundOverError: They are not wanted any more, as `why_stop` says.
             LaunchError: There is nobody to give them to.
             OSError: They cannot be written.
         """
 
     @abc.abstractmethod
-    def take(self, round_: int, global_rank: int) -> Credentials:
+    def take(self, round_: int, global_rank: int, why_stop: WhyStop = going_on) -> Credentials:
         """Those of one worker of this group, after the gate has opened for the round.
 
         Raises:
-            RoundOverError: They are gone, since a later round has begun.
+            RoundOverError: They are gone, since a later round has begun, or not wanted any more, as `why_stop` says.
             LaunchError: They are not to be had.
             OSError: They are not there.
         """
@@ -52,7 +62,7 @@ class SharedFolder(Handover):
         """The folder is made for its owner alone."""
         self._folder = folder
 
-    def give(self, round_: int, credentials: Mapping[int, Credentials]) -> None:
+    def give(self, round_: int, credentials: Mapping[int, Credentials], why_stop: WhyStop = going_on) -> None:
         """Write them, and remove those of other rounds but for the one before: some may still be starting it."""
         for folder in self._folder.glob("round-*"):
             if folder != self._round(round_ - 1):
@@ -60,7 +70,7 @@ class SharedFolder(Handover):
         for global_rank, each in credentials.items():
             each.save(self._file(round_, global_rank))
 
-    def take(self, round_: int, global_rank: int) -> Credentials:
+    def take(self, round_: int, global_rank: int, why_stop: WhyStop = going_on) -> Credentials:
         """Read them, and remove the file."""
         path = self._file(round_, global_rank)
         try:

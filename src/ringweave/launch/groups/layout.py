@@ -74,6 +74,7 @@ def workers_of(
         run_dir=run_dir.root,
         mode=None if config.mode == "auto" else config.mode,
         data=config.data,
+        coordinators=tuple((meeting.host, meeting.port) for meeting in opening.coordinators),
         server=f"{opening.server.host}:{opening.server.port}" if opening.server else None,
     )
     cluster = cluster_of(config, opening.addresses)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pydantic import TypeAdapter
 
 from ringweave.jobs.life.observing import Cause, Group, Phase
+from ringweave.launch.groups.config import Config
 from ringweave.launch.workers import Meeting
 
 
@@ -18,6 +19,8 @@ class Offer:
     """Where workers could meet, if this is the first node."""
     server: Meeting | None = None
     """Where the job's parameter server will listen; None where this node has none."""
+    coordinator: Meeting | None = None
+    """Where this node's coordinator of an elastic job will listen; None where it has none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +32,8 @@ class Opening:
     """What the first node of the config offered when it was ready for this round."""
     server: Meeting | None = None
     """Where the job's parameter server of this round listens; None where it has none."""
+    coordinators: tuple[Meeting, ...] = ()
+    """Where the coordinators of an elastic job listen in this round, the one that decides first; none of any other."""
     addresses: Mapping[str, str] = field(default_factory=dict)
     """Node name -> address; for nodes that are not found by their names alone. Left out where all share a machine."""
 
@@ -59,6 +64,8 @@ class Report:
     """Of a group that is ready: where workers could meet."""
     server: Meeting | None = None
     """Of a group that is ready and has the job's parameter server: where that will listen."""
+    coordinator: Meeting | None = None
+    """Of a group that is ready and has a coordinator of an elastic job: where that will listen."""
     cause: Cause | None = None
     """Of one that failed: why."""
     exit_code: int | None = None
@@ -105,6 +112,30 @@ class Post(abc.ABC):
     @abc.abstractmethod
     def wait(self, timeout_s: float) -> None:
         """Return when the orders may have changed, or after this time."""
+
+
+def opening_of(config: Config, round_: int, offers: Mapping[str, Report]) -> Opening | None:
+    """How the gate is opened for a round in which all are ready; None where not all is said that workers need.
+
+    Args:
+        config: Of the job.
+        round_: Of the gate.
+        offers: Node name -> what it said when it was ready.
+    """
+    first = offers.get(config.nodes[0].name)
+    if first is None or first.meeting is None:
+        return None
+    if not all(name in offers and offers[name].coordinator for name in config.coordinating):
+        return None
+    hosts = {name: report.meeting.host for name, report in offers.items() if report.meeting}
+    coordinators = [offers[name].coordinator for name in config.coordinating]
+    return Opening(
+        round=round_,
+        meeting=first.meeting,
+        server=next((report.server for report in offers.values() if report.server), None),
+        coordinators=tuple(meeting for meeting in coordinators if meeting),
+        addresses=hosts if len(set(hosts.values())) > 1 else {},
+    )
 
 
 def dump_report(report: Report) -> str:

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Mapping
 
 from ringweave.launch.groups.config import Config
-from ringweave.launch.groups.handing import Handover
+from ringweave.launch.groups.handing import Handover, WhyStop, going_on
 from ringweave.launch.local.attendants import Post
 from ringweave.launch.local.sites import Site
 from ringweave.launch.run_dirs import RunDir
@@ -31,10 +31,11 @@ class ServerDesk:
         self._config, self._node, self._site, self._handover = config, node, site, handover
         self._made: tuple[int, Meeting, Authority] | None = None
 
-    def offer(self, round_: int) -> Meeting:
+    def offer(self, round_: int, why_stop: WhyStop = going_on) -> Meeting:
         """Where the server of this round will listen; credentials of all workers are there when this returns.
 
         Raises:
+            RoundOverError: They are not wanted any more, as `why_stop` says.
             LaunchError: There is no free port, or nobody to give the credentials to.
             OSError: The credentials cannot be written.
         """
@@ -42,7 +43,7 @@ class ServerDesk:
         identity = Identity(job=f"{self._config.job}-{round_}-{os.getpid()}", role=ROLE, name="0")
         authority = Authority(identity.job)
         ranks = range(self._config.world_size)
-        self._handover.give(round_, {rank: authority.issue("worker", str(rank)) for rank in ranks})
+        self._handover.give(round_, {rank: authority.issue("worker", str(rank)) for rank in ranks}, why_stop)
         self._made = (round_, meeting, authority)
         return meeting
 
@@ -69,6 +70,9 @@ class RoundServer:
             LaunchError: It could not be started.
         """
         self._running.enter_context(self._server.running(self._environ))
+
+    def tend(self) -> None:
+        """Nothing to be done: who dies takes the round along."""
 
     def end(self) -> None:
         """End it, if it has not ended by itself."""

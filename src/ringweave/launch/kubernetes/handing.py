@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from ringweave.errors import LaunchError, explain
-from ringweave.launch.groups.handing import Handover, RoundOverError
+from ringweave.launch.groups.handing import Handover, RoundOverError, WhyStop, going_on
 from ringweave.launch.kubernetes.post import RETRY_S, Desk
 from ringweave.wire import Credentials
 
@@ -39,21 +39,23 @@ class DeskHandover(Handover):
         self._sleep, self._clock = sleep, clock
         self._taken: tuple[int, dict[str, str]] = (0, {})
 
-    def give(self, round_: int, credentials: Mapping[int, Credentials]) -> None:
+    def give(self, round_: int, credentials: Mapping[int, Credentials], why_stop: WhyStop = going_on) -> None:
         """Lodge them; a second time is as once."""
         body = json.dumps({str(rank): each.to_text() for rank, each in credentials.items()})
-        self._ask("PUT", round_, "", body)
+        self._ask("PUT", round_, "", body, why_stop=why_stop)
 
-    def take(self, round_: int, global_rank: int) -> Credentials:
+    def take(self, round_: int, global_rank: int, why_stop: WhyStop = going_on) -> Credentials:
         """Those of the round, fetched for all workers of this node at once."""
         if self._taken[0] != round_:
             ranks = ",".join(map(str, self._ranks))
-            self._taken = (round_, json.loads(self._ask("GET", round_, f"?ranks={ranks}")))
+            self._taken = (round_, json.loads(self._ask("GET", round_, f"?ranks={ranks}", why_stop=why_stop)))
         return Credentials.from_text(self._taken[1].pop(str(global_rank)), where=f"worker {global_rank}")
 
-    def _ask(self, method: str, round_: int, query: str, body: str | None = None) -> str:
+    def _ask(self, method: str, round_: int, query: str, body: str | None = None, *, why_stop: WhyStop) -> str:
         deadline_s = self._clock() + PATIENCE_S
         while True:
+            if why := why_stop():
+                raise RoundOverError(round_, why)
             try:
                 status, text, _ = self._desk.ask(method, f"credentials/{round_}{query}", body)
             except (OSError, http.client.HTTPException) as error:

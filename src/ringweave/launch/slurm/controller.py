@@ -35,6 +35,9 @@ LOOK_S = 0.2
 """Between two looks: a few small files of the shared file system."""
 SWEEP_S = 60.0
 """So long before the end of a TTL Slurm is to begin the sweeper, which waits for it: Slurm begins jobs late."""
+MOST_FRUITLESS = 10
+"""So often in a row Slurm may requeue a job before all its nodes ran, as workers are given up that never come to be
+members; the job has failed then. One that ran may be preempted for ever."""
 FAILED_S = 1.0
 """Before an action or a look that failed is tried again."""
 
@@ -102,10 +105,13 @@ class Controller:
         with self._registry.changing(self._name) as entry:
             if entry is None or entry.hold.adopted == self._grant.key:
                 return
-            record = entry.job.record
-            if self._registry.folder(self._name).groups():
+            record, count = entry.job.record, _num_fruitless(entry, self._grant)
+            if count >= MOST_FRUITLESS:
+                record = advancing.taken_away(entry.job, record, STOPPED_FROM_OUTSIDE, count, self._clock())
+            elif self._registry.folder(self._name).groups():
                 record = advancing.regathered(record, STOPPED_FROM_OUTSIDE)
-            self._registry.save(self._name, record, replace(entry.hold, adopted=self._grant.key))
+            hold = replace(entry.hold, adopted=self._grant.key, num_fruitless=count)
+            self._registry.save(self._name, record, hold)
 
     def is_ours(self) -> bool:
         """No other controller has claimed the job since."""
@@ -201,6 +207,12 @@ def wants_allocation(entry: Entry) -> bool:
         return job.desired.stop_run < job.record.run
     is_tried_again = job.record.outcome is not JobState.SUCCEEDED and job.desired.retry_run == job.record.run
     return is_tried_again and job.desired.stop_run <= job.record.run
+
+
+def _num_fruitless(entry: Entry, grant: Grant) -> int:
+    """How often in a row Slurm has requeued this allocation before all nodes ran, with this time."""
+    is_requeued = entry.hold.adopted.partition(".")[0] == str(grant.job_id)
+    return entry.hold.num_fruitless + 1 if is_requeued and entry.job.record.state is not JobState.RUNNING else 0
 
 
 def outside(environ: Mapping[str, str]) -> dict[str, str]:

@@ -49,6 +49,8 @@ class Hold:
     """Key (`12.1`: job of Slurm, restarts) of the controller that may lead it; any other one leaves."""
     adopted: str = ""
     """Key of the last allocation whose beginning the record knows of."""
+    num_fruitless: int = 0
+    """How often in a row Slurm has taken the allocation back and given another one before all nodes ran."""
     sweeper: int | None = None
     """The job of Slurm that removes this one when its TTL is over; None where there is none."""
     sweeps_at_s: float | None = None

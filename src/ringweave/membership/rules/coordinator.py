@@ -6,7 +6,7 @@ It keeps nothing that its members do not know, so that another one can take its 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ringweave.membership.rules import quorum
+from ringweave.membership.rules import quorum, reasons
 from ringweave.membership.rules.electing import Election, Rejoining
 from ringweave.membership.rules.presence import Presence
 from ringweave.membership.rules.records import Ballot, Decree, Order, Proposal, Standing, slot_of, without_doubles
@@ -19,10 +19,6 @@ _STOPPED_S = 0.5
 _AWAY_S = 2.5
 """Between two ticks: more means that members may have gone to another coordinator meanwhile. A call that is not
 answered within three seconds makes them go."""
-_ALL_DONE = "all workers are done"
-_NOBODY_LEFT = "no worker is left that has the parameters: go on from the last checkpoint"
-_ALL_LEFT = "all workers have left"
-_WITHOUT_IT = "the others went on without it"
 _MOST_ACCUSATIONS = 3
 """Without a reduction in between."""
 
@@ -98,13 +94,24 @@ class Coordinator:
         if self.is_active and not self._presence.knows(member):
             others = self._presence.of_slot(slot_of(member)[0])
             if any(slot_of(other) > slot_of(member) for other in others):
-                self._refuse(member, "its slot was given to another process")
+                self._refuse(member, reasons.FOLLOWED)
                 return
             for other in others:
-                self._lose(other, "its slot was given to another process")
+                self._lose(other, reasons.FOLLOWED)
             self._presence.enter(member, now_s)
             if self.decree is None and self._waiting_since_s is None:  # who is slow to start is nobody's fault
                 self._waiting_since_s = now_s
+            self._consider(now_s)
+
+    def announce(self, member: str, now_s: float) -> None:
+        """This process is about to be started beside this one: those that had its slot before have ended."""
+        self._election.announce(member, now_s)
+
+    def hear_idle(self, now_s: float) -> None:
+        """The other coordinator decides nothing: where all who can be there ask this one, nobody goes on elsewhere."""
+        self._election.hear_idle(now_s)
+        if not self.is_active and self._election.accounts_for(self._settings.expected):
+            self._take_over(now_s)
             self._consider(now_s)
 
     def rejoin(self, rejoining: Rejoining, now_s: float) -> None:
@@ -139,6 +146,11 @@ class Coordinator:
         if term > self._reign and self.is_active:
             self._term = self._reign = 0
             self._forget()
+
+    def hear_active(self, term: int) -> None:
+        """The other coordinator decides, in that term."""
+        self._election.forget_announced()
+        self.hear_of(term)
 
     def part(self, member: str) -> None:
         """It took its leave of this connection, or that broke because nothing passed: it lives, for all that is known.
@@ -232,7 +244,7 @@ class Coordinator:
         if self._election.is_waiting(now_s, self._settings.recovery_s, self._presence.here):
             return
         for member in self._election.take_absent(self._presence.here):
-            self._lose(member, _WITHOUT_IT, is_silent=True)
+            self._lose(member, reasons.WITHOUT_IT, is_silent=True)
         if self._election.take_unsettled():  # the coordinator before was lost in the midst of a change
             self._propose(now_s, is_urgent=True)
         is_broken = self.decree is not None and self._presence.misses(self.decree.members, now_s)
@@ -252,16 +264,12 @@ class Coordinator:
             elif is_late:
                 self._end(f"{num_here} workers came, expected at least {least}")
         elif not num_here and self._presence.has_finished:
-            self._end(_ALL_DONE)
+            self._end(reasons.ALL_DONE)
         elif self._presence.leaving or self._newcomers():
             self._propose(now_s, is_urgent=False)
 
     def _newcomers(self) -> list[str]:
-        """Who waits to be let in, as far as there is room."""
-        known = self.decree.members if self.decree else ()
-        room = self._settings.bounds.most - sum(1 for member in known if member in self._presence.here)
-        waiting = sorted((each for each in self._presence.here if each not in known), key=slot_of)
-        return waiting[: max(0, room)]
+        return self._presence.newcomers(self.decree.members if self.decree else (), self._settings.bounds.most)
 
     def _propose(self, now_s: float, *, is_urgent: bool) -> None:
         if is_urgent and self._waiting_since_s is None:
@@ -281,12 +289,12 @@ class Coordinator:
         standings = [self._standings[member] for member in wanted]
         holders = [each for each in standings if each.has_state]
         if quorum.is_lost(self.decree, standings) and not self._settings.is_kept_elsewhere:
-            self._end(_ALL_DONE if self._presence.has_finished else _NOBODY_LEFT)
+            self._end(reasons.ALL_DONE if self._presence.has_finished else reasons.NOBODY_LEFT)
         elif self.decree and not quorum.is_majority(self.decree, holders or standings, self._presence.silent):
             self._wait_or_end(now_s, "most of the workers do not answer", holders)
         elif self._is_too_few(len(standings)):
             if standings and all(each.is_leaving for each in standings):
-                self._end(_ALL_LEFT, holders)
+                self._end(reasons.ALL_LEFT, holders)
                 return
             least = self._settings.bounds.least
             self._wait_or_end(now_s, f"{len(standings)} workers are left, expected at least {least}", holders)
@@ -304,7 +312,7 @@ class Coordinator:
             standings = taking_part
         staying = [each for each in standings if not (each.is_leaving and each.at_border)]
         if not staying:
-            self._end(_ALL_LEFT, holders)
+            self._end(reasons.ALL_LEFT, holders)
             return
         if self.decree is None or max(each.committed for each in staying) > self.decree.committed:
             self._accusations.clear()
@@ -335,9 +343,7 @@ class Coordinator:
         self._proposal = None
 
     def _term_after(self, ballot: Ballot) -> int:
-        """A greater term; even ones are coordinator 1's and odd ones 0's, so that no two decide in the same."""
-        term = max(ballot[0], self._last_term) + 1
-        return term if (term % 2 == 0) == self._has_even else term + 1
+        return quorum.term_after(max(ballot[0], self._last_term), is_even=self._has_even)
 
     def _take_over(self, now_s: float) -> None:
         newest = self._election.decree
@@ -346,5 +352,7 @@ class Coordinator:
         self._reign = self._last_term = self._term
         self.decree, self._waiting_since_s = newest, None
         for stranger in set(self._presence.here) - set(newest.members):
-            self._lose(stranger, _WITHOUT_IT)
+            self._lose(stranger, reasons.WITHOUT_IT)
         self._election.await_rest(set(newest.members) - set(self._presence.here))
+        for member in self._election.take_followed():
+            self._lose(member, reasons.FOLLOWED)

@@ -3,11 +3,14 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ringweave.membership.rules.records import BEFORE_ALL, Ballot, Decree, Standing
+from ringweave.membership.rules.records import BEFORE_ALL, Ballot, Decree, Standing, slot_of
 
 _FACTOR = 3.0
 _MOST_S = 15.0
 """How long those who have not voted yet are waited for, beside the time that it took the others."""
+
+_SURE_S = 5.0
+"""Between two words of the other coordinator: more means that it may have decided, and members have come to it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +33,8 @@ class Election:
         self._voters: dict[str, Rejoining] = {}
         self._unread: list[Rejoining] = []
         self._missing: set[str] = set()
+        self._starting: dict[int, int] = {}
+        self._sure_s = 0.0
         self._first_s: float | None = None
         self._last_s = 0.0
 
@@ -55,6 +60,33 @@ class Election:
             return decree.members[0] in votes
         return 2 * len(votes) > len(decree.members)
 
+    def accounts_for(self, num_slots: int) -> bool:
+        """Every process that a job of so many slots can have has voted, or is about to be started."""
+        decree = self.decree
+        if decree is None or not all(each in self._voters or self.is_followed(each) for each in decree.members):
+            return False
+        return len({slot_of(each)[0] for each in self._voters} | self._starting.keys()) >= num_slots
+
+    def announce(self, newcomer: str, now_s: float) -> None:
+        """This process is about to be given a slot: those that had it before have ended."""
+        slot, incarnation = slot_of(newcomer)
+        self._starting[slot], self._sure_s = incarnation, now_s
+
+    def hear_idle(self, now_s: float) -> None:
+        """The other coordinator decides nothing now."""
+        if now_s - self._sure_s > _SURE_S:
+            self.forget_announced()
+        self._sure_s = now_s
+
+    def forget_announced(self) -> None:
+        """They may have become members elsewhere."""
+        self._starting.clear()
+
+    def is_followed(self, member: str) -> bool:
+        """Its slot is about to be given to another process."""
+        slot, incarnation = slot_of(member)
+        return self._starting.get(slot, incarnation) > incarnation
+
     def vote(self, rejoining: Rejoining, now_s: float) -> None:
         """A member asks."""
         if self._first_s is None:
@@ -78,6 +110,12 @@ class Election:
         if self._first_s is None or not self._missing - set(present):
             return False
         return now_s - self._last_s <= min(_MOST_S, max(least_s, _FACTOR * (self._last_s - self._first_s)))
+
+    def take_followed(self) -> set[str]:
+        """Who is waited for, and cannot come: its slot is about to be given to another process; each once."""
+        followed = {each for each in self._missing if self.is_followed(each)}
+        self._missing -= followed
+        return followed
 
     def take_absent(self, present: Collection[str]) -> set[str]:
         """Who has not come though there was time; once."""

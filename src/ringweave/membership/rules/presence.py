@@ -49,6 +49,12 @@ class Presence:
         """Who is here of a slot."""
         return [each for each in self.here if slot_of(each)[0] == slot]
 
+    def newcomers(self, members: Collection[str], most: int) -> list[str]:
+        """Who is here beside the members and waits to be let in, as far as there is room for so many in all."""
+        room = most - sum(1 for member in members if member in self.here)
+        waiting = sorted((each for each in self.here if each not in members), key=slot_of)
+        return waiting[: max(0, room)]
+
     def enter(self, member: str, now_s: float) -> None:
         """It has come; at most once. Those of its slot before it have ended: only then is another one started.
 

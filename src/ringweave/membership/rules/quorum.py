@@ -29,3 +29,8 @@ def is_majority(before: Decree, holders: Sequence[Standing], silent: Collection[
     if len(here) != len(away):
         return len(here) > len(away)
     return not here or min(here | away, key=slot_of) in here
+
+
+def term_after(term: int, *, is_even: bool) -> int:
+    """A greater term; even ones are coordinator 1's and odd ones 0's, so that no two decide in the same."""
+    return term + 1 + ((term + 1) % 2 != (0 if is_even else 1))

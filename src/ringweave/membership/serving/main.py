@@ -34,6 +34,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--index", type=int, choices=(0, 1), required=True)
     parser.add_argument("--standby", action="store_true")
     parser.add_argument("--other", help="HOST:PORT of the other coordinator")
+    parser.add_argument("--successors", default="", help="members that are about to start in the place of others")
     parser.add_argument("--run-dir", type=Path)
     return parser.parse_args(argv)
 
@@ -49,6 +50,7 @@ class Process:
         self.service = parts.coordinators(
             wanted, index=asked.index, is_standby=asked.standby, note=self._note_epoch, note_lost=self._note_lost
         )
+        self.service.announce([each for each in asked.successors.split(",") if each])
         trust = wire.Tls(wire.Credentials.load_from(asked.credentials))
         self._rival: AbstractContextManager[object] = nullcontext()
         if asked.other:

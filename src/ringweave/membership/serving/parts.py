@@ -57,6 +57,10 @@ class Parts:
         reasons = [each.ended for each in parts] or [self._services[JOB].ended]
         return reasons[0] if all(reasons) else ""
 
+    def announce(self, members: Collection[str]) -> None:
+        """These are about to be started as members of the whole job; see `Coordinator.announce`."""
+        self._services[JOB].announce(members)
+
     def tick(self, connected: Callable[[], Collection[str]]) -> None:
         """Time has passed; `connected` gives the names of those that hold a connection, when each part asks."""
         for _, each in self._all():
@@ -69,6 +73,8 @@ class Parts:
 
     def hear_of(self, count: Count) -> None:
         """What the other coordinator says of itself."""
+        if not count.is_active:
+            self._services[JOB].hear_of(count)
         for name, each in self._all():
             term = count.term if name == JOB and count.is_active else count.parts.get(name, 0)
             if term:

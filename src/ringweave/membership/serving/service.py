@@ -76,6 +76,11 @@ class CoordinatorService:
         """The job is over."""
         self._event(lambda _now_s: self._coordinator.give_up(reason))
 
+    def announce(self, members: Collection[str]) -> None:
+        """These are about to be started: those that had their slots before have ended."""
+        for member in members:
+            self._event(lambda now_s, member=member: self._coordinator.announce(member, now_s))
+
     def tick(self, connected: Callable[[], Collection[str]]) -> None:
         """Time has passed; `connected` gives the names of those that hold a connection.
 
@@ -97,7 +102,9 @@ class CoordinatorService:
     def hear_of(self, count: Count) -> None:
         """What the other coordinator says of itself."""
         if count.is_active:
-            self._event(lambda _now_s: self._coordinator.hear_of(count.term))
+            self._event(lambda _now_s: self._coordinator.hear_active(count.term))
+        else:
+            self._event(self._coordinator.hear_idle)
 
     def _event(self, action: Callable[[float], object]) -> Done:
         with self._changed:

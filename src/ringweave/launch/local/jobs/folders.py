@@ -7,6 +7,7 @@ STATE/jobs/ID/                                all of one job; ID is its name and
     supervisor.lock, supervisor.log           held while it runs; what it could not tell anybody
     config.json, gate.json                    node names, counts, script; the last opening of the gate
     secrets/round-1/worker-0.json             for a worker that trains with a parameter server; gone when it starts
+    secrets/round-1/worker-0.1.json           for the second life of a worker of an elastic job; gone when that starts
     groups/NODE.ATTEMPT/                      a worker group that exists (NODE: index in the request)
         alive                                 locked until nothing of the group can run any more
         orders.json, report.json, bell        what is wanted of it, what it says
@@ -103,7 +104,7 @@ class JobFolder:
 
     @property
     def secrets(self) -> Path:
-        """Credentials of workers that have not started yet, where there is a parameter server."""
+        """Credentials of workers that have not started yet, where there is a parameter server or the job is elastic."""
         return self.root / "secrets"
 
     def group(self, node: int, attempt: int) -> GroupFolder:

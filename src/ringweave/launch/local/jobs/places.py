@@ -6,6 +6,7 @@ started, how it is known that nothing of it can run any more, and whether anybod
 
 import abc
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from ringweave.jobs.life.observing import Cause, Group, Observed, Phase
 from ringweave.launch.groups import config as configs
 from ringweave.launch.groups import posts
 from ringweave.launch.groups.config import Config
-from ringweave.launch.groups.posts import Opening, Orders, Report
+from ringweave.launch.groups.posts import Orders, Report, opening_of
 from ringweave.launch.local.jobs import locks
 from ringweave.launch.local.jobs.folders import GroupFolder, JobFolder, replace_text
 
@@ -96,6 +97,7 @@ class FolderPlace(abc.ABC):
             case actions.DeleteConfig():
                 self._folder.gate.unlink(missing_ok=True)
                 self._reached("gate removed")
+                shutil.rmtree(self._folder.secrets, ignore_errors=True)  # what was never used of an elastic job's
                 self._folder.config.unlink(missing_ok=True)
 
     def _log(self, folder: GroupFolder) -> Path:
@@ -132,17 +134,13 @@ class FolderPlace(abc.ABC):
 
     def _open(self, round_: int) -> None:
         """Let all start where the first node offered to meet."""
-        offers, server = {}, None
+        offers = {}
         for folder in self._folder.groups():
             report, _ = folder.read()
             if report and report.round == round_ and report.meeting:
-                offers[self._config.node(folder.node).name] = report.meeting
-                server = server or report.server
-        first = offers.get(self._config.nodes[0].name)
-        if first is not None:
-            hosts = {name: meeting.host for name, meeting in offers.items()}
-            addresses = hosts if len(set(hosts.values())) > 1 else {}
-            opening = Opening(round=round_, meeting=first, server=server, addresses=addresses)
+                offers[self._config.node(folder.node).name] = report
+        opening = opening_of(self._config, round_, offers)
+        if opening is not None:
             replace_text(self._folder.gate, posts.dump_opening(opening))
         self._reached("gate opened")
         for folder in self._folder.groups():

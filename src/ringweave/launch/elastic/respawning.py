@@ -1,0 +1,42 @@
+"""When a coordinator or a parameter server that died is started again, and when it is given up. Pure."""
+
+
+class Respawns:
+    """What happened to one of them so far."""
+
+    def __init__(self, *, most_quick: int = 10, quick_s: float = 60.0, longest_delay_s: float = 30.0) -> None:
+        """Nothing has happened yet.
+
+        Args:
+            most_quick: One that died so often in a row, each time soon, will again: it is given up. That takes two to
+                three minutes with these delays, as for a worker (`Restarts`): what a machine lacks for longer somebody
+                has to mend.
+            quick_s: Who has lived longer was of use, and its deaths before are forgotten.
+            longest_delay_s: Before one that dies soon, again and again. The first time it is started again at once.
+        """
+        self._most, self._quick_s, self._longest_delay_s = most_quick, quick_s, longest_delay_s
+        self._quick = 0
+        self._due_s: float | None = None
+
+    @property
+    def has_given_up(self) -> bool:
+        """It is not started again."""
+        return self._quick >= self._most
+
+    @property
+    def num_quick(self) -> int:
+        """Deaths in a row, each of them soon."""
+        return self._quick
+
+    def note_death(self, lived_s: float, now_s: float) -> None:
+        """It died; called once for each process that did."""
+        self._quick = self._quick + 1 if lived_s < self._quick_s else 1
+        delay_s = 0.0 if self._quick == 1 else min(self._longest_delay_s, 2.0 ** (self._quick - 2))
+        self._due_s = now_s + delay_s
+
+    def take_due(self, now_s: float) -> bool:
+        """It is to be started now; True once for each death."""
+        if self._due_s is None or now_s < self._due_s or self.has_given_up:
+            return False
+        self._due_s = None
+        return True

@@ -1,0 +1,256 @@
+"""Elastic jobs: who is replaced while the others train on, and when they cannot."""
+
+from dataclasses import replace
+
+import pytest
+
+from ringweave.jobs.life import actions
+from ringweave.jobs.life.failing import SETTLE_S
+from ringweave.jobs.life.observing import Cause, Phase
+from ringweave.jobs.life.states import JobState
+from ringweave.testing.places import FakePlace
+from tests.jobs.life import lives
+from tests.jobs.life.lives import DELETE, record_of, running
+
+THREE = (DELETE,) * 3
+
+
+def retries(place: FakePlace) -> list[int]:
+    return [known.retries for known in record_of(place).nodes]
+
+
+def change(place: FakePlace, key: tuple[int, int], **changes) -> None:
+    place.groups[key] = replace(place.groups[key], **changes)
+
+
+def test_a_killed_group_alone_is_replaced_and_nobody_else_is_called() -> None:
+    place = running(*THREE, least=6)
+    place.end((1, 1), Cause.PLACE, "its agent was killed")
+    _, *rest = lives.look(place)
+    assert rest == [actions.DeleteGroup(node=1, attempt=1)]
+    lives.settle(place)
+    record = record_of(place)
+    assert (record.state, str(record.reason)) == (
+        JobState.RUNNING,
+        "node n1 failed (its agent was killed), retry 1 of 1; the others train on, and node n1 can join them when "
+        "replaced. Nothing to do; ringweave logs text --node n1 shows why it failed.",
+    )
+    for _ in range(4):
+        place.pass_time()
+        lives.settle(place)
+    record = record_of(place)
+    assert (record.state, record.reason, record.round, place.gate) == (JobState.RUNNING, None, 1, 1)
+    assert {key: group.phase for key, group in place.groups.items()} == dict.fromkeys(
+        [(0, 1), (1, 2), (2, 1)], Phase.RUNNING
+    )
+    assert (retries(place), place.broken_rules) == ([0, 1, 0], [])
+
+
+def test_with_too_few_left_all_begin_again_as_in_any_job() -> None:
+    place = running(*THREE, least=6, max_retries=2)
+    place.end((1, 1), Cause.PLACE, "its agent was killed")
+    lives.settle(place)
+    place.end((2, 1), Cause.PLACE, "its agent was killed")
+    lives.settle(place)
+    record = record_of(place)
+    assert (record.round, record.state, record.loss, retries(place)) == (2, JobState.RETRYING, None, [0, 1, 1])
+    assert record.round_cause == "node n2 failed (its agent was killed), retry 1 of 2"
+    assert place.groups[0, 1].round == 2, "it is called back"
+
+
+@pytest.mark.parametrize("text", ["killed", "vanished"])
+def test_before_the_gate_was_open_nobody_goes_on(text: str) -> None:
+    place = FakePlace(job=lives.a_job(THREE, least=3))
+    lives.settle(place)
+    place.step((0, 1))
+    lives.settle(place)
+    place.end((1, 1), Cause.PLACE) if text == "killed" else place.lose((1, 1))
+    lives.settle(place)
+    assert (record_of(place).round, place.gate) == (2, 0)
+
+
+def test_two_lost_at_once_are_charged_one_each() -> None:
+    place = running(*THREE, least=3)
+    place.end((0, 1), Cause.PLACE, "power cut")
+    place.lose((2, 1))
+    lives.settle(place)
+    assert (retries(place), record_of(place).round) == ([1, 0, 1], 1)
+    assert record_of(place).loss is not None
+
+
+def test_who_cannot_go_on_after_a_loss_pays_nothing() -> None:
+    """As where the last ones with the job's state died: those that had just joined hear that it is over."""
+    place = running(*THREE, least=3)
+    place.end((1, 1), Cause.PLACE, "its agent was killed")
+    lives.settle(place)
+    for node in (0, 2):
+        change(place, (node, 1), phase=Phase.INTERRUPTED, ended_s=place.clock_s, text="MembershipError: job is over")
+    place.clock_s += SETTLE_S
+    lives.settle(place)
+    record = record_of(place)
+    assert (record.round, record.round_cause) == (2, "node n1 failed (its agent was killed), retry 1 of 1")
+    for _ in range(5):
+        place.pass_time()
+        lives.settle(place)
+    assert (record_of(place).state, retries(place)) == (JobState.RUNNING, [0, 1, 0])
+    assert [known.attempt for known in record_of(place).nodes] == [1, 2, 1]
+
+
+def test_without_a_loss_the_first_that_blames_another_pays_as_in_any_job() -> None:
+    place = running(*THREE, least=3)
+    for node in (0, 1, 2):
+        change(place, (node, 1), phase=Phase.INTERRUPTED, ended_s=place.clock_s + node, text="lost its peer")
+    place.clock_s += SETTLE_S
+    lives.settle(place)
+    assert (retries(place), record_of(place).round) == ([1, 0, 0], 2)
+
+
+def test_who_is_interrupted_beside_a_loss_is_called_back() -> None:
+    """A script without prepare: nobody can go on."""
+    place = running(*THREE, least=3)
+    place.end((1, 1), Cause.PLACE, "its agent was killed")
+    change(place, (0, 1), phase=Phase.INTERRUPTED, ended_s=place.clock_s, text="lost its peer")
+    lives.settle(place)
+    assert (retries(place), record_of(place).round) == ([0, 1, 0], 2)
+
+
+def test_a_script_that_fails_of_a_loss_is_replaced_and_one_that_fails_later_fails_the_job() -> None:
+    place = running(*THREE, least=3)
+    place.end((1, 1), Cause.PLACE, "its agent was killed")
+    lives.settle(place)
+    place.clock_s += SETTLE_S / 2
+    place.end((2, 1), Cause.PROGRAM, "RuntimeError: what it had of others is gone")
+    lives.settle(place)
+    assert (retries(place), record_of(place).round, record_of(place).outcome) == ([0, 1, 0], 1, None)
+    for _ in range(4):
+        place.pass_time()
+        lives.settle(place)
+    assert [known.attempt for known in record_of(place).nodes] == [1, 2, 2]
+    place.end((0, 1), Cause.PROGRAM, "ValueError")
+    place.clock_s += SETTLE_S
+    lives.settle(place)
+    assert record_of(place).outcome is JobState.FAILED
+
+
+def test_a_script_that_fails_again_and_again_at_an_unknown_time_is_not_excused_for_ever() -> None:
+    place = running(*THREE, least=3)
+    place.end((1, 1), Cause.PLACE, "its agent was killed")
+    lives.settle(place)
+    change(place, (2, 1), phase=Phase.FAILED, cause=Cause.PROGRAM, exit_code=1, ended_s=None)
+    place.clock_s += SETTLE_S
+    lives.settle(place)
+    assert record_of(place).outcome is JobState.FAILED
+
+
+def test_once_a_node_has_finished_nobody_is_replaced_and_the_job_ends_with_the_last() -> None:
+    place = running(*THREE, least=6)
+    place.end((0, 1))
+    lives.settle(place)
+    place.end((1, 1), Cause.PLACE, "its agent was killed")
+    lives.settle(place)
+    record = record_of(place)
+    assert (record.state, record.reason, record.round, retries(place)) == (JobState.RUNNING, None, 1, [0, 0, 0])
+    place.clock_s += 7
+    place.end((2, 1))
+    lives.settle(place)
+    record = record_of(place)
+    assert (record.outcome, record.ended_s) == (JobState.SUCCEEDED, place.clock_s)
+    assert len(place.created) == 3
+
+
+def test_a_replacement_that_comes_after_the_end_is_not_waited_for() -> None:
+    place = running(*THREE, least=3)
+    place.end((1, 1), Cause.PLACE, "its agent was killed")
+    lives.settle(place)
+    place.pass_time()
+    lives.settle(place)
+    assert (1, 2) in place.groups
+    place.end((0, 1))
+    place.end((2, 1))
+    lives.settle(place)
+    assert record_of(place).outcome is JobState.SUCCEEDED
+
+
+def test_a_script_that_fails_though_another_node_has_finished_fails_the_job() -> None:
+    place = running(*THREE, least=3)
+    place.end((0, 1))
+    place.end((1, 1), Cause.PROGRAM, "ValueError")
+    lives.settle(place)
+    place.clock_s += SETTLE_S
+    place.end((2, 1))
+    lives.settle(place)
+    assert record_of(place).outcome is JobState.FAILED
+
+
+def given_up(*, least: int = 3) -> FakePlace:
+    """Node n1 has failed once more than it may, while the others train."""
+    place = running(*THREE, least=least, max_retries=0)
+    place.end((1, 1), Cause.PLACE, "its agent was killed")
+    for _ in range(3):
+        lives.settle(place)
+        place.pass_time()
+    return place
+
+
+def test_the_others_go_on_without_a_node_that_may_not_be_tried_again() -> None:
+    place = given_up()
+    record = record_of(place)
+    assert (record.state, record.round, len(place.created)) == (JobState.RUNNING, 1, 3)
+    assert str(record.reason) == (
+        "node n1 failed (its agent was killed), retry 0 of 0; the others train on without node n1, which failed more "
+        "often than max_retries allows. Nothing to do; ringweave logs text --node n1 shows why it failed."
+    )
+    told = record.nodes[1]
+    assert told.reason is not None
+    assert (told.state, told.reason.code, told.retries) == ("Failed", "NodeGivenUp", 0)
+    lives.end_all(place)
+    lives.settle(place)
+    record = record_of(place)
+    assert record.outcome is JobState.SUCCEEDED
+    assert [known.state for known in record.nodes] == ["Succeeded", "Failed", "Succeeded"]
+
+
+@pytest.mark.parametrize("what", ["another is lost", "all blame another", "suspended"])
+def test_without_it_there_is_no_other_round(what: str) -> None:
+    place = given_up()
+    if what == "another is lost":
+        place.end((2, 1), Cause.PLACE, "its agent was killed too")
+        place.end((0, 1), Cause.PLACE, "its agent was killed too")
+    elif what == "all blame another":
+        for node in (0, 2):
+            change(place, (node, 1), phase=Phase.INTERRUPTED, ended_s=place.clock_s, text="job is over")
+        place.clock_s += SETTLE_S
+    else:
+        lives.ask(place, "suspend")
+        for _ in range(3):
+            lives.settle(place)
+            place.pass_time()
+        lives.ask(place, "resume")
+    lives.settle(place)
+    record = record_of(place)
+    assert record.outcome is JobState.FAILED
+    assert record.outcome_reason is not None
+    assert record.outcome_reason.code == "RetriesSpent"
+
+
+def test_tried_again_it_may_come_back() -> None:
+    place = given_up()
+    lives.ask(place, "stop")
+    lives.settle(place)
+    lives.ask(place, "retry")
+    for _ in range(6):
+        lives.settle(place)
+        place.pass_time()
+    record = record_of(place)
+    assert (record.state, record.run) == (JobState.RUNNING, 2)
+    assert not any(known.is_given_up for known in record.nodes)
+
+
+def test_with_too_few_left_a_node_that_is_spent_fails_the_job() -> None:
+    place = given_up(least=6)
+    assert record_of(place).state is JobState.RUNNING
+    place = running(DELETE, DELETE, least=3, max_retries=0)
+    place.end((0, 1), Cause.PLACE, "power cut")
+    place.end((1, 1), Cause.PLACE, "power cut")
+    lives.settle(place)
+    assert record_of(place).outcome is JobState.FAILED

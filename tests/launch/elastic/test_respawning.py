@@ -1,0 +1,25 @@
+"""When a coordinator or a server is started again, and when it is given up."""
+
+from ringweave.launch.elastic.respawning import Respawns
+
+
+def test_one_that_dies_soon_again_and_again_comes_back_later_each_time_and_is_given_up_at_last() -> None:
+    respawns, now_s, delays_s = Respawns(), 0.0, []
+    while not respawns.has_given_up:
+        died_s = now_s
+        respawns.note_death(0.1, now_s)
+        while not respawns.take_due(now_s) and not respawns.has_given_up:
+            now_s += 0.5
+        delays_s.append(now_s - died_s)
+    assert delays_s == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 0.0]
+    assert respawns.num_quick == 10
+    assert not respawns.take_due(now_s + 1e9)
+
+
+def test_one_that_has_lived_for_long_begins_anew() -> None:
+    respawns = Respawns()
+    for _ in range(100):
+        respawns.note_death(3600.0, 5.0)
+        assert respawns.take_due(5.0), "at once"
+        assert not respawns.take_due(5.0), "once"
+    assert not respawns.has_given_up

@@ -1,0 +1,76 @@
+"""An elastic job of real processes: a whole group is killed, the other one goes on, the killed one comes back."""
+
+import contextlib
+import json
+import signal
+
+import psutil
+import pytest
+
+from ringweave.jobs.requests.request import Elastic
+from tests.launch import until_back
+from tests.launch.conftest import wait_until
+from tests.launch.local.jobs.conftest import Here, processes_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(900)]
+
+
+def said(here: Here, node: str, attempt: int, rank: int) -> list[dict]:
+    """What a worker printed in the first round."""
+    (folder,) = (here.state / "jobs").glob("job-*")
+    path = folder / "runs" / node / str(attempt) / "round-1" / "logs" / f"rank-{rank}.log"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+
+
+def kill_group(here: Here, node: int, attempt: int) -> None:
+    """The agent and all that it has started, at once."""
+    (agent,) = [each.process for each in processes_of(here.state) if each.command[-2:] == [str(node), str(attempt)]]
+    for process in [agent, *agent.children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_killed_group_comes_back_while_the_other_one_trains_on(here: Here, node: int) -> None:
+    """Node 0 has the coordinator that decides, node 1 its standby."""
+    here.submit(until_back.SCRIPT, 2, 2, elastic=Elastic(min=2), mode="sync", max_retries=2)
+    other = 1 - node
+    wait_until(lambda: len(said(here, "n0", 1, 0)) > 5 and len(said(here, "n1", 1, 3)) > 5, "training")
+    kill_group(here, node, 1)
+    job = here.wait(lambda job: job.state.is_end)
+    assert job.state == "Succeeded", (job, said(here, f"n{other}", 1, 2 * other)[-3:])
+    assert (job.round, [each.retries for each in job.nodes]) == (1, [int(node == 0), int(node == 1)])
+    attempts = [[end.text for end in each.attempts] for each in job.nodes]
+    assert attempts[node] == ["its agent was killed", ""]
+    assert attempts[other] == [""]
+    check_steps(here, node)
+    (folder,) = (here.state / "jobs").glob("job-*")
+    wait_until(lambda: not (folder / "secrets").exists(), "the end of credentials that nobody needed")
+    assert not [path for path in folder.rglob("*") if path.is_file() and b"PRIVATE KEY" in path.read_bytes()]
+
+
+def check_steps(here: Here, node: int) -> None:
+    """No step was lost: those who stayed did each once, some of them alone, and all end with the same parameters."""
+    other = 1 - node
+    words = said(here, f"n{other}", 1, 2 * other)
+    steps = [each["step"] for each in words if "step" in each]
+    assert steps == list(range(1, len(steps) + 1))
+    sizes = [len(each["members"]) for each in words if "step" in each]
+    assert sizes[0] == sizes[-1] == 4
+    assert 2 in sizes, "the others went on alone"
+    epochs = [each for each in words if "epoch" in each]
+    assert all(each["trained"] + each["lost"] == 96 for each in epochs), "every sample is accounted for"
+    assert sum(each["lost"] for each in epochs) <= 12, "at most those of the batch that the killed ones computed"
+    sums = [
+        each["sum"]
+        for name, attempt, ranks in (
+            (f"n{other}", 1, (2 * other, 2 * other + 1)),
+            (f"n{node}", 2, (2 * node, 2 * node + 1)),
+        )
+        for rank in ranks
+        for each in said(here, name, attempt, rank)
+        if "sum" in each
+    ]
+    assert len(sums) == 4
+    assert len(set(sums)) == 1

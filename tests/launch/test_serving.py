@@ -1,0 +1,47 @@
+"""The processes of a run's parameter servers, without what they do."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ringweave.launch.local.attendants import Post
+from ringweave.launch.local.sites import ThisMachine
+from ringweave.launch.run_dirs import RunDir
+from ringweave.launch.serving import JobServer
+from ringweave.wire import Authority
+from tests.launch.conftest import wait_until
+
+
+class FailsOnB(ThisMachine):
+    """What runs in the place of a server stays on node a, and fails at once on node b."""
+
+    def enter_node(self, node: str, argv: Sequence[str]) -> Sequence[str]:
+        does = "import signal; signal.pause()" if node == "a" else "import sys; sys.exit(3)"
+        return [sys.executable, "-I", "-S", "-c", does]
+
+
+def test_one_that_dies_time_after_time_is_given_up_and_the_other_one_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    site, said, now_s = FailsOnB(), [], [0.0]
+    posts = [Post(node=node, meeting=site.meeting(node)) for node in ("a", "b")]
+    run_dir = RunDir(root=tmp_path)
+    server = JobServer(posts, site, run_dir, Authority("job"), give_up=said.append, clock=lambda: now_s[0])
+
+    def look() -> bool:
+        now_s[0] += 1.0
+        server.look()
+        return bool(said)
+
+    with server.running(os.environ):
+        wait_until(look, "an end of it")
+        now_s[0] += 1000.0
+        server.look()
+        assert len(server.pids) == 1, "the one on node a"
+    assert said == [
+        "parameter server 1 on node b is given up: 10 of its processes in a row were over within a minute each, the "
+        "last one with exit code 3. Training goes on with the other one; nobody takes over if that dies as well. See "
+        f"what it lacks in {tmp_path / 'logs' / 'server-1.log'}."
+    ]
+    started = [line for line in run_dir.events.read_text().splitlines() if '"server_started"' in line]
+    assert len(started) == 11
