@@ -133,6 +133,7 @@ class Attendance:
             return Seated(
                 rings=rings,
                 shares=job.setup.shares,
+                local_steps=job.setup.local_steps,
                 num_pushed=last.sequence if last else 0,
                 num_tickets=ticket.number if ticket else 0,
                 num_meetings=num_meetings,
