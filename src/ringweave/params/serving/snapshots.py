@@ -220,7 +220,10 @@ def _bases_of(num_places: int, tensors: Mapping[str, Tensor]) -> dict[int, list[
 
 def _live_of(book: Mapping[str, Any]) -> Live:
     return Live(
-        holdings=[Holding(**{**each, "grants": tuple(each["grants"])}) for each in book["holdings"]],
+        holdings=[
+            Holding(grants=tuple(each["grants"]), num_since=each["num_since"], is_paused=each["is_paused"])
+            for each in book["holdings"]
+        ],
         tickets=[Ticket(**each) for each in book["tickets"]],
         taken={int(epoch): count for epoch, count in book["taken"].items()},
         gone=list(book["gone"]),

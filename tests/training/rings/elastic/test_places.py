@@ -13,6 +13,15 @@ def test_the_server_knows_a_slot_s_ring() -> None:
     assert Seat.of(7, SEATED) is None
 
 
+def test_each_ring_has_local_steps_of_its_own() -> None:
+    slow = Seat.of(2, SEATED.model_copy(update={"local_steps": [8, 3]}))
+    assert slow is not None
+    assert slow.local_steps == 3
+    every = Seat.of(2, SEATED)
+    assert every is not None
+    assert every.local_steps == 0, "every step is pushed"
+
+
 def test_a_ring_that_has_lost_a_member_takes_fewer_samples() -> None:
     seat = Seat.of(0, SEATED)
     assert seat is not None

@@ -157,7 +157,7 @@ class LocalChanges:
     def _changes(self) -> list[Tensor]:
         return list(torch._foreach_sub([each.detach() for each in self._parameters], self._mark.views))
 
-    def _note(self, changes: Sequence[Tensor]) -> None:
+    def _note(self, changes: list[Tensor]) -> None:
         """That is the ring's next push, of all that was computed since the one before."""
         torch._foreach_copy_(self.outbox.views, changes)
         crew = self._crew()
