@@ -38,10 +38,10 @@ class Server:
         self.value += 1.0 + float(torch.frombuffer(content[0], dtype=torch.float64)[0])
         self.version += 2
 
-    def exchange(self, round_: Round, content: Sequence[memoryview], into: Sequence[memoryview]) -> tuple[None, int]:
+    def exchange(self, round_: Round, content: Sequence[memoryview], into: Sequence[memoryview]) -> int:
         self.push(round_, content)
         torch.frombuffer(into[0], dtype=torch.float64).fill_(self.value)
-        return None, self.version
+        return self.version
 
 
 class Member:
@@ -50,7 +50,7 @@ class Member:
     def __init__(self, server: Any, num_steps: int = 2) -> None:
         self.parameter = torch.zeros(3, dtype=torch.float64)
         specs = flat.specs_of([("weight", self.parameter)])
-        self.landed = self.inbox = Flat(specs)
+        self.landed = Flat(specs)
         self.is_first = True
         self.crew: Any = SimpleNamespace(ring_place=RingPlace(ring=0), samples=Samples(), books=Books())
         self.server = server
@@ -58,11 +58,11 @@ class Member:
         self.changes = LocalChanges(self, lambda: self.crew, [self.parameter], specs, num_steps)
         self.changes.begin_anew()
 
-    def arrive(self) -> None:
-        """Parameters come where they land."""
+    def exchange(self, round_: Round, outbox: Flat) -> int:
+        return self.server.exchange(round_, outbox.buffers(), self.landed.buffers())
 
-    def client(self) -> Any:
-        return self.server
+    def push(self, round_: Round, outbox: Flat) -> None:
+        self.server.push(round_, outbox.buffers())
 
     def change(self, change: Callable[[], None]) -> None:
         change()

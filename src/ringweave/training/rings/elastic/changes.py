@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ringweave.params.flat import Flat
 from ringweave.params.messages import TensorSpec
-from ringweave.params.ring.client import RingClient, Round
+from ringweave.params.ring.client import Round
 from ringweave.training.elastic.kept import Said
 from ringweave.training.rings.elastic import accounts
 from ringweave.training.rings.elastic.crew import RingCrew
@@ -27,21 +27,16 @@ class Ring(Protocol):
     """Where parameters arrive, on every member."""
 
     @property
-    def inbox(self) -> Flat:
-        """Where they come from the server; of the representative."""
-        ...
-
-    def arrive(self) -> None:
-        """They have."""
-        ...
-
-    @property
     def is_first(self) -> bool:
         """This member represents the ring."""
         ...
 
-    def client(self) -> RingClient:
-        """The ring's connection to the server; of the representative."""
+    def exchange(self, round_: Round, outbox: Flat) -> int:
+        """Push, and have the parameters that follow land; their version. For the representative."""
+        ...
+
+    def push(self, round_: Round, outbox: Flat) -> None:
+        """Push, and ask for nothing; likewise."""
         ...
 
     def spread(self, fetch: Callable[[], Said], tensors: Sequence[Tensor] = ()) -> Said:
@@ -115,7 +110,7 @@ class LocalChanges:
         round_ = self._round()
 
         def push() -> Said:
-            self._ring.client().push(round_, self.outbox.buffers())
+            self._ring.push(round_, self.outbox)
             return {}
 
         self._ring.spread(push)
@@ -144,14 +139,13 @@ class LocalChanges:
     def _fetch(self) -> Said:
         exchange = self._exchange()
         exchange.wait()
-        self._ring.arrive()
         return {"version": exchange.version}
 
     def _exchange(self) -> "_Exchange":
         """The one that is under way, begun here if it is not."""
         round_ = self._round()
         if self._under_way is None or self._under_way.sequence != round_.sequence:
-            self._under_way = _Exchange(self._ring.client(), round_, self.outbox, self._ring.inbox)
+            self._under_way = _Exchange(self._ring, round_, self.outbox)
         return self._under_way
 
     def _changes(self) -> list[Tensor]:
@@ -184,9 +178,9 @@ class LocalChanges:
 class _Exchange:
     """A push that is under way, and the parameters that follow; in a thread that holds up no end of a process."""
 
-    def __init__(self, client: RingClient, round_: Round, outbox: Flat, inbox: Flat) -> None:
+    def __init__(self, ring: Ring, round_: Round, outbox: Flat) -> None:
         self.sequence, self.version = round_.sequence, 0
-        self._do = lambda: client.exchange(round_, outbox.buffers(), inbox.buffers())
+        self._do = lambda: ring.exchange(round_, outbox)
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="ringweave push", daemon=True)
         self._thread.start()
@@ -203,6 +197,7 @@ class _Exchange:
 
     def _run(self) -> None:
         try:
-            _, self.version = self._do()
+            with torch.no_grad():
+                self.version = self._do()
         except Exception as error:  # told where it is waited for
             self._error = error

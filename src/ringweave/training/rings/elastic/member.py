@@ -78,9 +78,7 @@ class RingMember:
         def exchange() -> Said:
             self._outbox = self._outbox or Flat(self._specs)  # only the representative has it
             self._fill(self._outbox)
-            _, version = self.client().exchange(round_, self._outbox.buffers(), self.inbox.buffers())
-            self.arrive()
-            return {"version": version}
+            return {"version": self.exchange(round_, self._outbox)}
 
         said = self.spread(exchange, self.landed.pieces)
         self._take_over(said["version"])
@@ -93,7 +91,7 @@ class RingMember:
 
         def ask() -> Said:
             number = place.num_tickets + 1
-            first, count = self.client().take(epoch, wanted, total, least=least, number=number)
+            first, count = self._client_of().take(epoch, wanted, total, least=least, number=number)
             return {"first": first, "count": count}
 
         said = self.spread(ask)
@@ -121,12 +119,12 @@ class RingMember:
         place = self._crew().ring_place
 
         def pull() -> Said:
-            client = self.client()
+            client = self._client_of()
             seated = client.seek(slot_of(self._member)[0], begins=True)
             if self.changes is not None:  # of what those before have under way nothing will come
                 client.leave(is_for_good=False)
-            version = client.pull(seated.num_pushed, self.inbox.buffers())
-            self.arrive()
+            version = client.pull(seated.num_pushed, self._inbox_of().buffers())
+            self._arrive()
             words = [seated.num_pushed, version, seated.num_tickets, seated.num_meetings, version, None]
             return {"place": words, "epoch": seated.epoch, "testament": seated.testament}
 
@@ -150,14 +148,14 @@ class RingMember:
         text = json.dumps(said)
 
         def gather() -> Said:
-            client = self.client()
+            client = self._client_of()
             if use_up is not None:
                 client.take(epoch, use_up, use_up, number=place.num_tickets + 1)
             client.leave(is_for_good=False)
             met = client.meet(place.num_meetings + 1, epoch, text)
-            version = client.pull(place.num_pushed, self.inbox.buffers())
+            version = client.pull(place.num_pushed, self._inbox_of().buffers())
             client.meet(place.num_meetings + 2, epoch, "")  # nobody pushes before all have the same parameters
-            self.arrive()
+            self._arrive()
             return {"version": version, "met": {str(ring): each for ring, each in met.items()}}
 
         found = self.spread(gather, self.landed.pieces)
@@ -199,7 +197,7 @@ class RingMember:
 
     def _pause(self) -> None:
         try:
-            self.client().pause()
+            self._client_of().pause()
         except WireError:
             return  # who waits for the ring waits a little longer
 
@@ -223,23 +221,31 @@ class RingMember:
         """Do something that newcomers are told of, while nobody is asked for it."""
         self._session().change(change)
 
-    def client(self) -> RingClient:
-        """The ring's connection to the server; of the representative."""
+    def exchange(self, round_: Round, outbox: Flat) -> int:
+        """Push, and have the parameters that follow land; their version. For the representative."""
+        _, version = self._client_of().exchange(round_, outbox.buffers(), self._inbox_of().buffers())
+        self._arrive()
+        return version
+
+    def push(self, round_: Round, outbox: Flat) -> None:
+        """Push, and ask for nothing; likewise."""
+        self._client_of().push(round_, outbox.buffers())
+
+    def _client_of(self) -> RingClient:
         with self._lock:
             if self._client is None:
                 self._client = RingClient(self._servers, self._crew().ring_place.ring)
             return self._client
 
-    @property
-    def inbox(self) -> Flat:
+    def _inbox_of(self) -> Flat:
         """Where parameters come from the server; of the representative."""
         self._inbox = self._inbox or Flat(self._specs)
         return self._inbox
 
-    def arrive(self) -> None:
+    def _arrive(self) -> None:
         """Parameters have come there."""
-        if self.inbox is not self.landed:
-            self.landed.copy_(self.inbox)
+        if self._inbox is not None and self._inbox is not self.landed:
+            self.landed.copy_(self._inbox)
 
     def _fill(self, outbox: Flat) -> None:
         for parameter, view in zip(self._parameters, outbox.views, strict=True):
