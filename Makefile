@@ -94,6 +94,7 @@ chaos: setup
 	failed=; run() { echo "== $$*"; "$$@" || failed="$$failed $$2"; }; \
 	run $(FAULTS)/kills.py $(if $(SHORT),--kills 10,--kills 50); \
 	run $(FAULTS)/ring_kills.py $(if $(SHORT),--kills 10,--kills 50); \
+	run $(FAULTS)/ring_servers.py $(if $(SHORT),--kills 4,--kills 20); \
 	run $(FAULTS)/standing.py; \
 	run $(FAULTS)/at_once.py; \
 	run $(FAULTS)/joining.py; \

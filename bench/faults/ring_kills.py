@@ -148,15 +148,35 @@ def lost_pushes(steps: Mapping[str, Sequence[Done]]) -> int:
 class Run:
     """The job, and who is in it now."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+    def __init__(self, options: argparse.Namespace, folder: Path, *, flags: Sequence[str] = ()) -> None:
+        """`flags` are further ones of `ringweave run`."""
         self._folder = folder
         self.checks = folder / "checks"
         command = ["ringweave", "run", "--elastic", f"1:{options.workers}", "--workers", str(options.workers)]
-        command += ["--mode", "ps-hra", "--run-dir", str(folder / "run"), str(JOB), "--checks", str(self.checks)]
+        command += [
+            "--mode",
+            "ps-hra",
+            *flags,
+            "--run-dir",
+            str(folder / "run"),
+            str(JOB),
+            "--checks",
+            str(self.checks),
+        ]
         command += ["--rings", str(options.rings), "--width", str(options.width), "--pause-s", str(options.pause_s)]
         command += ["--repeat", str(options.repeat)]
         self._log = (folder / "run.log").open("w")
         self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
+
+    @property
+    def run_dir(self) -> Path:
+        """Its files."""
+        return self._folder / "run"
+
+    @property
+    def process_id(self) -> int:
+        """Of the command."""
+        return self._process.pid
 
     @property
     def is_over(self) -> bool:

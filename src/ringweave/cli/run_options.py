@@ -69,8 +69,8 @@ class RunOptions:
             order=self.order,
             site=site,
             tells_cluster=tells_cluster,
-            elastic=_bounds(self.elastic, cluster, has_standby=self.has_standby),
-            has_standby=_checked_standby(self.has_standby, self.mode),
+            elastic=_bounds(self.elastic, cluster),
+            has_standby=_checked_standby(self.has_standby, self.mode, is_elastic=self.elastic is not None),
         )
         return runs.run(request, environ=os.environ, stdout=sys.stdout, stderr=sys.stderr).exit_code
 
@@ -163,7 +163,7 @@ def _check_mode(name: str | None) -> None:
         modes.check_name(name, where="--mode")
 
 
-def _bounds(text: str | None, cluster: Cluster, *, has_standby: bool) -> Bounds | None:
+def _bounds(text: str | None, cluster: Cluster) -> Bounds | None:
     if text is None:
         return None
     bounds = settings.parse(text)
@@ -171,20 +171,18 @@ def _bounds(text: str | None, cluster: Cluster, *, has_standby: bool) -> Bounds 
     if not bounds.least <= num_workers <= bounds.most:
         do = "Give bounds with the number of workers in them"
         raise UsageError(explain("--elastic", got=text, expected=f"MIN <= {num_workers} workers <= MAX", do=do))
-    if has_standby:
-        do = "Leave one of the two out: a standby does not know yet which rings have lost members"
-        raise UsageError(explain("--standby with --elastic", got="both", expected="one of them", do=do))
     return bounds
 
 
-def _checked_standby(is_wanted: bool, mode: str | None) -> bool:
+def _checked_standby(is_wanted: bool, mode: str | None, *, is_elastic: bool) -> bool:
     if not is_wanted:
         return False
     from ringweave.planning import modes
 
-    if mode not in (*modes.SERVED, modes.AUTO):
+    if mode not in (*modes.SERVED, *(() if is_elastic else (modes.AUTO,))):  # elastic jobs choose no server themselves
         do = "Leave --standby out, or say --mode ps-hra"
-        raise UsageError(explain("--standby with --mode", got=mode, expected="auto, ps-hra or ps", do=do))
+        expected = "ps-hra or ps" if is_elastic else "auto, ps-hra or ps"
+        raise UsageError(explain("--standby with --mode", got=mode, expected=expected, do=do))
     return True
 
 

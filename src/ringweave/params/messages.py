@@ -56,6 +56,8 @@ class Setup(pydantic.BaseModel):
     compensation: float
     shares: list[list[Count]] = pydantic.Field(default_factory=list)
     """Samples of each of those ranks in a whole batch at the start, for workers that come later; empty if none do."""
+    local_steps: list[Count] = pydantic.Field(default_factory=list)
+    """Of each ring, from one push to the next, likewise; empty where every step is pushed."""
 
 
 class Start(wire.Message):
@@ -212,6 +214,8 @@ class Seated(wire.Message):
     """Empty before the job has begun."""
     shares: list[list[Count]] = pydantic.Field(default_factory=list)
     """As the setup has them."""
+    local_steps: list[Count] = pydantic.Field(default_factory=list)
+    """Likewise."""
     num_pushed: Count = 0
     num_tickets: Count = 0
     num_meetings: Count = 0

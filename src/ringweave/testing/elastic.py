@@ -14,7 +14,7 @@ from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ringweave import wire
 from ringweave.membership.messages import JOB
@@ -24,6 +24,9 @@ from ringweave.membership.rules.settings import Bounds, Settings
 from ringweave.membership.serving import parts
 from ringweave.testing import forking
 from ringweave.testing.ranks import Outcome
+
+if TYPE_CHECKING:
+    from ringweave.testing.servers import PairOfServers
 
 _TICK_S = 0.05
 
@@ -108,7 +111,10 @@ class ElasticJob:
         patience_s: float = 600.0,
         silence_s: float = 60.0,
     ) -> None:
-        """`environ` goes into the environment of every worker; `attended_by` may name `standby` and `server`.
+        """`environ` goes into the environment of every worker.
+
+        `attended_by` may name `standby` (of the coordinator), and `server` (of parameters, in this process) or
+        `servers` (that and its standby, in processes of their own).
 
         On a machine where everything takes long nobody is given up for it: only who is silent for `silence_s`.
         """
@@ -129,6 +135,9 @@ class ElasticJob:
         if self.desk is not None:
             self._environ["RINGWEAVE_SERVER"] = self.desk.address
         self._folder = tempfile.TemporaryDirectory()
+        self.servers = self._pair() if "servers" in attended_by else None
+        if self.servers is not None:
+            self._environ["RINGWEAVE_SERVER"] = self.servers.address
         self._processes: dict[str, BaseProcess] = {}
         self._connections: dict[str, Connection] = {}
         self._unread: dict[str, deque[Any]] = {}
@@ -148,7 +157,14 @@ class ElasticJob:
             process.join()
         for each in (*self.headquarters, *([self.desk] if self.desk else ())):
             each.close()
+        if self.servers is not None:
+            self.servers.__exit__()
         self._folder.cleanup()
+
+    def _pair(self) -> "PairOfServers":
+        from ringweave.testing.servers import PairOfServers  # brings torch, which coordinators do without
+
+        return PairOfServers(Path(self._folder.name), 1, authority=self._authority).__enter__()
 
     def start(self, slot: int, incarnation: int) -> str:
         """One more worker; its name."""

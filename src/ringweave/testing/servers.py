@@ -7,9 +7,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from ringweave import wire
+from ringweave import telemetry, wire
 from ringweave.errors import WireError
 from ringweave.launch.local.ports import free_port
 from ringweave.params.messages import Enter, Entered
@@ -25,10 +25,15 @@ LIMIT_S = 600.0
 class PairOfServers:
     """What `ringweave run` does with servers: starts two, and starts again, by `look`, those that have ended."""
 
-    def __init__(self, folder: Path, num_rings: int, *, lease_s: float = 60.0) -> None:
-        """`lease_s` is long unless silence is what is tried: a busy machine is silent for seconds."""
+    def __init__(
+        self, folder: Path, num_rings: int, *, lease_s: float = 60.0, authority: wire.Authority | None = None
+    ) -> None:
+        """`lease_s` is long unless silence is what is tried: a busy machine is silent for seconds.
+
+        `authority` is the job's, if it has one already.
+        """
         self._folder, self._lease_s = folder, lease_s
-        self._authority = wire.Authority("test")
+        self._authority = authority or wire.Authority("test")
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         self._ports = _two_free_ports()
         self._trust = {
@@ -45,6 +50,11 @@ class PairOfServers:
         for process in self.processes:
             process.kill()
             process.wait()
+
+    @property
+    def address(self) -> str:
+        """For workers: `host:port` of both, with a comma between."""
+        return ",".join(f"127.0.0.1:{port}" for port in self._ports)
 
     def look(self) -> None:
         """Start again what has ended."""
@@ -97,6 +107,17 @@ class PairOfServers:
                 return newest
             time.sleep(_LOOK_S)
         raise TimeoutError(f"no claim of {num_members} servers. {self.said()}")
+
+    def wait_counted(self) -> dict[str, Any]:
+        """What the server that leads has counted, once all rings have left it for good and it has ended."""
+        deadline_s = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline_s:
+            events = telemetry.read(self._folder / "events.jsonl")
+            last = [each for each in events if each["kind"] == "params_counted" and each["last"]]
+            if last:
+                return last[-1]
+            time.sleep(_LOOK_S)
+        raise TimeoutError(f"no server has ended. {self.said()}")
 
     def said(self) -> str:
         """What both have printed."""

@@ -91,7 +91,7 @@ def test_a_script_without_prepare_starts_again_as_a_whole_and_it_is_said(start, 
     [
         (["--elastic", "3:2"], "--elastic: '3:2', expected MIN:MAX"),
         (["--elastic", "3:4", "--workers", "2"], "--elastic: '3:4', expected MIN <= 2 workers <= MAX"),
-        (["--elastic", "1:4", "--mode", "ps", "--standby"], "--standby with --elastic: 'both', expected one of them"),
+        (["--elastic", "1:4", "--mode", "auto", "--standby"], "--standby with --mode: 'auto', expected ps-hra or ps"),
     ],
 )
 def test_what_cannot_be_is_refused(start, script, arguments: list[str], text: str) -> None:

@@ -1,9 +1,11 @@
 """Rings meet through the server: all that are there, each once, and whoever asks again hears the same."""
 
+import json
+
 import pytest
 
 from ringweave.errors import TrainingError
-from ringweave.params.rules import Meetings
+from ringweave.params.rules import Answer, Meetings
 
 
 def test_nobody_hears_anything_before_all_have_come() -> None:
@@ -75,3 +77,37 @@ def test_for_a_ring_that_is_gone_its_testament_is_heard() -> None:
     meetings = Meetings(2)
     meetings.come(0, 1, "a")
     assert meetings.answer(1, gone={1}, testaments={0: "before", 1: "left"}) == {0: "a", 1: "left"}
+
+
+def test_what_another_server_has_answered_is_what_all_hear() -> None:
+    meetings = Meetings(3)
+    meetings.come(0, 1, "a")
+    meetings.settle(Answer(number=1, said={0: "a", 1: "b"}))
+    meetings.come(1, 1, "b")
+    meetings.come(2, 1, "too late")
+    assert meetings.answer(1, gone=()) == {0: "a", 1: "b"}
+    meetings.settle(Answer(number=1, said={}))
+    assert meetings.answer(1, gone=()) == {0: "a", 1: "b"}, "the first that was said holds"
+
+
+def test_answers_may_be_told_in_any_order() -> None:
+    meetings = Meetings(2)
+    for number in (2, 1):
+        meetings.settle(Answer(number=number, said={0: str(number)}))
+    for number in (1, 2):
+        meetings.come(0, number, "")
+        assert meetings.answer(number, gone=()) == {0: str(number)}
+
+
+def test_books_are_handed_on_whole() -> None:
+    meetings = Meetings(2)
+    for number in (1, 2):
+        for ring in range(2):
+            meetings.come(ring, number, f"{number} {ring}", epoch=7)
+        meetings.answer(number, gone=())
+    meetings.come(1, 3, "waits", epoch=8)
+    other = Meetings.of_words(json.loads(json.dumps(meetings.to_words())))
+    assert other.to_words() == meetings.to_words()
+    assert (other.place(0), other.place(1)) == ((2, 8), (2, 8))
+    assert other.answer(2, gone=()) == {0: "2 0", 1: "2 1"}
+    assert other.answer(3, gone={0}) == {1: "waits"}

@@ -194,6 +194,11 @@ class Representatives:
         self._num_calls = 0
         self._base, self._num_pushed = 0, 0
 
+    @property
+    def name(self) -> str:
+        """Of the one that speaks now."""
+        return self._names[0]
+
     def run(self, epoch_samples: int) -> None:
         """One epoch: each step is a ticket and a push; whoever dies leaves the step to the next."""
         self._base = self._again(self._pull)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from ringweave.params.messages import Leave, Push
-from ringweave.params.rules import Ticket
+from ringweave.params.messages import Push
 from ringweave.params.serving import snapshots
+from ringweave.params.serving.replaying import Replay
+from ringweave.params.serving.replicas import Fact
 from ringweave.params.serving.service import ParameterService
 from tests.params.serving.callers import Callers
 
@@ -30,19 +31,16 @@ class Mirror:
 
     def pushing(self, push: Push, buffers: Sequence[memoryview]) -> None:
         if self.service:
-            self.service.follow_push(push, [memoryview(bytearray(each)) for each in buffers])
+            Replay(self.service).push(push, [memoryview(bytearray(each)) for each in buffers])
 
     def granted(self, ring: int, version: int, ahead: float, *, is_between_pushes: bool) -> None:
         assert is_between_pushes
         self.leads.append(ahead)
         if self.service:
-            self.service.follow_grant(ring, version, ahead)
+            Replay(self.service).grant(ring, version, ahead)
 
-    def ticketed(self, ticket: Ticket) -> None:
-        raise AssertionError("no tickets here")
-
-    def left(self, leave: Leave) -> None:
-        raise AssertionError("nobody leaves")
+    def noted(self, fact: Fact) -> None:
+        raise AssertionError(f"nobody takes samples or leaves: {fact}")
 
 
 def push_and_pull(rings: Callers, ring: int) -> None:

@@ -16,6 +16,7 @@ import torch
 from ringweave import wire
 from ringweave.errors import WireError
 from ringweave.params.messages import Pull, Start
+from ringweave.params.serving.replaying import Replay
 from ringweave.params.serving.service import ParameterService
 from ringweave.wire.calls import Budget
 from ringweave.wire.framing import frames
@@ -59,7 +60,7 @@ class Server:
         self.crashes: list[Exception] = []
         self._handlers = {handler.message.kind: handler for handler in self.service.handlers()}
         self.hear(frame(Start(term=0, setup=SETUP), 1, FIRST.numpy().tobytes()), "0")
-        self.service.follow_grant(1, 0, 0.0)
+        Replay(self.service).grant(1, 0, 0.0)
 
     def hear(self, data: bytes, rank: str = "1") -> None:
         """Let a worker of the job send these bytes and hang up; returns when all that comes of it is over."""

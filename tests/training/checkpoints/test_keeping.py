@@ -15,6 +15,7 @@ from ringweave.comm import regrouping
 from ringweave.errors import TrainingError
 from ringweave.training.checkpoints import disk, encoding, keeping
 from tests.training.checkpoints import examples
+from tests.training.rings.elastic.test_loader import made as loader_of_a_ring
 
 
 def test_a_restored_training_goes_on_to_the_same_bits(tmp_path: Path) -> None:
@@ -188,6 +189,10 @@ def test_the_random_numbers_may_be_left_out(tmp_path: Path) -> None:
         (
             DataLoader([1]),
             r"part it of checkpoints: 'DataLoader', expected .*a loader has them when it comes from ring",
+        ),
+        (
+            loader_of_a_ring(0),
+            r"part it of checkpoints: 'the loader of a ring \(mode ps-hra or ps\)', expected that of mode sync or",
         ),
     ],
 )

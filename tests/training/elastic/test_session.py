@@ -173,6 +173,27 @@ def test_between_two_passes_of_no_sync_is_no_border(is_between_steps: bool) -> N
     session.close()
 
 
+def test_members_stop_for_newcomers_only_where_these_can_come() -> None:
+    crew = EasyCrew(is_between_steps=False)
+    session, notary = started(crew)
+    session._footing.stops = True
+    drawn: list[int] = []
+    session.border(lambda: drawn.append(1))
+    assert drawn == [1], "it goes on, with no epoch formed anew in vain"
+    crew.is_between_steps = True
+    has_stood = threading.Event()
+    notary.stand = lambda standing: (notary.stood.append(standing), has_stood.set())  # type: ignore[attr-defined]
+    thread = threading.Thread(target=lambda: session.border(lambda: drawn.append(2)))
+    thread.start()
+    assert has_stood.wait(60)
+    assert notary.stood[-1].at_border
+    assert drawn == [1]
+    session.form(Decree(ballot=(1, 2), standings=(Standing(member="0.0", has_state=True, note=NOTE),)))
+    thread.join(60)
+    assert drawn == [1, 2]
+    session.close()
+
+
 @pytest.mark.parametrize("is_end", [True, False])
 def test_who_was_asked_to_leave_ends_quietly_alone_or_with_all_others(is_end: bool) -> None:
     session, _ = started(EasyCrew())

@@ -74,3 +74,18 @@ def test_another_model_is_refused_before_there_is_memory_for_it(pieces: list[tup
     said = Description(offer=1, pieces=[Piece(name=name, num_bytes=size, check=0) for name, size in pieces])
     with pytest.raises(WireError, match=r"state of a peer: .*, expected tensors of the same names and sizes as here"):
         JobState(model, optimizer, {})._check(said)
+
+
+def test_what_is_beside_the_model_goes_along_and_has_to_be_there() -> None:
+    model, optimizer, _ = trained(OPTIMIZERS["sgd"])
+    other, other_optimizer, _ = trained(OPTIMIZERS["sgd"], 0)
+    pushed, landed = [torch.arange(5.0), torch.arange(3)], [torch.zeros(5), torch.zeros(3, dtype=torch.int64)]
+    giving = JobState(model, optimizer, {}, beside=pushed)
+    taking = JobState(other, other_optimizer, {}, beside=landed)
+    buffers = {name: memoryview(each).cast("B") for name, each in giving.to_buffers().items()}
+    pieces = [Piece(name=name, num_bytes=each.nbytes, check=0) for name, each in buffers.items()]
+    taking._check(Description(offer=1, pieces=pieces))
+    taking.load(buffers)
+    assert all(map(torch.equal, landed, pushed))
+    with pytest.raises(WireError, match=r"state of a peer: .*beside/0.*, expected tensors of the same names and sizes"):
+        JobState(other, other_optimizer, {})._check(Description(offer=1, pieces=pieces))

@@ -2,13 +2,14 @@
 
 from ringweave.params.rules.leads import Leads
 from ringweave.params.rules.ledger import Holding, Ledger, Receipt
-from ringweave.params.rules.meetings import Meetings
+from ringweave.params.rules.meetings import Answer, Meetings
 from ringweave.params.rules.progress import Progress
 from ringweave.params.rules.staleness import StalenessPolicy
 from ringweave.params.rules.tempo import Tempo
 from ringweave.params.rules.tickets import Ticket, TicketOffice
 
 __all__ = [
+    "Answer",
     "Holding",
     "Leads",
     "Ledger",

@@ -47,6 +47,7 @@ class Holding:
     """Versions that it has and has not pushed for yet, oldest first."""
     num_since: int
     """Pushes since it came."""
+    is_paused: bool = False
 
 
 @dataclass(slots=True)
@@ -83,7 +84,7 @@ class Ledger:
         self._rings = [_Ring(last=(pushed or {}).get(ring)) for ring in range(policy.num_rings)]
         for ring, holding in zip(self._rings, holdings or (), strict=False):
             ring.grants.extend(holding.grants)
-            ring.num_since = holding.num_since
+            ring.num_since, ring.is_paused = holding.num_since, holding.is_paused
 
     @property
     def pushed(self) -> dict[int, Receipt]:
@@ -93,7 +94,10 @@ class Ledger:
     @property
     def holdings(self) -> list[Holding]:
         """What each ring holds."""
-        return [Holding(grants=tuple(each.grants), num_since=each.num_since) for each in self._rings]
+        return [
+            Holding(grants=tuple(each.grants), num_since=each.num_since, is_paused=each.is_paused)
+            for each in self._rings
+        ]
 
     def base(self, ring: int) -> int | None:
         """Version that the ring's next push was computed on; None if it holds none."""

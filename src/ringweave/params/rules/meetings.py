@@ -1,6 +1,8 @@
 """Where rings meet that have no group among them: the server notes who has come, and what each said. Pure."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from ringweave.errors import TrainingError, explain
 
@@ -8,6 +10,15 @@ _A_PASS = 2
 """Meetings that follow each: at its end, and when all have taken the same parameters."""
 _KEPT = 2
 """Meetings whose answers are kept: a ring asks again for the last one only."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What all hear who ask about a meeting."""
+
+    number: int
+    said: dict[int, str]
+    """Ring -> what it said, or its testament."""
 
 
 class Meetings:
@@ -20,6 +31,22 @@ class Meetings:
         self._said: dict[int, dict[int, str]] = {}
         self._answers: dict[int, dict[int, str]] = {}
         self._answered = 0
+
+    def to_words(self) -> dict[str, Any]:
+        """All of it, for another server."""
+        kept = {"said": self._said, "answers": self._answers}
+        words = {name: [[number, sorted(said.items())] for number, said in each.items()] for name, each in kept.items()}
+        return {"last": self._last, "epochs": self._epochs, "answered": self._answered, **words}
+
+    @classmethod
+    def of_words(cls, words: Mapping[str, Any]) -> "Meetings":
+        """What `to_words` gave."""
+        found = cls(len(words["last"]))
+        found._last, found._epochs, found._answered = list(words["last"]), list(words["epochs"]), words["answered"]
+        found._said, found._answers = (
+            {number: dict(said) for number, said in words[name]} for name in ("said", "answers")
+        )
+        return found
 
     def place(self, ring: int) -> tuple[int, int]:
         """(meetings of passes that the ring has completed, the epoch that comes next), where somebody begins it again.
@@ -60,8 +87,15 @@ class Meetings:
         if any(last < number and ring not in gone for ring, last in enumerate(self._last)):
             return None
         left = {ring: said for ring, said in (testaments or {}).items() if self._last[ring] < number and said}
-        self._answered, self._answers[number] = number, {**left, **self._said.pop(number, {})}
-        for old in [each for each in (*self._answers, *self._said) if each <= number - _KEPT]:
+        self.settle(Answer(number=number, said={**left, **self._said.get(number, {})}))
+        return self._answers[number]
+
+    def settle(self, answer: Answer) -> None:
+        """That is what all hear who ask about that meeting: here, or at another server, which this one follows."""
+        if answer.number in self._answers or answer.number <= self._answered - _KEPT:
+            return
+        self._answered, self._answers[answer.number] = max(answer.number, self._answered), dict(answer.said)
+        for old in [each for each in (*self._answers, *self._said) if each <= self._answered - _KEPT]:
             self._answers.pop(old, None)
             self._said.pop(old, None)
-        return self._answers[number]
+        self._said.pop(answer.number, None)

@@ -1,12 +1,14 @@
 """Which rings are there: those that lose members are not waited for, meet the others, and find their place again."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from ringweave.errors import DeadlineError, RefusedError, explain
 from ringweave.params.messages import Meet, Met, Pause, Seated, Seek
+from ringweave.params.rules import Answer
 from ringweave.params.serving.job import Job
+from ringweave.params.serving.replicas import Replica
 from ringweave.wire import Call, Done, Handler, Identity
 
 ABSENT_S = 15.0
@@ -29,9 +31,9 @@ class Desk(Protocol):
 class Attendance:
     """Handles what rings say of themselves beside pushing and pulling."""
 
-    def __init__(self, desk: Desk, check_term: Callable[[int], None], clock: Callable[[], float]) -> None:
-        """`check_term` refuses what is meant for a server of another term."""
-        self._desk, self._check_term, self._clock = desk, check_term, clock
+    def __init__(self, desk: Desk, replica: Replica, clock: Callable[[], float]) -> None:
+        """`replica` knows whether this server leads, and tells the standby what rings say."""
+        self._desk, self._replica, self._clock = desk, replica, clock
 
     def handlers(self) -> list[Handler]:
         """What the wire's server has to know."""
@@ -53,12 +55,30 @@ class Attendance:
             job.away_s[ring] = self._clock()
             self._desk.changed.notify_all()
 
+    def take_over(self, connected: Iterable[Identity]) -> None:
+        """This server leads from here on: rings that had nobody speak for them to the one before may be dead.
+
+        A ring whose representative lives has a connection to both servers. Nobody waits for the others until they are
+        heard of, and where rings meet those have as long as if they had hung up just now.
+        """
+        with self._desk.changed:
+            job = self._desk.job
+            if job is None:
+                return
+            here = {_ring_of(job, peer) for peer in connected if peer.role == "worker"} - job.away_s.keys()
+            for ring in set(range(len(job.setup.rings))) - here - job.gone:
+                job.ledger.pause(ring)
+                job.tickets.away(ring)
+                job.away_s[ring] = self._clock()
+            self._desk.changed.notify_all()
+
     def _pause(self, call: Call) -> Done:
         pause: Pause = call.message
         job = self._desk.find(pause.term, pause.ring, call.peer)
         with self._desk.changed:
             job.ledger.pause(pause.ring)
             self._desk.changed.notify_all()
+        self._replica.noted(pause)
         return Done()
 
     def _meet(self, call: Call) -> Met:
@@ -67,6 +87,15 @@ class Attendance:
         with self._desk.changed:
             job.meetings.come(meet.ring, meet.number, meet.said, meet.epoch)
             self._desk.changed.notify_all()
+        self._replica.noted(meet)
+        answer = Answer(number=meet.number, said=self._wait_met(job, call))
+        self._replica.noted(answer)  # whoever asks another server hears the same
+        return Met(said={str(ring): said for ring, said in answer.said.items()})
+
+    def _wait_met(self, job: Job, call: Call) -> dict[int, str]:
+        """What the rings have said that meet, once all that are there have come."""
+        meet: Meet = call.message
+        with self._desk.changed:
             while (answer := job.meetings.answer(meet.number, self._absent(job), job.testaments)) is None:
                 if call.left_s() <= 0 or call.cancelled.is_set():
                     raise DeadlineError(
@@ -78,7 +107,7 @@ class Attendance:
                         )
                     )
                 self._desk.changed.wait(min(_LOOK_S, max(0.0, call.left_s())))
-        return Met(said={str(ring): said for ring, said in answer.items()})
+        return answer
 
     def _absent(self, job: Job) -> set[int]:
         """Rings that nobody waits for."""
@@ -87,10 +116,10 @@ class Attendance:
 
     def _seek(self, call: Call) -> Seated:
         seek: Seek = call.message
-        self._check_term(seek.term)
+        self._replica.check_term(seek.term)
         with self._desk.changed:
             job = self._desk.job
-            if job is None:
+            if job is None or not job.is_announced:
                 return Seated(rings=[])
             rings = job.setup.rings
             ring = next((index for index, each in enumerate(rings) if seek.slot in each), None)
@@ -104,6 +133,7 @@ class Attendance:
             return Seated(
                 rings=rings,
                 shares=job.setup.shares,
+                local_steps=job.setup.local_steps,
                 num_pushed=last.sequence if last else 0,
                 num_tickets=ticket.number if ticket else 0,
                 num_meetings=num_meetings,

@@ -51,6 +51,8 @@ class Job:
     """Rings whose connection broke as their representative's end does, and when; until they are heard of again."""
     pulled_after: dict[int, int] = field(default_factory=dict)
     """After which push each ring has asked last: who asks after an earlier one has been given up."""
+    is_announced: bool = False
+    """It is a job that outlives this server, if it has a standby: whoever asks may be told of its rings."""
 
     @property
     def live(self) -> Live:
@@ -60,6 +62,8 @@ class Job:
             tickets=self.tickets.last,
             taken=self.tickets.epochs,
             gone=sorted(self.gone),
+            testaments=dict(self.testaments),
+            meetings=self.meetings.to_words(),
         )
 
     @property
@@ -94,7 +98,11 @@ def resume(snapshot: Snapshot, clock: Callable[[], float] = time.monotonic) -> J
     ledger = Ledger(_policy(setup), version=snapshot.version, pushed=snapshot.pushed, holdings=holdings)
     tickets = TicketOffice(len(setup.rings), live.tickets if live else (), live.taken if live else None, clock)
     job = _made(snapshots.restore(snapshot), ledger, tickets, clock)
-    job.gone.update(live.gone if live else ())
+    if live:
+        job.gone.update(live.gone)
+        job.testaments.update(live.testaments)
+        job.meetings = Meetings.of_words(live.meetings) if live.meetings else job.meetings
+    job.is_announced = True
     return job
 
 
@@ -102,7 +110,9 @@ def regrouped(job: Job, setup: Setup, clock: Callable[[], float] = time.monotoni
     """The same job with other rings, which have pushed nothing yet."""
     job.model.setup = setup
     ledger = Ledger(_policy(setup), version=job.ledger.version)
-    return _made(job.model, ledger, TicketOffice(len(setup.rings), clock=clock), clock)
+    found = _made(job.model, ledger, TicketOffice(len(setup.rings), clock=clock), clock)
+    found.is_announced = True
+    return found
 
 
 def status(job: Job | None, counts: Counts, copying_bytes: int) -> Status:

@@ -80,8 +80,8 @@ class Process:
                 self.pair.begin(self.service, self._stop)
             counted_s = saved_s = time.monotonic()
             while not self._stop.wait(_TICK_S) and not self.service.is_done:
-                if self.pair:
-                    self.pair.tick(is_other_connected=self._num_of("server") > 0)
+                if self.pair and self.pair.tick(is_other_connected=self._num_of("server") > 0):
+                    self.service.attendance.take_over([peer.identity for peer in self.server.peers()])
                 now_s = time.monotonic()
                 if now_s - counted_s >= _COUNT_EVERY_S and self.service.version:
                     counted_s = now_s

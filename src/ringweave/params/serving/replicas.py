@@ -4,8 +4,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ringweave.errors import RefusedError, explain
-from ringweave.params.messages import Leave, Push
-from ringweave.params.rules import Ticket
+from ringweave.params.messages import Leave, Meet, Pause, Push
+from ringweave.params.rules import Answer, Ticket
+
+Fact = Ticket | Leave | Pause | Meet | Answer
+"""What a ring is given or says beside pushing and pulling, once it is booked."""
 
 
 class Replica(Protocol):
@@ -35,12 +38,8 @@ class Replica(Protocol):
         """
         ...
 
-    def ticketed(self, ticket: Ticket) -> None:
-        """A ring is given these samples."""
-        ...
-
-    def left(self, leave: Leave) -> None:
-        """A ring has left."""
+    def noted(self, fact: Fact) -> None:
+        """This is in the books."""
         ...
 
 
@@ -75,8 +74,5 @@ class Alone:
     def granted(self, ring: int, version: int, ahead: float, *, is_between_pushes: bool) -> None:
         """Likewise."""
 
-    def ticketed(self, ticket: Ticket) -> None:
-        """Likewise."""
-
-    def left(self, leave: Leave) -> None:
+    def noted(self, fact: Fact) -> None:
         """Likewise."""

@@ -14,7 +14,7 @@ from ringweave import wire
 from ringweave.errors import DeadlineError, TrainingError, explain
 from ringweave.params.flat import Flat
 from ringweave.params.messages import Ask, Leave, Pull, Pulled, Push, Pushed, Regroup, Start, Status, Take, Taken
-from ringweave.params.rules import Receipt, Ticket
+from ringweave.params.rules import Receipt
 from ringweave.params.serving import attending, regrouping, snapshots
 from ringweave.params.serving import job as jobs
 from ringweave.params.serving.attending import Attendance
@@ -55,7 +55,7 @@ class ParameterService:
         self._copying_bytes = 0
         self.job: Job | None = None
         """What it has, once the job has begun."""
-        self.attendance = Attendance(self, self._replica.check_term, clock)
+        self.attendance = Attendance(self, self._replica, clock)
 
     def handlers(self) -> list[Handler]:
         """What the wire's server has to know."""
@@ -122,34 +122,6 @@ class ParameterService:
                 with self.changed:
                     self._copying_bytes -= len(state)
 
-    def follow_push(self, push: Push, buffers: Sequence[memoryview]) -> None:
-        """Apply a push that another server leads with."""
-        with self.changed:
-            job = self.started_job()
-            if job.ledger.receipt(push.ring, push.sequence) is None:
-                self._apply(job, push, buffers)
-
-    def follow_grant(self, ring: int, version: int, ahead: float) -> None:
-        """Book a grant of another server, whose parameters are so many train steps ahead."""
-        with self.changed:
-            job = self.started_job()
-            job.gone.discard(ring)
-            job.ledger.grant(ring, version)
-            job.leads.grant(ring, job.model.progress.total)
-            if job.setup.compensation:
-                base = Flat(job.setup.tensors)
-                job.model.read(base, ahead)
-                job.model.keep(ring, base)
-
-    def follow_ticket(self, ticket: Ticket) -> None:
-        """Book a ticket of another server."""
-        with self.changed:
-            self.started_job().tickets.book(ticket)
-
-    def follow_leave(self, leave: Leave) -> None:
-        """Book that a ring has left another server."""
-        self._book_leave(self.started_job(), leave)
-
     def status(self) -> Status:
         """What it has done so far."""
         with self.changed:
@@ -174,19 +146,19 @@ class ParameterService:
                         do="Call ringweave.prepare once in a run",
                     )
                 )
+            job = self.job
         self._replica.started()
+        with self.changed:
+            job.is_announced = True
         return Done()
 
     def _room(self, incoming: Incoming) -> Sequence[memoryview]:
         message: Push = incoming.message
         job = self.find(message.term, message.ring, incoming.peer)
-        return self._room_of(job, message, incoming.sizes)
+        return self.room_of(job, message, incoming.sizes)
 
-    def follow_room(self, push: Push, sizes: Sequence[int]) -> Sequence[memoryview]:
-        """Memory for a push that another server leads with."""
-        return self._room_of(self.started_job(), push, sizes)
-
-    def _room_of(self, job: Job, push: Push, sizes: Sequence[int]) -> Sequence[memoryview]:
+    def room_of(self, job: Job, push: Push, sizes: Sequence[int]) -> Sequence[memoryview]:
+        """Memory for a push that is about to come."""
         jobs.check_buffers(job.setup, sizes)
         with self.changed:
             rooms = job.receiving.of(is_slow=job.tempo.is_slow(push.ring))
@@ -207,7 +179,7 @@ class ParameterService:
             if receipt is None:
                 self._replica.pushing(push, call.buffers)
                 with self.changed:
-                    receipt = self._apply(job, push, call.buffers)
+                    receipt = self.apply(job, push, call.buffers)
                     self.changed.notify_all()
         return Pushed(
             version=receipt.version,
@@ -227,7 +199,8 @@ class ParameterService:
                 self.counts.repeats += 1
             return receipt
 
-    def _apply(self, job: Job, push: Push, buffers: Sequence[memoryview]) -> Receipt:
+    def apply(self, job: Job, push: Push, buffers: Sequence[memoryview]) -> Receipt:
+        """Make the next version of it; with the lock held."""
         age = job.ledger.check(push.ring, push.sequence, push.base_version)
         content = Flat.over(job.setup.tensors, buffers)
         damping = job.ledger.policy.damping(age)
@@ -303,19 +276,17 @@ class ParameterService:
                 ticket = job.tickets.take(
                     take.ring, take.number, take.epoch, take.num_samples, take.epoch_samples, take.least
                 )
-            self._replica.ticketed(ticket)
+            self._replica.noted(ticket)
         return Taken(first=ticket.first, num_samples=ticket.num_samples)
 
     def _leave(self, call: Call) -> Done:
         leave: Leave = call.message
-        self._book_leave(self.find(leave.term, leave.ring, call.peer), leave)
-        self._replica.left(leave)
-        return Done()
-
-    def _book_leave(self, job: Job, leave: Leave) -> None:
+        job = self.find(leave.term, leave.ring, call.peer)
         with self.changed:
             job.leave(leave.ring, is_for_good=leave.is_for_good)
             self.changed.notify_all()
+        self._replica.noted(leave)
+        return Done()
 
     def _regroup(self, call: Call) -> Done:
         message: Regroup = call.message

@@ -39,6 +39,10 @@ class Live:
     """Epoch -> samples that are on tickets."""
     gone: list[int]
     """Rings that have left for good."""
+    testaments: dict[int, str] = field(default_factory=dict)
+    """What came with the last push of each ring."""
+    meetings: dict[str, Any] = field(default_factory=dict)
+    """Who has come where rings meet, and what all have heard, as the books of that have it; empty if nobody has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,10 +220,15 @@ def _bases_of(num_places: int, tensors: Mapping[str, Tensor]) -> dict[int, list[
 
 def _live_of(book: Mapping[str, Any]) -> Live:
     return Live(
-        holdings=[Holding(grants=tuple(each["grants"]), num_since=each["num_since"]) for each in book["holdings"]],
+        holdings=[
+            Holding(grants=tuple(each["grants"]), num_since=each["num_since"], is_paused=each["is_paused"])
+            for each in book["holdings"]
+        ],
         tickets=[Ticket(**each) for each in book["tickets"]],
         taken={int(epoch): count for epoch, count in book["taken"].items()},
         gone=list(book["gone"]),
+        testaments={int(ring): text for ring, text in book["testaments"].items()},
+        meetings=book["meetings"],
     )
 
 

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from ringweave import wire
 from ringweave.errors import RefusedError, WireError, explain
 from ringweave.params.messages import Enter, Entered
-from ringweave.params.rules import Ticket
 from ringweave.params.serving import snapshots
+from ringweave.params.serving.replaying import Replay
 from ringweave.params.serving.service import ParameterService
 from ringweave.params.standby.leadership import STATE, Leadership
-from ringweave.params.standby.messages import Copy, Follow, Granted, Left, Pushing, Renew, Ticketed
+from ringweave.params.standby.messages import NOTES, Copy, Follow, Granted, Pushing, Renew
 from ringweave.wire import Call, Done, Handler, Incoming, states
 
 _COPY_S = 3600.0
@@ -22,6 +22,7 @@ class Following:
     def __init__(self, leadership: Leadership, service: ParameterService, connect: Callable[[], wire.Client]) -> None:
         """`connect` connects to the other server."""
         self._leadership, self._service, self._connect = leadership, service, connect
+        self._replay = Replay(service)
         self._to_leader: wire.Client | None = None
 
     def handlers(self) -> list[Handler]:
@@ -32,8 +33,7 @@ class Following:
             Handler(message=Copy, handle=self._copy),
             Handler(message=Pushing, handle=self._pushing, allocate=self._room),
             Handler(message=Granted, handle=self._granted),
-            Handler(message=Ticketed, handle=self._ticketed),
-            Handler(message=Left, handle=self._left),
+            *(Handler(message=each, handle=self._noted) for each in NOTES),
             Handler(message=Renew, handle=self._renewed),
             *self._leadership.shelf.handlers(),
         ]
@@ -83,27 +83,22 @@ class Following:
     def _room(self, incoming: Incoming) -> Sequence[memoryview]:
         _check_server(incoming.peer)
         self._leadership.heard()
-        return self._service.follow_room(incoming.message.push, incoming.sizes)
+        return self._replay.room(incoming.message.push, incoming.sizes)
 
     def _pushing(self, call: Call) -> Done:
         self._leadership.heard()
-        self._service.follow_push(call.message.push, call.buffers)
+        self._replay.push(call.message.push, call.buffers)
         return Done()
 
     def _granted(self, call: Call) -> Done:
         self._check(call)
         granted: Granted = call.message
-        self._service.follow_grant(granted.ring, granted.version, granted.ahead)
+        self._replay.grant(granted.ring, granted.version, granted.ahead)
         return Done()
 
-    def _ticketed(self, call: Call) -> Done:
+    def _noted(self, call: Call) -> Done:
         self._check(call)
-        self._service.follow_ticket(Ticket(**call.message.model_dump()))
-        return Done()
-
-    def _left(self, call: Call) -> Done:
-        self._check(call)
-        self._service.follow_leave(call.message.leave)
+        self._replay.note(call.message.fact)
         return Done()
 
     def _renewed(self, call: Call) -> Done:

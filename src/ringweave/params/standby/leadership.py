@@ -14,12 +14,12 @@ from typing import Protocol
 
 from ringweave import wire
 from ringweave.errors import LeadershipError, WireError, explain
-from ringweave.params.messages import Leave, Push
-from ringweave.params.rules import Ticket
+from ringweave.params.messages import Push
 from ringweave.params.rules.succession import LEASE_S, Claim, Succession
+from ringweave.params.serving.replicas import Fact
 from ringweave.params.standby.claims import Claims
 from ringweave.params.standby.link import Link
-from ringweave.params.standby.messages import Copy, Granted, Left, Pushing, Ticketed
+from ringweave.params.standby.messages import Copy, Granted, Pushing, note_of
 from ringweave.wire.states import Shelf
 
 STATE = "server"
@@ -141,20 +141,9 @@ class Leadership:
         link = self._link if is_between_pushes else self._settled_link()
         self._say(link, Granted(ring=ring, version=version, ahead=ahead))
 
-    def ticketed(self, ticket: Ticket) -> None:
+    def noted(self, fact: Fact) -> None:
         """See Replica."""
-        told = Ticketed(
-            ring=ticket.ring,
-            number=ticket.number,
-            epoch=ticket.epoch,
-            first=ticket.first,
-            num_samples=ticket.num_samples,
-        )
-        self._say(self._settled_link(), told)
-
-    def left(self, leave: Leave) -> None:
-        """See Replica."""
-        self._say(self._settled_link(), Left(leave=leave))
+        self._say(self._settled_link(), note_of(fact))
 
     def admit(self) -> None:
         """Give the other one, which has nothing, all there is; from then on it is told of everything.
@@ -198,13 +187,15 @@ class Leadership:
                 raise _refusal(self.deposed or "one that has nothing, or leads", "a standby")
             self._succession.heard(self._clock())
 
-    def tick(self, *, is_leader_connected: bool) -> None:
-        """Time has passed: take over if the leader is gone or silent."""
+    def tick(self, *, is_leader_connected: bool) -> bool:
+        """Time has passed: take over if the leader is gone or silent; whether this server has, just now."""
         with self._changed:
             now_s = self._clock()
             is_silent = self._succession.is_silent(now_s)
             if self.follows and (is_silent or not is_leader_connected):
                 self._go_on("the leader is silent" if is_leader_connected else "the leader is gone")
+                return self.leads
+        return False
 
     def close(self) -> None:
         """Hang up."""

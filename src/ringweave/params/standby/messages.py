@@ -1,11 +1,14 @@
 """What the two servers of a job say to each other."""
 
+from dataclasses import asdict
 from typing import ClassVar
 
 import pydantic
 
 from ringweave import wire
-from ringweave.params.messages import Count, Leave, Push
+from ringweave.params.messages import Count, Leave, Meet, Pause, Push
+from ringweave.params.rules import Answer, Ticket
+from ringweave.params.serving.replicas import Fact
 
 
 class Follow(wire.Message):
@@ -50,13 +53,66 @@ class Ticketed(wire.Message):
     first: Count
     num_samples: Count
 
+    @property
+    def fact(self) -> Ticket:
+        """What it is about."""
+        return Ticket(**self.model_dump())
+
 
 class Left(wire.Message):
     """A ring has left."""
 
     kind: ClassVar[str] = "params.left"
 
-    leave: Leave
+    fact: Leave
+
+
+class Paused(wire.Message):
+    """A ring forms anew."""
+
+    kind: ClassVar[str] = "params.paused"
+
+    fact: Pause
+
+
+class Came(wire.Message):
+    """A ring has come where rings meet."""
+
+    kind: ClassVar[str] = "params.came"
+
+    fact: Meet
+
+
+class Answered(wire.Message):
+    """What all rings hear that have met: of each that came, and the testaments of those that are gone."""
+
+    kind: ClassVar[str] = "params.answered"
+
+    number: pydantic.PositiveInt
+    said: dict[str, str]
+
+    @property
+    def fact(self) -> Answer:
+        """What it is about."""
+        return Answer(number=self.number, said={int(ring): said for ring, said in self.said.items()})
+
+
+NOTES = (Ticketed, Left, Paused, Came, Answered)
+
+
+def note_of(fact: Fact) -> wire.Message:
+    """The message that says so."""
+    match fact:
+        case Ticket():
+            return Ticketed(**asdict(fact))
+        case Leave():
+            return Left(fact=fact)
+        case Pause():
+            return Paused(fact=fact)
+        case Meet():
+            return Came(fact=fact)
+        case Answer():
+            return Answered(number=fact.number, said={str(ring): said for ring, said in fact.said.items()})
 
 
 class Renew(wire.Message):

@@ -49,19 +49,21 @@ class Pair:
             target=follow_on, args=(following, self.leadership, stop.wait), name="params following", daemon=True
         ).start()
 
-    def tick(self, *, is_other_connected: bool) -> None:
-        """Time has passed.
+    def tick(self, *, is_other_connected: bool) -> bool:
+        """Time has passed; whether this server has taken over, just now.
 
         Raises:
             LeadershipError: The other one has gone on without this one, which has to end.
         """
+        has_taken_over = False
         try:
-            self.leadership.tick(is_leader_connected=is_other_connected)
+            has_taken_over = self.leadership.tick(is_leader_connected=is_other_connected)
         except LeadershipError as error:  # the register cannot be used just now
             print(f"parameter server: {error}", file=sys.stderr, flush=True)
         if self.leadership.deposed:
             got, do = self.leadership.deposed, "Start it again: it follows the one that leads"
             raise LeadershipError(explain("parameter server", got=got, expected="one that is needed", do=do))
+        return has_taken_over
 
     def _connect(self) -> wire.Client:
         return wire.Client.connect(*self._address, self._trust, role="server", timeout_s=_CONNECT_S)

@@ -19,6 +19,7 @@ from ringweave.training.checkpoints.staging import Stage
 from ringweave.training.checkpoints.telling import Teller
 from ringweave.training.checkpoints.writing import Job, Writer
 from ringweave.training.elastic.loader import ElasticLoader
+from ringweave.training.loading.prepared import PreparedLoader
 
 _RANDOM = "random numbers"
 
@@ -285,11 +286,12 @@ def _check(keep: int, parts: dict[str, Any]) -> None:
         )
     for name, part in parts.items():
         if not callable(getattr(part, "state_dict", None)) or not callable(getattr(part, "load_state_dict", None)):
+            got, expected = type(part).__name__, "an object with state_dict and load_state_dict"
             do = "Leave it out; a loader has them when it comes from ringweave.prepare"
-            expected = "an object with state_dict and load_state_dict"
-            raise TrainingError(
-                explain(f"part {name} of checkpoints", got=type(part).__name__, expected=expected, do=do)
-            )
+            if isinstance(part, PreparedLoader):
+                got, expected = "the loader of a ring (mode ps-hra or ps)", "that of mode sync or balanced"
+                do = "Train in mode balanced where a run has to go on later: the state of rings is their server's"
+            raise TrainingError(explain(f"part {name} of checkpoints", got=got, expected=expected, do=do))
         if isinstance(part, nn.Module) and any(_is_sharded(each) for each in (*part.modules(), *part.parameters())):
             do = "Save a sharded model with torch.distributed.checkpoint"
             raise TrainingError(

@@ -166,7 +166,7 @@ class Session:
             footing.num_signs += 1
             is_border = footing.reduction is None and footing.crew.is_between_steps
             footing.where = replace(footing.where, at_border=is_border)
-            if footing.stops and not footing.is_frozen:
+            if footing.stops and is_border and not footing.is_frozen:  # else nobody could come or go yet
                 footing.freeze()
                 standing = footing.standing()
         if agent is not None and standing is not None:

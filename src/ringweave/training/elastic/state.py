@@ -1,7 +1,7 @@
 """The state of a job as named bytes in memory, for a newcomer to read from a peer: parameters, optimizer, position."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,9 +28,18 @@ _WAIT_S = 60.0
 class JobState:
     """Gives and takes the state of one model and its optimizer, and whatever else has `state_dict` and goes along."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, carried: Mapping[str, Any]) -> None:
-        """`carried` are further objects with `state_dict` and `load_state_dict` of plain values, such as schedulers."""
-        self._model, self._optimizer, self._carried = model, optimizer, carried
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, carried: Mapping[str, Any], *, beside: Sequence[Tensor] = ()
+    ) -> None:
+        """What there is of it.
+
+        Args:
+            model: With its parameters and buffers.
+            optimizer: Likewise.
+            carried: Further objects with `state_dict` and `load_state_dict` of plain values, such as schedulers.
+            beside: Further tensors of that which trains, the same on all members between two steps.
+        """
+        self._model, self._optimizer, self._carried, self._beside = model, optimizer, carried, list(beside)
 
     def to_buffers(self) -> dict[str, Buffer]:
         """Everything, by name. Parameters and optimizer state where they lie, if they are on the CPU; the rest copied.
@@ -41,6 +50,7 @@ class JobState:
         found: dict[str, Buffer] = {}
         for name, tensor in self._model.state_dict().items():
             found[f"model/{name}"] = _bytes_of(tensor if name in parameters else tensor.clone())
+        found |= {f"beside/{number}": _bytes_of(tensor) for number, tensor in enumerate(self._beside)}
         saved = self._optimizer.state_dict()
         plain: dict[str, dict[str, Any]] = {}
         for index, values in saved["state"].items():
@@ -69,6 +79,8 @@ class JobState:
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(_tensor_of(found[f"model/{name}"], tensor.dtype, tuple(tensor.shape)))
+            for number, tensor in enumerate(self._beside):
+                tensor.copy_(_tensor_of(found[f"beside/{number}"], tensor.dtype, tuple(tensor.shape)))
         values = {
             int(index): {
                 name: _tensor_of(
@@ -128,8 +140,9 @@ class JobState:
     def _check(self, description: Description) -> None:
         """Refuse what cannot be this job's before there is memory for it."""
         own = {f"model/{name}": tensor.nbytes for name, tensor in self._model.state_dict().items()}
+        own |= {f"beside/{number}": tensor.nbytes for number, tensor in enumerate(self._beside)}
         sizes = {piece.name: piece.num_bytes for piece in description.pieces}
-        theirs = {name: size for name, size in sizes.items() if name.startswith("model/")}
+        theirs = {name: size for name, size in sizes.items() if name.startswith(("model/", "beside/"))}
         most = _MOST_TIMES * sum(own.values()) + _MAX_REST_BYTES
         if theirs != own or sum(sizes.values()) > most or _REST not in sizes:
             differing = sorted(set(theirs.items()) ^ set(own.items()))[:4]

@@ -38,9 +38,16 @@ def kill_self() -> None:
 
 
 def train(
-    num_epochs: int, rings: int, faults: Faults, pause_s: float = 0.0, until: Collection[tuple[str, ...]] = ()
+    num_epochs: int,
+    rings: int,
+    faults: Faults,
+    pause_s: float = 0.0,
+    until: Collection[tuple[str, ...]] = (),
+    local_steps: int = 0,
 ) -> dict[str, Any]:
     """Train, telling what is done; the accounts of all epochs and the parameters at the end.
+
+    "done" has the step's number here, the members, the step's number in the ring, and the sum of the parameters.
 
     A ring with the members that `until` has ends with the third epoch in which these are its members: all of them know.
     """
@@ -48,7 +55,7 @@ def train(
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     data = DataLoader(make_data(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
-    asynchronous = Asynchronous(rings=rings)
+    asynchronous = Asynchronous(rings=rings, local_steps=local_steps)
     model, optimizer, loader = ringweave.prepare(model, optimizer, data, mode="ps-hra", asynchronous=asynchronous)
     at, moment = faults.get(own_member(), (-1, ""))
     say(("prepared", loader.members, loader.ring_place.num_pushed))
@@ -61,20 +68,27 @@ def train(
             optimizer.zero_grad()
             nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
-            say(("done", num_steps, loader.members))
+            total = sum(float(each.detach().sum()) for each in model.parameters())
+            say(("done", num_steps, loader.members, loader.ring_place.num_tickets, total))
             time.sleep(pause_s)
         accounts.append(loader.account)
         num_whole += loader.members in until
         if num_whole == 3:
             break
-    return {"parameters": [each.detach().numpy().copy() for each in model.module.parameters()], "accounts": accounts}
+    return {
+        "parameters": [each.detach().numpy().copy() for each in model.module.parameters()],
+        "accounts": accounts,
+        "ring": loader.ring_place.ring,
+        "num_pushed": loader.ring_place.num_pushed,
+    }
 
 
 def arm(moment: str, model: Any) -> None:
     """Die when that moment of the present step comes."""
     if moment == "backward":
         model.module[2].register_full_backward_hook(lambda *_: kill_self())
-    elif moment in ("exchange", "take", "meet"):  # of the representative: the server has heard it, nobody else has
+    elif moment in ("exchange", "take", "meet", "push"):
+        # Of the representative: the server has heard it, nobody else has.
         real = getattr(RingClient, moment)
         setattr(RingClient, moment, lambda *args, **more: (real(*args, **more), kill_self()))
     else:

@@ -14,7 +14,7 @@ from ringweave.training.elastic.rosters import Rosters
 from ringweave.training.elastic.rows import Commit, Row
 from ringweave.training.rings.elastic import accounts
 from ringweave.training.rings.elastic.crew import RingCrew
-from ringweave.training.rings.elastic.places import RingPlace
+from ringweave.training.rings.elastic.places import Pending, RingPlace
 
 MEMBERS = ("0.0", "1.0")
 
@@ -114,10 +114,10 @@ def test_a_ring_that_begins_again_has_what_its_testament_says_of_this_epoch() ->
     old.load(2, [[30, 7], [28, 5], [2, 2]])
     left = {"epoch": 2, "books": old.to_words()}
     assert "is_testament" in accounts.testament(old)
-    crew.go_on([5, 9, 6, 2], 2, left)
+    crew.go_on([5, 9, 6, 2, 9, None], 2, left)
     assert (crew.ring_place.num_pushed, crew.ring_place.num_tickets, inner.place.epoch) == (5, 6, 2)
     assert (crew.books.account().total.num_samples, crew.is_whole) == (28, False)
-    crew.go_on([5, 9, 6, 4], 3, left)
+    crew.go_on([5, 9, 6, 4, 9, None], 3, left)
     assert crew.books.account().total == Account(), "of another epoch"
     crew.open_epoch(4)
     assert crew.is_whole
@@ -127,12 +127,21 @@ def test_the_server_is_told_before_an_epoch_is_formed_but_for_the_first() -> Non
     told: list[Decree] = []
     crew, _ = make(told.append)
     decree = Decree(ballot=(1, 1), standings=tuple(Standing(member=member) for member in MEMBERS))
-    notes = [{"ring": [4, 8, 5, 2], "is_whole": False}] * 2
+    pending = {"num_samples": 8, "batch_share": 0.5, "testament": "{}"}
+    notes = [{"ring": [4, 8, 5, 2, 9, pending], "is_whole": False}] * 2
     crew.check(decree, notes)
     assert told == []
     crew.begin(decree, notes, is_newcomer=True, followers=())
     assert (crew.ring_place, crew.is_whole) == (
-        RingPlace(ring=1, num_pushed=4, base_version=8, num_tickets=5, num_meetings=2),
+        RingPlace(
+            ring=1,
+            num_pushed=4,
+            base_version=8,
+            num_tickets=5,
+            num_meetings=2,
+            next_version=9,
+            pending=Pending(num_samples=8, batch_share=0.5, testament="{}"),
+        ),
         False,
     )
     crew.check(decree, notes)

@@ -30,7 +30,7 @@ def made(epoch: int) -> KeptRingLoader:
         name="0.0",
         session=SimpleNamespace(change=lambda change: change(), border=nothing, sign=nothing),
         crew=crew,
-        member=SimpleNamespace(take=lambda *_: (0, 4), rest=nothing, meet=lambda *_, **__: {}),
+        member=SimpleNamespace(take=lambda *_: (0, 4), send=nothing, rest=nothing, meet=lambda *_, **__: {}),
         weights=SampleWeights(num_ranks=1, is_mean=True),
         timer=SimpleNamespace(begin=nothing, give=nothing),
         num_rings=1,

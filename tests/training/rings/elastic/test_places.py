@@ -1,7 +1,7 @@
 """Which ring a worker belongs to, and how much of it is left."""
 
 from ringweave.params.messages import Seated
-from ringweave.training.rings.elastic.places import RingPlace, Seat
+from ringweave.training.rings.elastic.places import Pending, RingPlace, Seat
 
 SEATED = Seated(rings=[[0, 3], [1, 2]], shares=[[6, 5], [7, 6]], num_pushed=9, num_tickets=10, num_meetings=2, epoch=1)
 
@@ -13,6 +13,15 @@ def test_the_server_knows_a_slot_s_ring() -> None:
     assert Seat.of(7, SEATED) is None
 
 
+def test_each_ring_has_local_steps_of_its_own() -> None:
+    slow = Seat.of(2, SEATED.model_copy(update={"local_steps": [8, 3]}))
+    assert slow is not None
+    assert slow.local_steps == 3
+    every = Seat.of(2, SEATED)
+    assert every is not None
+    assert every.local_steps == 0, "every step is pushed"
+
+
 def test_a_ring_that_has_lost_a_member_takes_fewer_samples() -> None:
     seat = Seat.of(0, SEATED)
     assert seat is not None
@@ -20,6 +29,8 @@ def test_a_ring_that_has_lost_a_member_takes_fewer_samples() -> None:
 
 
 def test_a_newcomer_takes_the_ring_s_place_over() -> None:
-    before, after = RingPlace(ring=1, num_pushed=4, base_version=7, num_tickets=5, num_meetings=2), RingPlace(ring=1)
+    pending = Pending(num_samples=3, batch_share=0.5, testament="left")
+    numbers = {"num_pushed": 4, "base_version": 7, "num_tickets": 5, "num_meetings": 2, "next_version": 9}
+    before, after = RingPlace(ring=1, **numbers, pending=pending), RingPlace(ring=1)
     after.load(before.to_words())
     assert after == before

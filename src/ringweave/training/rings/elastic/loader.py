@@ -156,6 +156,7 @@ class KeptRingLoader(PreparedLoader):
         parts, crew = self._parts, self._parts.crew
         crew.end_step()
         parts.session.border(lambda: None)
+        parts.member.send()
         first, count = parts.member.take(epoch, sum(self.shares), len(indices), least_of(self.shares))
         if count == 0:
             return None

@@ -25,6 +25,7 @@ from ringweave.training.elastic import exits
 from ringweave.training.elastic.kept import Said
 from ringweave.training.elastic.session import Session
 from ringweave.training.rings.elastic import accounts
+from ringweave.training.rings.elastic.changes import LocalChanges
 from ringweave.training.rings.elastic.crew import RingCrew
 from ringweave.training.rings.elastic.places import RingPlace
 
@@ -39,6 +40,8 @@ class RingMember:
         crew: Callable[[], RingCrew],
         servers: Sequence[Callable[[], wire.Client]],
         parameters: Sequence[Tensor],
+        *,
+        local_steps: int = 0,
     ) -> None:
         """Talks to nobody yet.
 
@@ -48,16 +51,19 @@ class RingMember:
             crew: What it knows, likewise.
             servers: Each connects to one server of the job.
             parameters: Those that are trained, in the order of the server's.
+            local_steps: Steps from one push to the next; 0 pushes the gradients of each step.
         """
         self._member, self._session, self._crew = member, session, crew
         self._servers, self._parameters = list(servers), list(parameters)
         specs = flat.specs_of([(str(index), each) for index, each in enumerate(parameters)])
         device = str(parameters[0].device)
         self._specs = specs
-        self._landed = Flat(specs, device=device)
+        self.landed = Flat(specs, device=device)
         """Where parameters arrive, on every member."""
         self._outbox: Flat | None = None
-        self._inbox: Flat | None = self._landed if device == "cpu" else None
+        self._inbox: Flat | None = self.landed if device == "cpu" else None
+        self.changes = LocalChanges(self, crew, parameters, specs, local_steps) if local_steps else None
+        """What the ring moves by itself, if it does."""
         self._lock = threading.Lock()
         self._client: RingClient | None = None
 
@@ -70,13 +76,11 @@ class RingMember:
         round_ = _round(place, samples, absent, options, accounts.testament(crew.books))
 
         def exchange() -> Said:
-            outbox, inbox = self._boxes()
-            self._fill(outbox)
-            _, version = self._client_of().exchange(round_, outbox.buffers(), inbox.buffers())
-            self._arrive(inbox)
-            return {"version": version}
+            self._outbox = self._outbox or Flat(self._specs)  # only the representative has it
+            self._fill(self._outbox)
+            return {"version": self.exchange(round_, self._outbox)}
 
-        said = self._spread(exchange, self._landed.pieces)
+        said = self.spread(exchange, self.landed.pieces)
         self._take_over(said["version"])
         crew.ring_place.num_pushed += 1
         samples.clear()
@@ -90,9 +94,24 @@ class RingMember:
             first, count = self._client_of().take(epoch, wanted, total, least=least, number=number)
             return {"first": first, "count": count}
 
-        said = self._spread(ask)
+        said = self.spread(ask)
         place.num_tickets += 1
         return said["first"], said["count"]
+
+    @property
+    def beside(self) -> tuple[Tensor, ...]:
+        """What a newcomer has to have beside model and optimizer: what the ring has pushed last."""
+        return self.changes.outbox.pieces if self.changes is not None else ()
+
+    def join(self) -> None:
+        """This member has its ring's state from another one, as it was between two steps."""
+        if self.changes is not None:
+            self.changes.begin_anew()
+
+    def send(self) -> None:
+        """Between two steps: what the ring has to push begins to."""
+        if self.changes is not None:
+            self.changes.send()
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -100,14 +119,16 @@ class RingMember:
         place = self._crew().ring_place
 
         def pull() -> Said:
-            (_, inbox), client = self._boxes(), self._client_of()
+            client = self._client_of()
             seated = client.seek(slot_of(self._member)[0], begins=True)
-            version = client.pull(seated.num_pushed, inbox.buffers())
-            self._arrive(inbox)
-            words = [seated.num_pushed, version, seated.num_tickets, seated.num_meetings]
+            if self.changes is not None:  # of what those before have under way nothing will come
+                client.leave(is_for_good=False)
+            version = client.pull(seated.num_pushed, self._inbox_of().buffers())
+            self._arrive()
+            words = [seated.num_pushed, version, seated.num_tickets, seated.num_meetings, version, None]
             return {"place": words, "epoch": seated.epoch, "testament": seated.testament}
 
-        said = self._spread(pull, self._landed.pieces)
+        said = self.spread(pull, self.landed.pieces)
         left = json.loads(said["testament"]) if said["testament"] else {}
         self._session().change(lambda: self._crew().go_on(said["place"], said["epoch"], left))
         self._take_over(place.base_version)
@@ -121,21 +142,23 @@ class RingMember:
             said: What the others shall know of this ring.
             use_up: Samples of an epoch that was broken off: nobody gets further ones of it.
         """
+        if self.changes is not None:
+            self.changes.finish()
         place = self._crew().ring_place
         text = json.dumps(said)
 
         def gather() -> Said:
-            client, (_, inbox) = self._client_of(), self._boxes()
+            client = self._client_of()
             if use_up is not None:
                 client.take(epoch, use_up, use_up, number=place.num_tickets + 1)
             client.leave(is_for_good=False)
             met = client.meet(place.num_meetings + 1, epoch, text)
-            version = client.pull(place.num_pushed, inbox.buffers())
+            version = client.pull(place.num_pushed, self._inbox_of().buffers())
             client.meet(place.num_meetings + 2, epoch, "")  # nobody pushes before all have the same parameters
-            self._arrive(inbox)
+            self._arrive()
             return {"version": version, "met": {str(ring): each for ring, each in met.items()}}
 
-        found = self._spread(gather, self._landed.pieces)
+        found = self.spread(gather, self.landed.pieces)
         self._take_over(found["version"])
         place.num_meetings += 2
         place.num_tickets += use_up is not None
@@ -144,7 +167,11 @@ class RingMember:
     def rest(self) -> None:
         """The ring computes nothing until it meets the others. Waits for no other member: it may have failed."""
         client = self._client
-        if client is not None:
+        if self.changes is not None:
+            self.changes.give_up()
+        if client is not None and self.is_first:
+            if self.changes is not None:
+                self.changes.wait_answered()
             client.leave(is_for_good=False)
 
     def pausing(self, decree: Decree) -> None:
@@ -156,7 +183,9 @@ class RingMember:
         """At the end of the process: the ring has done all there was to do, unless this one fails or is out."""
         session, client = self._session(), self._client
         has_failed = session.is_out or exits.has_failed()
-        if client is not None and not has_failed and session.decree.members[0] == self._member:
+        if client is not None and not has_failed and self.is_first:
+            if self.changes is not None:
+                self.changes.wait_answered()
             client.leave(is_for_good=True)
 
     def hang_up(self) -> None:
@@ -172,9 +201,15 @@ class RingMember:
         except WireError:
             return  # who waits for the ring waits a little longer
 
-    def _spread(self, fetch: Callable[[], Said], tensors: Sequence[Tensor] = ()) -> Said:
+    @property
+    def is_first(self) -> bool:
+        """This member represents the ring."""
+        return self._session().decree.members[0] == self._member
+
+    def spread(self, fetch: Callable[[], Said], tensors: Sequence[Tensor] = ()) -> Said:
+        """What the representative fetches from the server, on all members; none has it unless all have."""
         session, crew = self._session(), self._crew()
-        if session.decree.members[0] != self._member:  # it was the first, and one with a lower number has come
+        if not self.is_first:  # it was, and one with a lower number has come
             self.hang_up()
         crew.is_spreading = True
         try:
@@ -182,17 +217,35 @@ class RingMember:
         finally:
             crew.is_spreading = False
 
+    def change(self, change: Callable[[], None]) -> None:
+        """Do something that newcomers are told of, while nobody is asked for it."""
+        self._session().change(change)
+
+    def exchange(self, round_: Round, outbox: Flat) -> int:
+        """Push, and have the parameters that follow land; their version. For the representative."""
+        _, version = self._client_of().exchange(round_, outbox.buffers(), self._inbox_of().buffers())
+        self._arrive()
+        return version
+
+    def push(self, round_: Round, outbox: Flat) -> None:
+        """Push, and ask for nothing; likewise."""
+        self._client_of().push(round_, outbox.buffers())
+
     def _client_of(self) -> RingClient:
         with self._lock:
             if self._client is None:
                 self._client = RingClient(self._servers, self._crew().ring_place.ring)
             return self._client
 
-    def _boxes(self) -> tuple[Flat, Flat]:
-        """Memory for what goes and for what comes; only the representative has it."""
-        self._outbox = self._outbox or Flat(self._specs)
+    def _inbox_of(self) -> Flat:
+        """Where parameters come from the server; of the representative."""
         self._inbox = self._inbox or Flat(self._specs)
-        return self._outbox, self._inbox
+        return self._inbox
+
+    def _arrive(self) -> None:
+        """Parameters have come there."""
+        if self._inbox is not None and self._inbox is not self.landed:
+            self.landed.copy_(self._inbox)
 
     def _fill(self, outbox: Flat) -> None:
         for parameter, view in zip(self._parameters, outbox.views, strict=True):
@@ -201,13 +254,12 @@ class RingMember:
             else:
                 view.copy_(parameter.grad)
 
-    def _arrive(self, inbox: Flat) -> None:
-        if inbox is not self._landed:
-            self._landed.copy_(inbox)
-
     def _take_over(self, version: int) -> None:
-        torch._foreach_copy_(self._parameters, self._landed.views)
-        self._crew().ring_place.base_version = version
+        torch._foreach_copy_(self._parameters, self.landed.views)
+        place = self._crew().ring_place
+        place.base_version = place.next_version = version
+        if self.changes is not None:
+            self.changes.begin_anew()
 
 
 def _round(

@@ -10,15 +10,22 @@ from ringweave.training.rings.elastic.member import RingMember
 
 
 class KeptOptimizer(Optimizer):
-    """Stands for the script's optimizer, whose groups it shares; its `step` is the ring's, its state on the server."""
+    """Stands for the script's optimizer, whose groups it shares; its `step` is the ring's, its state on the server.
+
+    With local steps the state is the script's optimizer's, on each member.
+    """
 
     def __init__(self, optimizer: Optimizer, member: RingMember) -> None:
         """Changes nothing of the script's optimizer."""
         super().__init__(optimizer.param_groups, {})
-        self._member = member
+        self._inner, self._member = optimizer, member
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One train step of the ring; `closure` computes the loss first, as in torch's optimizers."""
+        if self._member.changes is not None:
+            found = self._inner.step(closure) if closure else self._inner.step()
+            self._member.changes.count_step()
+            return found
         found = closure() if closure else None
         self._member.push_gradients([optimizers.options_of(group) for group in self.param_groups])
         return found

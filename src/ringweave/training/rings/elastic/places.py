@@ -1,10 +1,20 @@
 """Where a ring stands with the parameter server: the same on all of its members that are between two steps."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from ringweave.membership.rules.records import slot_of
 from ringweave.params.messages import Seated
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pending:
+    """A push of local steps that the ring has made, and has taken in no answer to."""
+
+    num_samples: int
+    batch_share: float
+    testament: str
 
 
 @dataclass(kw_only=True, slots=True)
@@ -18,14 +28,27 @@ class RingPlace:
     """Of the parameters that its members have."""
     num_tickets: int = 0
     num_meetings: int = 0
+    next_version: int = 0
+    """With local steps, of the parameters that the push after the next one is computed on."""
+    pending: Pending | None = None
 
-    def to_words(self) -> list[int]:
+    def to_words(self) -> list[Any]:
         """For a newcomer."""
-        return [self.num_pushed, self.base_version, self.num_tickets, self.num_meetings]
+        pending = asdict(self.pending) if self.pending else None
+        return [self.num_pushed, self.base_version, self.num_tickets, self.num_meetings, self.next_version, pending]
 
-    def load(self, words: Sequence[int]) -> None:
+    def load(self, words: Sequence[Any]) -> None:
         """What `to_words` gave."""
-        self.num_pushed, self.base_version, self.num_tickets, self.num_meetings = words
+        *numbers, pending = words
+        self.num_pushed, self.base_version, self.num_tickets, self.num_meetings, self.next_version = numbers
+        self.pending = Pending(**pending) if pending else None
+
+    def count_answer(self, version: int | None) -> None:
+        """The push that was pending is answered, with parameters of that version; None if they were not asked for."""
+        self.num_pushed += 1
+        self.pending = None
+        if version is not None:
+            self.base_version, self.next_version = self.next_version, version
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +59,8 @@ class Seat:
     slots: tuple[int, ...]
     shares: dict[int, int]
     """Slot -> samples of a whole batch of all rings."""
+    local_steps: int = 0
+    """Of the ring, from one push to the next; 0 pushes the gradients of each step."""
 
     @classmethod
     def of(cls, slot: int, seated: Seated) -> "Seat | None":
@@ -45,7 +70,8 @@ class Seat:
             return None
         slots = tuple(seated.rings[ring])
         shares = dict(zip(slots, seated.shares[ring], strict=True))
-        return cls(ring=ring, slots=slots, shares=shares)
+        local_steps = seated.local_steps[ring] if seated.local_steps else 0
+        return cls(ring=ring, slots=slots, shares=shares, local_steps=local_steps)
 
     def samples_of(self, members: Sequence[str]) -> int:
         """Samples of a ticket that these members share: a ring that has lost one takes less, and as often as before."""

@@ -16,7 +16,6 @@ from ringweave import wire
 from ringweave.comm import joining, regrouping
 from ringweave.comm.regrouping import EpochGroups
 from ringweave.environment import WorkerEnvironment
-from ringweave.errors import TrainingError, explain
 from ringweave.membership import messages
 from ringweave.membership.agent import Agent
 from ringweave.membership.messages import Enter
@@ -52,13 +51,13 @@ from ringweave.training.rings.elastic.optimizer import KeptOptimizer
 from ringweave.training.rings.elastic.places import RingPlace, Seat
 from ringweave.training.rings.forming import speeds_of
 from ringweave.training.rings.preparing import Asked
-from ringweave.training.rings.settings import Asynchronous
+from ringweave.training.rings.settings import Asynchronous, local_steps_of
 from ringweave.training.timing import StepTimer
 from ringweave.wire.states import Shelf
 
 _LATE_S = 5.0
 """How long a worker that is started again looks for the server before it asks whether the job is over."""
-_ALIKE = ("mode", "reduction", "seed", "optimizer")
+_ALIKE = ("mode", "reduction", "seed", "optimizer", "local_steps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,13 +101,11 @@ def prepare(
     """Become a member of a ring; returns when its first epoch with this member has begun.
 
     Raises:
-        TrainingError: The script has a process group of its own, asks for local steps, or has data or an optimizer
-            that do not go with it.
+        TrainingError: The script has a process group of its own, or has data or an optimizer that do not go with it.
         DisagreementError: The others have prepared something else.
         MembershipError: The job is over, or does not want this worker.
     """
     elastic.check_group()
-    _check_settings(asked.settings)
     given = _read(triple, asked)
     trust = elastic.trust_of(environment)
     reach = _Reach(environment=environment, trust=trust, servers=rings_preparing.servers_of(environment, trust))
@@ -116,7 +113,9 @@ def prepare(
     enlisted = _enlist(given, asked, reach, timer, seat)
     weights = SampleWeights(num_ranks=1, is_mean=asked.elastic.reduction == "mean")
     parallel = wrapping.wrap(given.model, asked.elastic.ddp, enlisted.session, weights, timer)
-    if not enlisted.crew.place.is_latecomer:
+    if enlisted.crew.place.is_latecomer:
+        enlisted.member.join()
+    else:
         enlisted.member.refresh()
     parts = KeptParts(
         name=enlisted.name,
@@ -143,6 +142,7 @@ def _read(triple: tuple[nn.Module, Optimizer, DataLoader], asked: KeptAsked) -> 
         "reduction": asked.elastic.reduction,
         "seed": orders.seed_of(loader),
         "optimizer": optimizers.check_name(type(optimizer).__name__),
+        "local_steps": asked.settings.local_steps,
         "num_parameters": elastic.num_parameters_of(model),
     }
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -190,7 +190,10 @@ def _begin(
     shares = balancing.apportion(batch, [Speed(s_per_sample=1 / speed) for speed in speeds], caps)
     rings = [[slots[place] for place in ring] for ring in places]
     setup = rings_preparing.setup_of(given.model, given.optimizer, rings, wanted)
-    setup = setup.model_copy(update={"shares": [[shares[place] for place in ring] for ring in places]})
+    update: dict[str, Any] = {"shares": [[shares[place] for place in ring] for ring in places]}
+    if asked.settings.local_steps:
+        update["local_steps"] = list(local_steps_of(asked.settings, places, speeds))
+    setup = setup.model_copy(update=update)
     first = Flat(setup.tensors)
     with torch.no_grad():
         torch._foreach_copy_(first.views, [each.detach() for each in given.parameters])
@@ -226,9 +229,10 @@ def _enlist(given: _Given, asked: KeptAsked, reach: _Reach, timer: StepTimer, se
     )
     recorder = ElasticRecorder(environment, lambda: session.is_first)
     rosters = Rosters(given.reading.batch_samples, is_balanced=True, samples_of=seat.samples_of)
-    state = JobState(given.model, given.optimizer, asked.elastic.carried)
+    whose = (name, lambda: session, lambda: crew)
+    member = RingMember(*whose, reach.servers, given.parameters, local_steps=seat.local_steps)
+    state = JobState(given.model, given.optimizer, asked.elastic.carried, beside=member.beside)
     job_crew = JobCrew(facts, rosters, timer, state, Means(shelf=shelf, trust=trust), recorder)
-    member = RingMember(name, lambda: session, lambda: crew, reach.servers, given.parameters)
     crew = RingCrew(job_crew, RingPlace(ring=seat.ring), member.pausing)
     session = Session(
         name,
@@ -247,15 +251,3 @@ def _enlist(given: _Given, asked: KeptAsked, reach: _Reach, timer: StepTimer, se
     atexit.register(member.leave)
     session.start(agent)
     return _Enlisted(name=name, session=session, crew=crew, member=member, recorder=recorder)
-
-
-def _check_settings(settings: Asynchronous) -> None:
-    if settings.local_steps:
-        raise TrainingError(
-            explain(
-                "local_steps of an elastic job",
-                got=settings.local_steps,
-                expected="0",
-                do="Leave it out: a worker that takes the place of another could not go on in the midst of them",
-            )
-        )

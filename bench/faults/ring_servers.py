@@ -1,0 +1,170 @@
+"""How long rings stand still when their parameter server is killed, alone or with the coordinator at once.
+
+    python bench/faults/ring_servers.py --kills 6                 # two minutes
+
+A job on this machine in mode ps-hra under --elastic with --standby. Each kill is a SIGKILL from outside at a random
+moment for the server that leads; every second time the coordinator that decided at the start is killed with it, or
+whatever was started in its place. The next one waits until both servers have everything again. Stalls are the longest
+time between two steps of any worker around the kill, less the usual time of a step. Parameters of a ring's members are
+compared bit by bit, push by push; and each push of a ring must have made one version on the server, and no other one.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from lab_jobs import RESULTS, quantile
+from ring_kills import Done, Run, check_alike, longest_s, lost_pushes, read, usual_s, wait_whole
+
+from ringweave import telemetry
+from ringweave.benchmarks import machine
+from ringweave.params.rules.succession import Claim
+from ringweave.params.standby.claims import Claims
+
+BAR_S = 3.0
+WINDOW_S = 6.0
+"""After a kill: what workers do in it is laid to the kill."""
+LIMIT_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stall:
+    """What one kill cost; measured."""
+
+    victims: str
+    at_s: float
+    """On the clock of the processes."""
+    stall_s: float | None
+    """Of the worker that it was longest for; None if one made no step any more."""
+
+
+def wait_claim(run: Run, after: int) -> Claim:
+    """The newest claim, once both servers have everything."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline_s and not run.is_over:
+        newest = Claims(run.run_dir / "claims").newest()
+        if newest is not None and newest.number > after and len(newest.members) == 2:
+            return newest
+        time.sleep(0.05)
+    raise SystemExit(f"the servers were not whole within {LIMIT_S:g} s\n{run.end()[-3000:]}")
+
+
+def pid_of(run: Run, module: str, index: int) -> int:
+    """Of the process of that module and index."""
+    for process in psutil.Process(run.process_id).children(recursive=True):
+        words = process.cmdline()
+        if module in words and "--index" in words and words[words.index("--index") + 1] == str(index):
+            return process.pid
+    raise SystemExit(f"no process of {module} with index {index}\n{run.end()[-3000:]}")
+
+
+def hurt(run: Run, options: argparse.Namespace) -> list[tuple[str, float]]:
+    """Kill so often; (victims, when)."""
+    rng, killed, claim = random.Random(options.seed), [], -1
+    wait_whole(run, options)
+    for number in range(options.kills):
+        newest = wait_claim(run, claim)
+        claim = newest.number
+        time.sleep(WINDOW_S / 2 + rng.random())
+        victims = [pid_of(run, "ringweave.params.serving.main", newest.leader)]
+        if number % 2:
+            victims.append(pid_of(run, "ringweave.membership.serving.main", 0))
+        at_s = time.monotonic()
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        killed.append(("server and coordinator" if number % 2 else "server", at_s))
+        time.sleep(WINDOW_S)
+    return killed
+
+
+def judge(victims: str, at_s: float, steps: Mapping[str, Sequence[Done]]) -> Stall:
+    """What a kill cost, by the steps of all processes that were training."""
+    alive = [each for each in steps.values() if each[0].time_s < at_s - 1 and each[-1].time_s > at_s and len(each) > 10]
+    found = [(longest_s(each, at_s, at_s + WINDOW_S), usual_s(each)) for each in alive]
+    stalls = [max(0.0, longest - usual) for longest, usual in found if longest is not None]
+    is_whole = bool(stalls) and len(stalls) == len(alive)
+    return Stall(victims=victims, at_s=at_s, stall_s=max(stalls) if is_whole else None)
+
+
+def parse() -> argparse.Namespace:
+    """What is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--rings", type=int, default=2)
+    parser.add_argument("--kills", type=int, default=6)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--pause-s", type=float, default=0.15)
+    parser.add_argument("--repeat", type=int, default=50, help="times the data in an epoch: all rings meet at its end")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def summary(
+    options: argparse.Namespace, stalls: Sequence[Stall], steps: Mapping[str, Sequence[Done]], version: int
+) -> dict[str, Any]:
+    """What is said of a run.
+
+    Raises:
+        AssertionError: Parameters of two members of a ring differ by a bit.
+    """
+    known = [each.stall_s for each in stalls if each.stall_s is not None]
+    by_ring: dict[int, int] = {}
+    for done in (each[-1] for each in steps.values()):
+        by_ring[done.ring] = max(done.num_pushed, by_ring.get(done.ring, 0))
+    return {
+        "kind": "measured",
+        "bench": "ring_servers",
+        "workers": options.workers,
+        "rings": options.rings,
+        "seed": options.seed,
+        "kills": len(stalls),
+        "stall_p50_s": quantile(known, 0.5),
+        "stall_max_s": round(max(known), 3),
+        "never_went_on": len(stalls) - len(known),
+        "pushes_of_rings": sum(by_ring.values()),
+        "versions_of_the_server": version,
+        "pushes_lost": lost_pushes(steps),
+        "parameters_alike": check_alike(steps),
+    }
+
+
+def main() -> int:
+    """So many kills; 1 if a bar is missed."""
+    options = parse()
+    with tempfile.TemporaryDirectory(prefix="ringweave-servers-") as name:
+        run = Run(options, Path(name), flags=["--standby"])
+        killed = hurt(run, options)
+        printed = run.end()
+        steps = read(run.checks)
+        counted = [each for each in telemetry.read(run.run_dir / "events.jsonl") if each["kind"] == "params_counted"]
+    stalls = [judge(*each, steps) for each in killed]
+    said = summary(options, stalls, steps, max(each["version"] for each in counted))
+    said["server"] = next((line for line in printed.splitlines() if "pushes applied" in line), "")
+    for key, value in said.items():
+        print(f"{key}: {value}")
+    for each in stalls:
+        print(json.dumps(asdict(each)))
+    said |= {"each": [asdict(each) for each in stalls], "date": time.strftime("%Y-%m-%d", time.gmtime())}
+    said |= {"machine": {"cpus": os.cpu_count(), "load": [round(each, 1) for each in os.getloadavg()]}}
+    said |= {"git_commit": machine.describe()["git_commit"]}
+    out = options.out or RESULTS / f"{said['date']}-ring-servers.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    is_right = not said["never_went_on"] and not said["pushes_lost"]
+    is_right = is_right and said["pushes_of_rings"] == said["versions_of_the_server"]
+    return 0 if is_right and said["stall_max_s"] <= BAR_S else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""A run of rings that may lose members, whose servers and coordinators are killed, through the real command."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ringweave.params.rules.succession import Claim
+from ringweave.params.standby.claims import Claims
+from tests.launch.conftest import Run, wait_until
+from tests.launch.small_training import SUM, epoch, prepared
+
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(1800)]
+
+LIMIT_S = 600.0
+"""Seven processes are started, six of which import torch: minutes where many others do so, too."""
+
+SCRIPT = f"""{prepared(num_samples=96, batch=32, lr=0.1, shuffles=True)}
+for epoch in range(5):
+{epoch(indent=4)}
+    if epoch in (0, 2):
+        pathlib.Path(f"waits-{{epoch}}-" + os.environ["RANK"]).touch()
+        while not pathlib.Path(f"killed-{{epoch}}").exists():
+            time.sleep(0.05)
+{SUM}"""
+
+
+def events(run: Run) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
+
+
+def pid_of_server(run: Run, index: int) -> int:
+    """They are started first in the order of their indices, and again at the same address."""
+    started = [each for each in events(run) if each["kind"] == "server_started"]
+    return next(each["pid"] for each in reversed(started) if each["address"] == started[index]["address"])
+
+
+def pid_of_coordinator(run: Run, index: int) -> int:
+    for process in psutil.Process(run.process.pid).children(recursive=True):
+        words = process.cmdline()
+        if "ringweave.membership.serving.main" in words and words[words.index("--index") + 1] == str(index):
+            return process.pid
+    raise AssertionError(f"no coordinator {index}")
+
+
+def wait_whole(run: Run, folder: Path, number: int, after: int = -1) -> Claim:
+    """Until both workers wait after that epoch, and both servers have everything."""
+    claims, found = Claims(run.run_dir / "claims"), []
+
+    def is_whole() -> bool:
+        assert run.process.poll() is None, run.stderr
+        newest = claims.newest()
+        found[:] = [newest] if newest is not None and newest.number > after and len(newest.members) == 2 else []
+        return bool(found) and all((folder / f"waits-{number}-{rank}").exists() for rank in range(2))
+
+    wait_until(is_whole, "both servers have everything, both workers wait", LIMIT_S)
+    return found[0]
+
+
+def test_the_server_is_killed_and_then_it_and_the_coordinator_at_once(start, script, tmp_path: Path) -> None:
+    run = start("--elastic", "1:2", "--workers", "2", "--mode", "ps-hra", "--standby", script(SCRIPT))
+    first = wait_whole(run, tmp_path, 0)
+    os.kill(pid_of_server(run, first.leader), signal.SIGKILL)
+    (tmp_path / "killed-0").touch()
+    second = wait_whole(run, tmp_path, 2, after=first.number)
+    for pid in (pid_of_server(run, second.leader), pid_of_coordinator(run, 0)):
+        os.kill(pid, signal.SIGKILL)
+    (tmp_path / "killed-2").touch()
+    assert run.process.wait(LIMIT_S) == 0, run.stderr
+    assert second.term > first.term
+    last = Claims(run.run_dir / "claims").newest()
+    assert last is not None
+    assert last.term > second.term
+    assert len({line.split()[-1] for line in run.stdout.splitlines() if "sum " in line}) == 1
+    found = [
+        (each["epoch"], each["samples"], each["exact"]) for each in events(run) if each["kind"] == "samples_accounted"
+    ]
+    assert found == [(number, 96, True) for number in range(5)], "no sample lost: no worker has died"
+    counted = [each for each in events(run) if each["kind"] == "params_counted"][-1]
+    assert counted["version"] >= 5 * 3, "a batch of all rings is at least one push"
+    assert [each["signal"] for each in events(run) if each["kind"] == "server_exited"].count("SIGKILL") == 2
+    assert not [each for each in events(run) if each["kind"] == "worker_exited" and each.get("exit_code") != 0]

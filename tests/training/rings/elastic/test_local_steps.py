@@ -1,0 +1,77 @@
+"""Real kills in rings that take local steps: no step is done twice, and whoever joins has what is under way."""
+
+import signal
+from typing import Any
+
+import pytest
+
+from ringweave.testing.elastic import ElasticJob
+from tests.training.rings.elastic import ring_functions as functions
+from tests.training.rings.elastic.test_deaths import check_alike, epochs_of, value_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(600)]
+
+NUM_EPOCHS = 12
+"""In one of them a ring has steps left over when it ends, which are pushed there."""
+LOCAL_STEPS = 3
+
+
+def sums_of(job: ElasticJob, member: str) -> dict[int, Any]:
+    """Number of a step in the ring -> the sum of the parameters after it, as the member has them."""
+    return {said[3]: said[4] for said, _ in job.said(member) if said[0] == "done"}
+
+
+def check_steps_alike(job: ElasticJob, first: str, second: str) -> None:
+    """Between two pushes the members of a ring have parameters of their own: the same after each step."""
+    one, other = sums_of(job, first), sums_of(job, second)
+    common = one.keys() & other.keys()
+    assert len(common) > LOCAL_STEPS
+    assert {each: one[each] for each in common} == {each: other[each] for each in common}
+
+
+@pytest.mark.parametrize("moment", ["exchange", "take", "meet", "push"])
+def test_a_representative_and_a_member_die_between_two_pushes(moment: str) -> None:
+    faults = {"0.0": (2, moment), "3.0": (2, "backward")}
+    arguments = (NUM_EPOCHS, 2, faults, 0.0, (), LOCAL_STEPS)
+    with ElasticJob(functions.train, 4, *arguments, attended_by=("server",)) as job:
+        assert job.desk is not None
+        values = [value_of(job, member) for member in ("1.0", "2.0")]
+        status = job.desk.service.status()
+        assert epochs_of(job, 0) == [("0.0", "1.0"), ("1.0",)]
+        assert epochs_of(job, 1) == [("2.0", "3.0"), ("2.0",)]
+        check_alike(values)
+        assert all(account.is_accounted for value in values for account in value["accounts"])
+        lost = sum(account.lost.num_samples for account in values[0]["accounts"])
+        assert lost < 2 * functions.BATCH, "no more than what two members computed in their last steps"
+        assert status.samples == NUM_EPOCHS * functions.NUM_SAMPLES - lost
+        assert status.version == sum(status.pushes.values()) == sum(value["num_pushed"] for value in values)
+        num_steps = [max(sums_of(job, member)) for member in ("1.0", "2.0")]
+        assert status.version < sum(num_steps), "not every step was pushed"
+        for member in faults:
+            job.read(member)
+        check_after = [("0.0", "1.0"), ("2.0", "3.0")]
+        for first, second in check_after:
+            one, other = sums_of(job, first), sums_of(job, second)
+            assert all(one[each] == other[each] for each in one.keys() & other.keys())
+
+
+def test_workers_that_are_started_again_join_between_two_pushes_or_begin_their_ring_again() -> None:
+    faults = {"0.0": (2, "take"), "2.0": (4, "exchange"), "3.0": (4, "backward")}
+    whole = (("0.1", "1.0"), ("2.1", "3.1"))
+    arguments = (10**6, 2, faults, 0.01, whole, LOCAL_STEPS)
+    with ElasticJob(functions.train, 4, *arguments, attended_by=("server",)) as job:
+        for member in faults:
+            assert job.outcome(member).exit_code == -signal.SIGKILL
+        for slot in (0, 2, 3):
+            job.start(slot, 1)
+        values = [value_of(job, member) for ring in whole for member in ring]
+        assert epochs_of(job, 0)[-1] == whole[0], "the one that joins is the first, and pushes from there on"
+        assert epochs_of(job, 1)[-1] == whole[1], "nobody was left: they begin it again"
+        for first, second in whole:
+            check_steps_alike(job, first, second)
+        status = job.desk.service.status() if job.desk else None
+        assert status is not None
+        assert status.version == values[0]["num_pushed"] + values[2]["num_pushed"]
+        assert all(account.is_accounted for value in values for account in value["accounts"] if account)
+        for of_ring in (values[:2], values[2:]):
+            check_alike(of_ring)
