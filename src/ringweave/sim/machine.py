@@ -17,6 +17,9 @@ WINDOW_BYTES, BURST_BYTES = 128 * 2**10, 4 * 2**10
 UNEVENNESS = 0.43
 """Measured, no schedule in it: seven streams into one NIC of a lab, 1 to 25 MB each, 18 rounds
 (bench/simulation/incast.py)."""
+UNEVEN_TURNS, REDEAL_S = 0.65, 1.3
+"""Likewise, three streams out of the slow NIC of a lab, half a MB each, 6 rounds (bench/simulation/outcast.py); of 8 MB
+each 0.37, as if turns were dealt anew so often."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +51,10 @@ class Machine:
     unevenness: float = 0.0
     """Standard deviation of the logarithm of the windows of streams that meet, where there are queues. 0: they share
     links evenly. The same streams get the same windows each time, spread as draws would be."""
+    uneven_turns: float = 0.0
+    """The same of the turns of streams that leave one node, where its link is slower than those that they end with."""
+    redeal_s: float = math.inf
+    """How often those turns are dealt anew."""
     bucket_bytes: float = 0.0
     """What a link that was idle for long lets pass at once, where there are queues: the token buckets of a lab do."""
     num_processors: int | None = None
@@ -61,8 +68,11 @@ class Machine:
             raise ValueError(f"machine: {self}, expected finite times and sizes, none negative")
         if not (self.burst_bytes > 0 and self.window_bytes > 0):
             raise ValueError(f"machine: {self}, expected bursts and windows of more than 0 bytes")
-        if not 0 <= self.unevenness < math.inf:
-            raise ValueError(f"machine: unevenness {self.unevenness}, expected a finite number, not negative")
+        for name in ("unevenness", "uneven_turns"):
+            if not 0 <= (value := getattr(self, name)) < math.inf:
+                raise ValueError(f"machine: {name} {value}, expected a finite number, not negative")
+        if not self.redeal_s > 0:
+            raise ValueError(f"machine: redeal_s {self.redeal_s}, expected more than 0 s")
         if self.num_processors is not None and self.num_processors < 1:
             raise ValueError(f"machine: {self.num_processors} processors, expected at least one, or None")
 
@@ -85,4 +95,6 @@ class Machine:
             burst_bytes=BURST_BYTES,
             window_bytes=WINDOW_BYTES,
             unevenness=UNEVENNESS,
+            uneven_turns=UNEVEN_TURNS,
+            redeal_s=REDEAL_S,
         )

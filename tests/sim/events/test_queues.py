@@ -95,6 +95,31 @@ def test_streams_of_one_node_stay_even_whatever_their_windows_are() -> None:
     assert max(ends_s) - min(ends_s) <= len(streams) * 2 * 10 / SLOW
 
 
+def left_at_half_time(*to: float, redeal_s: float = math.inf) -> list[float]:
+    """Delivered of each stream from one slow node into links of these rates, when half of all should be there."""
+    clock, net = queues(SLOW, *to, uneven_turns=0.65, redeal_s=redeal_s)
+    streams = [net.stream((0, 1 + receiver)) for receiver in range(len(to))]
+    for stream in streams:
+        net.post(stream, 10_000)
+    for stream in streams:
+        net.send(stream, 10_000)
+    found = list[float]()
+    clock.at(len(to) * 10_000 / SLOW / 2, lambda: found.extend(stream.delivered for stream in streams))
+    clock.run(net.settle)
+    assert sum(found) == pytest.approx(len(to) * 5_000, abs=100)  # the link was never idle
+    return found
+
+
+def test_streams_out_of_the_slowest_link_of_their_way_take_uneven_turns() -> None:
+    even = left_at_half_time(SLOW, SLOW, SLOW)
+    assert max(even) <= min(even) * 1.02
+    found = left_at_half_time(FAST, FAST, FAST)
+    wanted = [max(1, round(8 * math.exp(0.65 * score))) for score in normal_scores(3)]
+    assert max(found) / min(found) == pytest.approx(max(wanted) / min(wanted), rel=0.1)
+    dealt_anew = left_at_half_time(FAST, FAST, FAST, redeal_s=10.0)
+    assert max(dealt_anew) / min(dealt_anew) < 1.2
+
+
 def test_scores_are_spread_as_draws_would_be_and_neighbours_are_not_alike() -> None:
     assert normal_scores(1) == (0.0,)
     assert sorted(normal_scores(7)) == pytest.approx([-1.364, -0.758, -0.353, 0, 0.353, 0.758, 1.364], abs=0.01)
@@ -184,6 +209,13 @@ def test_bursts_and_windows_of_nothing(wrong: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize("wrong", [-0.1, math.inf, math.nan])
-def test_an_unevenness_that_is_none(wrong: float) -> None:
-    with pytest.raises(ValueError, match=f"unevenness {wrong}, expected a finite number, not negative"):
-        Machine(unevenness=wrong)
+@pytest.mark.parametrize("name", ["unevenness", "uneven_turns"])
+def test_an_unevenness_that_is_none(name: str, wrong: float) -> None:
+    with pytest.raises(ValueError, match=f"{name} {wrong}, expected a finite number, not negative"):
+        Machine(**{name: wrong})
+
+
+@pytest.mark.parametrize("wrong", [0.0, math.nan])
+def test_turns_that_are_never_dealt(wrong: float) -> None:
+    with pytest.raises(ValueError, match=f"redeal_s {wrong}, expected more than 0 s"):
+        Machine(redeal_s=wrong)

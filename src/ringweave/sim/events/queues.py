@@ -4,7 +4,8 @@ Where `streams` lets all links of a route carry the same bytes at the same time,
 the next link is busy, and the sender's link does something else meanwhile. How much of a stream is under way is
 bounded, as TCP's window bounds it, and so is what it has in the queue of its own node. Where streams meet whose senders
 could all send more, each gets of the link what its window is of all windows; TCP's windows are not alike
-(`Machine.unevenness`), which a schedule feels that needs them all at the same pace, such as a star.
+(`Machine.unevenness`), which a schedule feels that needs them all at the same pace, such as a star. Streams that
+leave a node whose link is slower than those they end with take uneven turns (`Machine.uneven_turns`).
 """
 
 import math
@@ -20,6 +21,10 @@ from ringweave.sim.machine import Machine
 MAX_AT_HOME = 2
 """Bursts of a stream that wait for the first link of its route; the others wait in the stream, so that streams of a
 node take turns. Linux does the same ("TCP small queues")."""
+UNEVEN_AT_HOME = 8
+"""Likewise where turns are uneven, on average."""
+_NEARLY = 0.9
+"""Rates, which are measured, may differ by that much and be the same."""
 
 
 class BurstyStream:
@@ -38,6 +43,7 @@ class BurstyStream:
         "queued",
         "route",
         "sent",
+        "turn",
     )
 
     def __init__(self, route: tuple[int, ...]) -> None:
@@ -55,6 +61,8 @@ class BurstyStream:
         """Bursts that wait for the first link."""
         self.place: int | None = None
         """Its number among the streams that end with the same link, in the order in which they were first posted."""
+        self.turn: int | None = None
+        """Likewise among those that begin with the same link."""
         self.is_cut = False
 
 
@@ -90,6 +98,8 @@ class Queues:
         self._links = [_Link(rate, machine.bucket_bytes) for rate in capacities]
         self._num_into = [0] * len(self._links)
         """Streams that end with a link, of those that something was posted on."""
+        self._num_from = [0] * len(self._links)
+        """Likewise those that begin with it."""
 
     @property
     def carried(self) -> list[float]:
@@ -112,6 +122,8 @@ class Queues:
         if stream.place is None:
             stream.place = self._num_into[stream.route[-1]]
             self._num_into[stream.route[-1]] += 1
+            stream.turn = self._num_from[stream.route[0]]
+            self._num_from[stream.route[0]] += 1
         stream.posted += num_bytes
         self._feed(stream)
 
@@ -150,10 +162,10 @@ class Queues:
         """Send as many bursts as may be under way."""
         machine = self._machine
         limit = min(stream.queued, stream.posted + machine.receive_buffer_bytes)
-        window_bytes = self._window(stream)
+        window_bytes, most_at_home = self._window(stream), self._at_home(stream)
         while (
             stream.sent < limit
-            and stream.num_at_home < MAX_AT_HOME
+            and stream.num_at_home < most_at_home
             and stream.sent - stream.delivered < window_bytes
             and not stream.is_cut
         ):
@@ -169,6 +181,21 @@ class Queues:
             return machine.window_bytes
         score = normal_scores(self._num_into[stream.route[-1]])[stream.place]
         return machine.window_bytes * math.exp(machine.unevenness * score)
+
+    def _at_home(self, stream: BurstyStream) -> int:
+        """How many of its bursts may wait for the link of its node: who has more there leaves faster than the others.
+
+        Streams take even turns where the link that they end with is as busy as the one that they leave by, as in
+        schedules on equal nodes; where it is faster, nothing evens them out.
+        """
+        machine, first, last = self._machine, stream.route[0], stream.route[-1]
+        count = self._num_from[first]
+        if not machine.uneven_turns or stream.turn is None or count == 1:
+            return MAX_AT_HOME
+        if self._links[first].bytes_per_s >= _NEARLY * self._links[last].bytes_per_s:
+            return MAX_AT_HOME
+        place = (stream.turn + int(self._clock.now_s / machine.redeal_s)) % count
+        return max(1, round(UNEVEN_AT_HOME * math.exp(machine.uneven_turns * normal_scores(count)[place])))
 
     def _enter(self, stream: BurstyStream, place: int, size: float) -> None:
         """A burst comes to a link."""
