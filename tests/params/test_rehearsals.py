@@ -81,3 +81,25 @@ def test_stalls_let_the_others_go_on():
     found = rehearsals.asynchronous(task, (1.0,) * 4, stall=0.125)
     assert max(found.staleness) > 3
     assert held_out(found.model) < held_out(rehearsals.synchronous(task)) * 1.1
+
+
+@pytest.mark.parametrize("slower", [1, 2, 3, 4, 8])
+def test_nothing_runs_away_when_a_ring_suddenly_becomes_slow(slower):
+    after, curvatures = [], torch.linspace(0.1, 1.4, 14, dtype=torch.float64)
+    task = Task(
+        make_model=lambda: nn.ParameterList([torch.ones_like(curvatures)]),  # a place in one valley of each curvature
+        make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9),
+        loss=lambda model, _: (curvatures * next(model.parameters()).square()).sum() / 2,
+        epochs=[torch.zeros(2 * train_steps, dtype=torch.long) for train_steps in (10, 120)],
+        batch_samples=2,
+        after_epoch=lambda model: after.append(next(model.parameters()).detach().abs().clone()),
+    )
+    rehearsals.asynchronous(task, (1.0, 1.0), later_speeds=(1.0, 1 / slower))
+    # With leads of up to two train steps a curvature of 0.8 / lr was enough for four times slower, 0.5 / lr for eight.
+    assert (after[1] < after[0]).all()
+
+
+def test_shares_follow_a_change_of_speeds_an_epoch_later():
+    found = rehearsals.asynchronous(task_of("SGD", 0), (1.0, 1.0), later_speeds=(1.0, 0.25))
+    assert max(found.staleness) == 4, "the slow ring's pushes, as long as shares are equal"
+    assert max(found.staleness[-20:]) < 4

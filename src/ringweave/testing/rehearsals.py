@@ -37,6 +37,8 @@ class Task:
     batch_samples: int
     decay: Callable[[int], float] = lambda epoch: 1.0
     """Epoch -> what the learning rate is multiplied by, as a scheduler would."""
+    after_epoch: Callable[[nn.Module], object] = lambda model: None
+    """Called with the model as it is at the end of each epoch."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,10 +61,18 @@ def synchronous(task: Task) -> nn.Module:
             optimizer.zero_grad()
             task.loss(model, batch).backward()
             optimizer.step()
+        task.after_epoch(model)
     return model
 
 
-def asynchronous(task: Task, speeds: Sequence[float], stall: float = 0.0, seed: int = 0) -> Rehearsed:
+def asynchronous(
+    task: Task,
+    speeds: Sequence[float],
+    stall: float = 0.0,
+    seed: int = 0,
+    *,
+    later_speeds: Sequence[float] | None = None,
+) -> Rehearsed:
     """Rings of these speeds, in samples a second, and the server's rules with their defaults.
 
     Args:
@@ -70,17 +80,21 @@ def asynchronous(task: Task, speeds: Sequence[float], stall: float = 0.0, seed: 
         speeds: Of each ring. Rings share a batch in proportion.
         stall: Probability that a round takes four times as long.
         seed: Of the stalls.
+        later_speeds: Speeds from the begin of the middle epoch on; shares follow at the end of that epoch.
     """
     rings = _Rings(task, speeds, stall, seed)
     for epoch, order in enumerate(task.epochs):
+        if later_speeds and epoch == len(task.epochs) // 2:
+            rings.speeds = later_speeds
         rings.run(epoch, order)
-    rings.take_newest()
+        rings.meet()
+        task.after_epoch(rings.found.model)
     return rings.found
 
 
 class _Rings:
     def __init__(self, task: Task, speeds: Sequence[float], stall: float, seed: int) -> None:
-        self._task, self._speeds, self._stall = task, speeds, stall
+        self._task, self.speeds, self._stall = task, speeds, stall
         self._random = random.Random(seed)
         self.found = Rehearsed(model=task.make_model())
         self._parameters = list(self.found.model.parameters())
@@ -88,7 +102,7 @@ class _Rings:
         specs = flat.specs_of([(str(place), each) for place, each in enumerate(self._parameters)])
         self._copies = [Flat(specs) for _ in speeds]
         self._tickets, self._numbers = TicketOffice(len(speeds), clock=lambda: self._now_s), [0] * len(speeds)
-        self._shares = balancing.apportion(task.batch_samples, [Speed(s_per_sample=1 / speed) for speed in speeds])
+        self._shares = self._shares_of_speeds()
         policy = StalenessPolicy(num_rings=len(speeds))
         self._ledger, self._leads = Ledger(policy), Leads()
         first = Flat(specs)
@@ -98,7 +112,7 @@ class _Rings:
 
     def run(self, epoch: int, order: Tensor) -> None:
         """One epoch, to the last push."""
-        waiting, computing = set(range(len(self._speeds))), []
+        waiting, computing = set(range(len(self.speeds))), []
         decay = self._task.decay(epoch)
         options = [
             {**optimizers.options_of(group), "lr": group["lr"] * decay} for group in self._optimizer.param_groups
@@ -113,10 +127,14 @@ class _Rings:
                 self._push(ring, samples, options)
                 waiting.add(ring)
 
-    def take_newest(self) -> None:
-        """Put the server's parameters into the model."""
+    def meet(self) -> None:
+        """Shares follow speeds, and the model has the server's parameters."""
+        self._shares = self._shares_of_speeds()
         self._server.read(self._copies[0])
         self._load(self._copies[0])
+
+    def _shares_of_speeds(self) -> tuple[int, ...]:
+        return balancing.apportion(self._task.batch_samples, [Speed(s_per_sample=1 / speed) for speed in self.speeds])
 
     def _begin(self, ring: int, epoch: int, order: Tensor, computing: list[tuple[float, int, Tensor]]) -> None:
         self._ledger.grant(ring)
@@ -130,7 +148,7 @@ class _Rings:
             return
         samples = order[ticket.first : ticket.first + ticket.num_samples]
         stalled = 4.0 if self._random.random() < self._stall else 1.0
-        seconds = len(samples) / self._speeds[ring] * stalled
+        seconds = len(samples) / self.speeds[ring] * stalled
         heapq.heappush(computing, (self._now_s + seconds, ring, samples))
 
     def _push(self, ring: int, samples: Tensor, options: list[dict]) -> None:
@@ -145,10 +163,10 @@ class _Rings:
         assert base is not None, "it was granted"
         sequence = self._ledger.pushed[ring].sequence + 1 if ring in self._ledger.pushed else 1
         receipt = self._ledger.push(ring, sequence, base)
-        self._leads.push(ring, self._server.progress.total)
+        share = len(samples) / self._task.batch_samples
+        self._leads.push(ring, self._server.progress.total, share)
         self._tickets.pushed(ring, len(samples))
         self.found.staleness.append(receipt.staleness_versions)
-        share = len(samples) / self._task.batch_samples
         self._server.apply_gradient(gradient, share, options, damping=receipt.damping)
 
     def _setup(self, specs: list[TensorSpec], policy: StalenessPolicy) -> Setup:

@@ -1,6 +1,7 @@
 """Who is given parameters, and who is not: the service without its connections."""
 
 import pytest
+import torch
 
 from ringweave.errors import DeadlineError
 from ringweave.params.messages import Leave
@@ -69,3 +70,17 @@ def test_a_pull_that_was_given_up_does_not_take_the_place_of_the_next():
     with pytest.raises(DeadlineError, match=r"parameters for ring 1: 'nobody who waits'"):
         rings.callers.pull_with(rings.callers.call_of(1, after_sequence=2))
     rings.push(1)  # on what it was given
+
+
+@pytest.mark.parametrize(("num_others", "ahead"), [(2, 0.25), (4, 0.125)])
+def test_a_ring_that_is_later_than_its_turn_is_given_parameters_less_far_ahead(num_others, ahead):
+    callers = Callers(ParameterService(), 2, compensation=0.0, dtype=torch.float64, lr=1.0)
+    callers.pull(1)
+    for ring in [0] * num_others + [1]:
+        if ring == 0:
+            callers.pull(0)
+        callers.push(ring, gradient=lambda _: torch.ones(50, dtype=torch.float64).numpy().tobytes())
+    answer = callers.pull_with(callers.call_of(1, after_sequence=1))
+    given = torch.frombuffer(answer.buffers[0], dtype=torch.float64)
+    # Each push is half a train step, which moves the parameters by -1, whatever they are.
+    assert given.tolist() == pytest.approx([-(num_others + 1) / 2 - ahead] * 50)

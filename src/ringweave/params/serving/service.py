@@ -205,7 +205,7 @@ class ParameterService:
         content = Flat.over(job.setup.tensors, buffers)
         damping = job.ledger.policy.damping(age)
         if push.content == "gradient":
-            job.leads.push(push.ring, job.model.progress.total)
+            job.leads.push(push.ring, job.model.progress.total, push.batch_share)
             job.model.compensate(push.ring, content)
             job.model.apply_gradient(content, push.batch_share, push.options, push.absent, damping)
         else:
