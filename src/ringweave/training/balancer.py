@@ -59,15 +59,22 @@ class Balancer:
         return self._estimator.recent_s
 
     def renew(
-        self, batch_number: int, shares: Shares, control: Control | None, caps: Sequence[int] | None = None
+        self,
+        batch_number: int,
+        shares: Shares,
+        control: Control | None,
+        caps: Sequence[int] | None = None,
+        gain: float = 0.0,
     ) -> None:
         """Other shares, among other ranks or the same, from a batch on that nobody has loaded yet.
 
+        They are predicted to shorten the step by the fraction `gain`.
         All ranks that were heard until now call it alike; what this one has measured still counts.
         """
         if self._pending is not None:
             self._pending.wait()
         self._pending, self._rebalancer, self._num_borders = None, Rebalancer(), 0
+        self._rebalancer.settle(gain)
         self._control, self._caps = control, caps
         self._history = [(batch_number, shares)]
 

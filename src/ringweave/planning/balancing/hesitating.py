@@ -37,6 +37,11 @@ class Rebalancer:
         """For how long it was seen that relieving that rank is worth it, in steps that could be halved."""
         self._settling_steps = 0
 
+    def settle(self, gain: float) -> None:
+        """Shares have changed in another way, which promised that gain; if it is large, speeds are learnt anew."""
+        if gain > _LARGE_GAIN:
+            self._settling_steps = _SETTLING_STEPS
+
     @property
     def min_gain(self) -> float:
         """What a change has to promise now, as a fraction of the predicted time."""
@@ -77,8 +82,7 @@ class Rebalancer:
         if self._seen_steps < _PATIENCE_STEPS and not self._settling_steps:
             return False
         self._seen_steps = 0.0
-        if change.gain > _LARGE_GAIN:
-            self._settling_steps = _SETTLING_STEPS
+        self.settle(change.gain)
         return True
 
 

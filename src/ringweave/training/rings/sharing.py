@@ -83,17 +83,17 @@ class RingShares:
         change = self._rebalancer.look(self._agreed, speeds, self._caps, _STEPS_SEEN) if speeds else None
         if change is not None:
             self._agreed = change.shares
-            self._renew()
+            self._renew(change.gain)
             self._on_change(self._num_batches, change)
         return speeds
 
-    def _renew(self) -> None:
-        """Shares of the ring as all ranks know them; no ticket is under way."""
+    def _renew(self, gain: float = 0.0) -> None:
+        """Shares of the ring as all ranks know them, which promise that gain; no ticket is under way."""
         self._num_drawn = self._num_batches
         caps = None if self._caps is None else [self._caps[rank] for rank in self._ring]
         within = self._within if len(self._ring) > 1 else None
         shares = tuple(self._agreed[rank] for rank in self._ring)
-        self._balancer.renew(self._num_batches, shares, within, caps)
+        self._balancer.renew(self._num_batches, shares, within, caps, gain)
 
     def _tell(self, batch_number: int, change: Change) -> None:
         """The ring has changed its shares: told with those of the other ranks as this one knows them."""
