@@ -238,12 +238,12 @@ def hurt(run: Run, options: argparse.Namespace) -> list[tuple[str, bool, float]]
     return killed
 
 
-def parse() -> argparse.Namespace:
-    """What is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=6)
+def parse(description: str | None, *, workers: int, kills: int) -> argparse.Namespace:
+    """What is asked for, of a job of rings and kills; workers and kills if nothing is."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=workers)
     parser.add_argument("--rings", type=int, default=2)
-    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--kills", type=int, default=kills)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--pause-s", type=float, default=0.15)
@@ -282,16 +282,8 @@ def summary(
     }
 
 
-def main() -> int:
-    """So many kills; 1 if a bar is missed."""
-    options = parse()
-    with tempfile.TemporaryDirectory(prefix="ringweave-rings-") as name:
-        run = Run(options, Path(name))
-        killed = hurt(run, options)
-        printed = run.end()
-        steps = read(run.checks)
-    stalls = [judge(*each, steps) for each in killed]
-    said = summary(options, stalls, steps)
+def conclude(options: argparse.Namespace, said: dict[str, Any], stalls: Sequence[Any], printed: str) -> None:
+    """Print what is said of a run and what each kill cost, and write both, with the machine, to a file."""
     said["server"] = next((line for line in printed.splitlines() if "pushes applied" in line), "")
     for key, value in said.items():
         print(f"{key}: {value}")
@@ -300,9 +292,22 @@ def main() -> int:
     said |= {"each": [asdict(each) for each in stalls], "date": time.strftime("%Y-%m-%d", time.gmtime())}
     said |= {"machine": {"cpus": os.cpu_count(), "load": [round(each, 1) for each in os.getloadavg()]}}
     said |= {"git_commit": machine.describe()["git_commit"]}
-    out = options.out or RESULTS / f"{said['date']}-ring-kills.json"
+    out = options.out or RESULTS / f"{said['date']}-{said['bench'].replace('_', '-')}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    """So many kills; 1 if a bar is missed."""
+    options = parse(__doc__, workers=6, kills=10)
+    with tempfile.TemporaryDirectory(prefix="ringweave-rings-") as name:
+        run = Run(options, Path(name))
+        killed = hurt(run, options)
+        printed = run.end()
+        steps = read(run.checks)
+    stalls = [judge(*each, steps) for each in killed]
+    said = summary(options, stalls, steps)
+    conclude(options, said, stalls, printed)
     is_right = not said["never_went_on"] and not said["pushes_lost"]
     return 0 if is_right and said["ring_stall_p95_s"] <= BAR_S else 1
 

@@ -10,7 +10,6 @@ compared bit by bit, push by push; and each push of a ring must have made one ve
 """
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -18,16 +17,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
-from lab_jobs import RESULTS, quantile
-from ring_kills import Done, Run, check_alike, longest_s, lost_pushes, read, usual_s, wait_whole
+from lab_jobs import quantile
+from ring_kills import Done, Run, check_alike, conclude, longest_s, lost_pushes, parse, read, usual_s, wait_whole
 
 from ringweave import telemetry
-from ringweave.benchmarks import machine
 from ringweave.params.rules.succession import Claim
 from ringweave.params.standby.claims import Claims
 
@@ -96,20 +94,6 @@ def judge(victims: str, at_s: float, steps: Mapping[str, Sequence[Done]]) -> Sta
     return Stall(victims=victims, at_s=at_s, stall_s=max(stalls) if is_whole else None)
 
 
-def parse() -> argparse.Namespace:
-    """What is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--rings", type=int, default=2)
-    parser.add_argument("--kills", type=int, default=6)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--pause-s", type=float, default=0.15)
-    parser.add_argument("--repeat", type=int, default=50, help="times the data in an epoch: all rings meet at its end")
-    parser.add_argument("--out", type=Path)
-    return parser.parse_args()
-
-
 def summary(
     options: argparse.Namespace, stalls: Sequence[Stall], steps: Mapping[str, Sequence[Done]], version: int
 ) -> dict[str, Any]:
@@ -141,7 +125,7 @@ def summary(
 
 def main() -> int:
     """So many kills; 1 if a bar is missed."""
-    options = parse()
+    options = parse(__doc__, workers=4, kills=6)
     with tempfile.TemporaryDirectory(prefix="ringweave-servers-") as name:
         run = Run(options, Path(name), flags=["--standby"])
         killed = hurt(run, options)
@@ -150,17 +134,7 @@ def main() -> int:
         counted = [each for each in telemetry.read(run.run_dir / "events.jsonl") if each["kind"] == "params_counted"]
     stalls = [judge(*each, steps) for each in killed]
     said = summary(options, stalls, steps, max(each["version"] for each in counted))
-    said["server"] = next((line for line in printed.splitlines() if "pushes applied" in line), "")
-    for key, value in said.items():
-        print(f"{key}: {value}")
-    for each in stalls:
-        print(json.dumps(asdict(each)))
-    said |= {"each": [asdict(each) for each in stalls], "date": time.strftime("%Y-%m-%d", time.gmtime())}
-    said |= {"machine": {"cpus": os.cpu_count(), "load": [round(each, 1) for each in os.getloadavg()]}}
-    said |= {"git_commit": machine.describe()["git_commit"]}
-    out = options.out or RESULTS / f"{said['date']}-ring-servers.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    conclude(options, said, stalls, printed)
     is_right = not said["never_went_on"] and not said["pushes_lost"]
     is_right = is_right and said["pushes_of_rings"] == said["versions_of_the_server"]
     return 0 if is_right and said["stall_max_s"] <= BAR_S else 1

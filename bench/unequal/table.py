@@ -32,10 +32,8 @@ from ringweave.telemetry import read
 
 RATE_BITS_PER_S = 400e6
 RUN_TIMEOUT_S = 3600
-SIZES = {
-    False: {"epochs": 8, "samples": 24576, "batch": 2048, "channels": 64},
-    True: {"epochs": 4, "samples": 24576, "batch": 2048, "channels": 64},
-}
+SIZES = {"samples": 24576, "batch": 2048, "channels": 64}
+EPOCHS = {False: 8, True: 4}
 """By whether it is short. The long one goes on until the loss hardly changes, since the end is what is compared. An
 epoch is a dozen train steps: at its end all meet, which takes 0.2 s in these labs however short it was. A step of equal
 workers is to take ten periods of the quotas: of a shorter one, pauses that are nobody's speed are too large a part."""
@@ -49,15 +47,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default=",".join(ROWS), help="which, separated by commas")
     parser.add_argument("--seeds", help="separated by commas; 0,1,2, or 0 with --short")
-    parser.add_argument("--short", action="store_true", help="few epochs of a smaller model")
-    for name in SIZES[False]:
+    parser.add_argument("--short", action="store_true", help="one seed, few epochs")
+    for name in ("epochs", *SIZES):
         parser.add_argument(f"--{name}", type=int, help="in the place of the table's own")
     parser.add_argument("--out", type=Path, default=Path("bench/results/unequal"), help="folder for results")
     parser.add_argument("--runs", type=Path, default=Path("runs/unequal"), help="folder for what the jobs leave behind")
     options = parser.parse_args()
     options.out = options.out / "short" if options.short else options.out
     options.out.mkdir(parents=True, exist_ok=True)
-    sizes = {name: getattr(options, name) or value for name, value in SIZES[options.short].items()}
+    usual = {"epochs": EPOCHS[options.short], **SIZES}
+    sizes = {name: getattr(options, name) or value for name, value in usual.items()}
     for seed in (options.seeds or SEEDS[options.short]).split(","):
         for name in options.rows.split(","):
             path = options.out / f"{name}-{seed}.json"

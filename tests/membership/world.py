@@ -1,5 +1,7 @@
 """Members, two coordinators and a bad network, on a virtual clock: what the random tests of the protocol play with."""
 
+# Longer than a file should be: one world, whose events change what the others look at.
+
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 

@@ -51,8 +51,6 @@ class JobServer:
         self._log = telemetry.EventLog(run_dir.events)
         self._give_up, self._clock = give_up, clock
         self._respawns = [Respawns() for _ in posts]
-        self._begun_s: dict[int, float] = {}
-        self._seen: set[int] = set()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._environ: Mapping[str, str] = {}
 
@@ -138,10 +136,8 @@ class JobServer:
         now_s = self._clock()
         for index, process in enumerate(self._processes if len(self._posts) > 1 else ()):
             respawns, exit_code = self._respawns[index], process.poll()
-            if exit_code and index not in self._seen:
-                self._seen.add(index)
+            if exit_code and respawns.note_end(now_s):
                 self._note_exit(index, exit_code, was_stopped=False)
-                respawns.note_death(now_s - self._begun_s[index], now_s)
                 if respawns.has_given_up:
                     self._give_up(self._why(index, exit_code, respawns.num_quick))
             if respawns.take_due(now_s):
@@ -190,8 +186,7 @@ class JobServer:
         process = attendants.start(
             "parameter server", serve, post=post, site=self._site, environ=self._environ, log=log, secret=secret
         )
-        self._begun_s[index] = self._clock()
-        self._seen.discard(index)
+        self._respawns[index].note_start(self._clock())
         self._log.write("server_started", node=post.node, pid=process.pid, address=_address(post))
         return process
 

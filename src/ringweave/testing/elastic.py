@@ -130,14 +130,12 @@ class ElasticJob:
         self.headquarters = [Headquarters(self._authority, wanted)]
         if "standby" in attended_by:
             self.headquarters.append(Headquarters(self._authority, wanted, is_standby=True))
-        self.desk = ParameterDesk(self._authority) if "server" in attended_by else None
         self._environ["WORLD_SIZE"] = str(num_workers)
-        if self.desk is not None:
-            self._environ["RINGWEAVE_SERVER"] = self.desk.address
         self._folder = tempfile.TemporaryDirectory()
+        self.desk = ParameterDesk(self._authority) if "server" in attended_by else None
         self.servers = self._pair() if "servers" in attended_by else None
-        if self.servers is not None:
-            self._environ["RINGWEAVE_SERVER"] = self.servers.address
+        if attendant := self.desk or self.servers:
+            self._environ["RINGWEAVE_SERVER"] = attendant.address
         self._processes: dict[str, BaseProcess] = {}
         self._connections: dict[str, Connection] = {}
         self._unread: dict[str, deque[Any]] = {}

@@ -9,13 +9,12 @@ from pathlib import Path
 from ringweave import wire
 from ringweave.errors import WireError
 from ringweave.launch.local.ports import free_port
-from ringweave.membership.messages import Ask, Count, Enter
+from ringweave.membership.messages import Enter
 from ringweave.membership.rules.electing import Rejoining
 from ringweave.membership.rules.records import Decree, Standing
 from ringweave.membership.serving.main import Process, parse
+from tests.membership.serving.asking import CALL_S, count
 from tests.membership.waiting import wait_until
-
-CALL_S = 60.0
 
 
 @contextmanager
@@ -53,12 +52,6 @@ def asking(authority: wire.Authority, port: int, name: str) -> wire.Client:
     rejoining = Rejoining(standing=standing, decree=Decree(ballot=(1, 1), standings=standings), promised=(1, 1))
     found[0].call(Enter(rejoining=rejoining), timeout_s=CALL_S)
     return found[0]
-
-
-def count(asker: wire.Client) -> Count:
-    answer = asker.call(Ask(), timeout_s=CALL_S).message
-    assert isinstance(answer, Count)
-    return answer
 
 
 def test_half_of_a_job_goes_on_with_the_one_that_starts_in_a_lost_ones_place(

@@ -11,8 +11,6 @@ from ringweave.errors import RemoteError
 from ringweave.membership.messages import (
     JOB,
     LOBBY,
-    Ask,
-    Count,
     Enter,
     Heartbeat,
     Leave,
@@ -28,9 +26,9 @@ from ringweave.membership.rules.signs import Beat
 from ringweave.membership.serving import parts
 from ringweave.testing.elastic import Headquarters, patient
 from ringweave.wire import Call
+from tests.membership.serving.asking import CALL_S, count
 from tests.membership.waiting import wait_until
 
-CALL_S = 60.0
 Say = Callable[[str, wire.Message], Any]
 
 
@@ -133,19 +131,17 @@ def test_parts_are_counted_with_the_terms_they_are_decided_in(
 ) -> None:
     members = two_rings(authority, headquarters)
     members["0.0"].client.call(Heartbeat(beat=Beat(progress=1, is_waiting=False, cpu_s=0.0)), timeout_s=CALL_S)
-    count = members["0.0"].client.call(Ask(), timeout_s=CALL_S).message
-    assert isinstance(count, Count)
-    assert count.parts == {LOBBY: 1, ring_part(0): 1, ring_part(1): 1}
-    assert count.members == []
+    counted = count(members["0.0"].client)
+    assert counted.parts == {LOBBY: 1, ring_part(0): 1, ring_part(1): 1}
+    assert counted.members == []
 
 
 def test_a_coordinator_that_hears_of_a_later_one_decides_for_that_part_no_more(
     authority: wire.Authority, headquarters: Headquarters
 ) -> None:
     members = two_rings(authority, headquarters)
-    count = members["0.0"].client.call(Ask(), timeout_s=CALL_S).message
-    assert isinstance(count, Count)
-    headquarters.service.hear_of(count.model_copy(update={"is_active": False, "parts": {ring_part(0): 2}}))
+    counted = count(members["0.0"].client)
+    headquarters.service.hear_of(counted.model_copy(update={"is_active": False, "parts": {ring_part(0): 2}}))
     assert not members["0.0"].told().is_active
     assert members["1.0"].told().is_active
 
@@ -174,9 +170,8 @@ def test_the_standby_takes_over_for_one_ring_at_a_time(authority: wire.Authority
     order = members["0.0"].told().order
     assert order.decree is not None
     assert order.decree.members == decree.members, "the same epoch goes on"
-    count = members["0.0"].client.call(Ask(), timeout_s=CALL_S).message
-    assert isinstance(count, Count)
-    assert list(count.parts) == [ring_part(0)], "the other ring has not asked it to"
+    counted = count(members["0.0"].client)
+    assert list(counted.parts) == [ring_part(0)], "the other ring has not asked it to"
     standby.close()
 
 

@@ -6,16 +6,15 @@ import pytest
 
 from ringweave import wire
 from ringweave.errors import RemoteError
-from ringweave.membership.messages import Ask, Count, Enter, Heartbeat, Stand
+from ringweave.membership.messages import Enter, Heartbeat, Stand
 from ringweave.membership.rules.electing import Rejoining
 from ringweave.membership.rules.records import Decree, Standing
 from ringweave.membership.rules.settings import Bounds, Settings
 from ringweave.membership.rules.signs import Beat
 from ringweave.membership.serving.rivals import Rival
 from ringweave.testing.elastic import Headquarters, patient
+from tests.membership.serving.asking import CALL_S, count
 from tests.membership.waiting import wait_until
-
-CALL_S = 60.0
 
 
 @pytest.fixture
@@ -42,12 +41,6 @@ def members(authority: wire.Authority, port: int) -> list[wire.Client]:
     for name, each in zip(("0.0", "1.0"), found, strict=True):
         each.call(Stand(ballot=(1, 1), standing=Standing(member=name)), timeout_s=CALL_S)
     return found
-
-
-def count(asker: wire.Client) -> Count:
-    answer = asker.call(Ask(), timeout_s=CALL_S).message
-    assert isinstance(answer, Count)
-    return answer
 
 
 def test_who_hangs_up_is_dead_and_who_says_goodbye_is_not(

@@ -87,9 +87,7 @@ class Coordinators:
         self._pair, self._site, self._run_dir, self._credentials = pair, site, run_dir, credentials
         self._own, self._give_up, self._clock = dict(own), give_up, clock
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._begun_s: dict[int, float] = {}
         self._respawns = {index: Respawns() for index in self._own}
-        self._seen: set[int] = set()
         self._environ: Mapping[str, str] = {}
 
     @property
@@ -122,19 +120,18 @@ class Coordinators:
         """Start again what has died, as a standby."""
         now_s = self._clock()
         for index, process in list(self._processes.items()):
-            if process.poll() is not None and index not in self._seen:
-                self._seen.add(index)
-                lived_s = now_s - self._begun_s[index]
-                self._note_death(index, lived_s, now_s, f"the last one with exit code {process.returncode}")
-            if self._respawns[index].take_due(now_s):
+            respawns = self._respawns[index]
+            if process.poll() is not None and respawns.note_end(now_s):
+                self._tell_given_up(index, f"the last one with exit code {process.returncode}")
+            if respawns.take_due(now_s):
                 try:
                     self._start(index, is_standby=True, is_first=False)
                 except LaunchError as error:
-                    self._note_death(index, 0.0, now_s, f"and another one could not be started: {error}")
+                    respawns.note_death(0.0, now_s)
+                    self._tell_given_up(index, f"and another one could not be started: {error}")
 
-    def _note_death(self, index: int, lived_s: float, now_s: float, how: str) -> None:
+    def _tell_given_up(self, index: int, how: str) -> None:
         respawns = self._respawns[index]
-        respawns.note_death(lived_s, now_s)
         if respawns.has_given_up:
             node, log = self._pair.posts[index].node, self._log(index)
             self._give_up(
@@ -160,8 +157,7 @@ class Coordinators:
             log=self._log(index),
             secret=secret,
         )
-        self._begun_s[index] = self._clock()
-        self._seen.discard(index)
+        self._respawns[index].note_start(self._clock())
 
 
 class JobCoordinators:

@@ -16,6 +16,7 @@ class Respawns:
         """
         self._most, self._quick_s, self._longest_delay_s = most_quick, quick_s, longest_delay_s
         self._quick = 0
+        self._begun_s: float | None = None
         self._due_s: float | None = None
 
     @property
@@ -28,8 +29,20 @@ class Respawns:
         """Deaths in a row, each of them soon."""
         return self._quick
 
+    def note_start(self, now_s: float) -> None:
+        """It was started."""
+        self._begun_s = now_s
+
+    def note_end(self, now_s: float) -> bool:
+        """It is seen to have died; True, and a death, once for each time that it was started."""
+        if self._begun_s is None:
+            return False
+        begun_s, self._begun_s = self._begun_s, None
+        self.note_death(now_s - begun_s, now_s)
+        return True
+
     def note_death(self, lived_s: float, now_s: float) -> None:
-        """It died; called once for each process that did."""
+        """It died, or could not be started; called once for each."""
         self._quick = self._quick + 1 if lived_s < self._quick_s else 1
         delay_s = 0.0 if self._quick == 1 else min(self._longest_delay_s, 2.0 ** (self._quick - 2))
         self._due_s = now_s + delay_s

@@ -92,17 +92,20 @@ class Crew:
         self._supervision = Supervision(Patience(interrupt_s=INTERRUPT_S) if is_elastic else Patience())
         self._interrupts: list[signal.Signals] = []
         self._reported: set[int] = set()
+        self._start(group)
+
+    def _start(self, group: WorkerGroup) -> None:
         try:
-            if attendant is not None:
-                attendant.start()
-            launcher.start(group)
+            if self._attendant is not None:
+                self._attendant.start()
+            self._launcher.start(group)
         except BaseException as error:
             try:
                 self._end_all()
             finally:
-                books.close(outcome="failed", exit_code=1, cause=str(error))
+                self._books.close(outcome="failed", exit_code=1, cause=str(error))
             raise
-        books.workers_started(launcher.pid)
+        self._books.workers_started(self._launcher.pid)
 
     def end(self, how: signal.Signals = signal.SIGTERM) -> None:
         """Have them end, by force if need be; once is enough."""

@@ -3,6 +3,8 @@
 It keeps nothing that its members do not know, so that another one can take its place from what they tell it.
 """
 
+# Longer than a file should be: every event of the one state machine is here, read beside what others do to it.
+
 from collections.abc import Sequence
 from dataclasses import replace
 

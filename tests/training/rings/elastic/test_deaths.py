@@ -33,6 +33,16 @@ def epochs_of(job: ElasticJob, ring: int) -> list[tuple[str, ...]]:
     return [each for each, _ in itertools.groupby(members)]
 
 
+def left_of_two_pairs(job: ElasticJob) -> tuple[list[dict[str, Any]], int]:
+    """What those say that are left when each of two rings has lost a member; and the samples lost with these."""
+    values = [value_of(job, member) for member in ("1.0", "2.0")]
+    assert epochs_of(job, 0) == [("0.0", "1.0"), ("1.0",)]
+    assert epochs_of(job, 1) == [("2.0", "3.0"), ("2.0",)]
+    check_alike(values)
+    assert all(account.is_accounted for value in values for account in value["accounts"])
+    return values, sum(account.lost.num_samples for account in values[0]["accounts"])
+
+
 NUM_EPOCHS = 5
 """Each ring has a step in each of them at least: the other one is held at the bound, and waits where they meet."""
 
@@ -41,13 +51,8 @@ def test_a_representative_dies_when_the_server_has_its_push_and_a_member_in_its_
     faults = {"0.0": (3, "exchange"), "3.0": (2, "backward")}
     with ElasticJob(functions.train, 4, NUM_EPOCHS, 2, faults, attended_by=("server",)) as job:
         assert job.desk is not None
-        values = [value_of(job, member) for member in ("1.0", "2.0")]
+        _, lost = left_of_two_pairs(job)
         status = job.desk.service.status()
-        assert epochs_of(job, 0) == [("0.0", "1.0"), ("1.0",)]
-        assert epochs_of(job, 1) == [("2.0", "3.0"), ("2.0",)]
-        check_alike(values)
-        assert all(account.is_accounted for value in values for account in value["accounts"])
-        lost = sum(account.lost.num_samples for account in values[0]["accounts"])
         assert lost < functions.BATCH, "no more than what one member computed in its last step"
         assert status.samples == NUM_EPOCHS * functions.NUM_SAMPLES - lost
         assert status.version == sum(status.pushes.values()), "each push made one version"
