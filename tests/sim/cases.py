@@ -14,6 +14,7 @@ MACHINES = st.builds(
     Machine,
     message_s=st.sampled_from([0.0, 1.0, 30.0]),
     inside_message_s=st.sampled_from([0.0, 2.0]),
+    wake_s=st.sampled_from([0.0, 3.0]),
     combine_s_per_byte=st.sampled_from([0.0, 0.01]),
     inside_s_per_byte=st.sampled_from([0.0, 0.02]),
     send_buffer_bytes=st.sampled_from([0.0, 40.0, float("inf")]),

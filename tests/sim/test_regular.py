@@ -21,7 +21,12 @@ from ringweave.topology import Cluster
 from tests import effort
 from tests.cost.trees import flat, node, random_trees
 
-PLAIN = st.builds(Machine, message_s=st.sampled_from([0.0, 1.0, 30.0]), combine_s_per_byte=st.sampled_from([0.0, 0.01]))
+PLAIN = st.builds(
+    Machine,
+    message_s=st.sampled_from([0.0, 1.0, 30.0]),
+    wake_s=st.sampled_from([0.0, 3.0]),
+    combine_s_per_byte=st.sampled_from([0.0, 0.01]),
+)
 
 
 def routes_of(cluster: Cluster, nodes: list[str], rates: dict[str, float] | None = None) -> Routes:
@@ -54,7 +59,7 @@ def test_a_matrix_of_leaders(num_columns: int, message_s: float) -> None:
     cluster = dataclasses.replace(flat([10.0] * 16), latency_s=0.25)
     nodes = [each.name for each in cluster.nodes]
     schedule = schedules.leader_matrix([[rank] for rank in range(16)], num_columns)
-    machine = Machine(message_s=message_s, combine_s_per_byte=0.125, kernel_s_per_byte=0.25, start_s=2.0)
+    machine = Machine(message_s=message_s, wake_s=0.75, combine_s_per_byte=0.125, kernel_s_per_byte=0.25, start_s=2.0)
     found = follow(schedule, routes_of(cluster, nodes), 4 * 16 * 8, machine)
     one_by_one = sim.simulate(schedule, cluster, nodes, 4 * 16 * 8, machine=machine)
     assert found.finish_s.tolist() == pytest.approx(one_by_one.finish_s)

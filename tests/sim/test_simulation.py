@@ -44,6 +44,19 @@ def test_messages_inside_a_node_have_a_cost_of_their_own() -> None:
     assert sim.simulate(schedules.ring(2), cluster, names(cluster), 800, machine=Machine(message_s=0.5)).seconds == 0
 
 
+def test_who_sleeps_until_a_message_comes_has_to_wake_up() -> None:
+    """In a ring everybody waits for each message; who has so much to do that all messages are there never sleeps."""
+    cluster = dataclasses.replace(flat([100.0] * 4), latency_s=0.5)
+    found = sim.simulate(schedules.ring(4), cluster, names(cluster), 1600, machine=Machine(wake_s=0.25))
+    assert found.num_wakes == 4 * 6
+    assert found.seconds == pytest.approx(6 * (0.5 + 400 / 100 + 0.25))
+    late = [sim.Delay(rank=0, seconds=1000.0)]
+    found = sim.simulate(schedules.ring(4), cluster, names(cluster), 1600, machine=Machine(wake_s=0.25), faults=late)
+    assert found.num_wakes == 4 * 6 - 3, "three messages to the late one were there before it began"
+    busy = Machine(wake_s=0.25, message_s=100.0, num_processors=1)
+    assert sim.simulate(schedules.ring(4), cluster, names(cluster), 1600, machine=busy).num_wakes < 4 * 6
+
+
 @pytest.mark.parametrize("burst", [float("inf"), 100.0])
 def test_what_the_kernel_does_for_each_byte_and_what_it_takes_to_begin(burst: float) -> None:
     """Of each piece's 400 bytes one burst's are copied while nothing else goes on."""

@@ -32,6 +32,8 @@ class Machine:
     """The same inside its node."""
     kernel_s_per_byte: float = 0.0
     """Processor time of a rank for each byte that it sends to or receives from another node."""
+    wake_s: float = 0.0
+    """Processor time of a rank each time that it slept until a message had come or had left."""
     start_s: float = 0.0
     """Processor time of a rank before its first message."""
     combine_s_per_byte: float = 0.0
@@ -61,7 +63,7 @@ class Machine:
     """Processors that *all* nodes share, as in a lab, which one machine plays; None: each rank has its own."""
 
     def __post_init__(self) -> None:
-        costs = (self.message_s, self.inside_message_s, self.kernel_s_per_byte, self.start_s)
+        costs = (self.message_s, self.inside_message_s, self.kernel_s_per_byte, self.wake_s, self.start_s)
         costs += (self.combine_s_per_byte, self.inside_s_per_byte)
         sizes = (self.send_buffer_bytes, self.receive_buffer_bytes, self.bucket_bytes)
         if any(not 0 <= cost < math.inf for cost in costs) or any(not size >= 0 for size in sizes):

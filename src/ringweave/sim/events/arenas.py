@@ -6,18 +6,19 @@ are through, and what is sent to the same rank after it waits as well.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ringweave.schedules.programs.staging import NO_STAGE, Stage
 from ringweave.sim.events.streams import Told
 
-_NOT_YET = -1.0
+_NOT_YET, _COPYING = -1.0, -2.0
 
 
 class Arena:
     """What one rank shows to the others of its node."""
 
-    def __init__(self, stages: Sequence[Stage], show: Callable[[float], float]) -> None:
-        """`show` takes the bytes of a piece that is copied in now, and returns when that is done."""
+    def __init__(self, stages: Sequence[Stage], show: Callable[[float, Told], None]) -> None:
+        """`show` takes the bytes of a piece that is copied in from now on, and tells when that is done."""
         self._stages = stages
         self._show = show
         self._shown_s = [_NOT_YET] * len(stages)
@@ -49,9 +50,18 @@ class Arena:
             if self._shown_s[stage] == _NOT_YET:
                 if after != NO_STAGE and self._unread[after]:
                     return
-                self._shown_s[stage] = self._show(num_bytes)
+                self._shown_s[stage] = _COPYING
+                self._show(num_bytes, partial(self._is_shown, stage, line))
+                return
+            if self._shown_s[stage] == _COPYING:
+                return
             line.waiting.popleft()
             line.arrive(stage, self._shown_s[stage])
+
+    def _is_shown(self, stage: int, line: "Line", time_s: float) -> None:
+        self._shown_s[stage] = time_s
+        for each in self._lines.values() if self._stages[stage].num_readers > 1 else [line]:
+            self._go_on(each)
 
 
 class Line:

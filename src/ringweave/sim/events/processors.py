@@ -1,24 +1,59 @@
-"""Where the ranks' own work is done."""
+"""Where the ranks' own work is done: a rank keeps its processor until it has to wait for something, as a thread does."""
 
-import heapq
+from collections import deque
+
+from ringweave.sim.events.clock import Action, Clock
 
 
 class OwnProcessors:
     """Each rank has one for itself."""
 
-    def work(self, now_s: float, seconds: float) -> float:
-        """When work that is ready now is done."""
-        return now_s + seconds
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def take(self, begin: Action) -> bool:
+        """Whether there is one at once; else `begin` is called when there is."""
+        return True
+
+    def give_back(self) -> None:
+        """Of what was taken."""
+
+    def work_beside(self, seconds: float, done: Action) -> None:
+        """Work that the rank does not wait for."""
+        self._clock.at(self._clock.now_s + seconds, done)
 
 
 class SharedProcessors:
-    """All ranks share a few: whoever is ready first is served first."""
+    """All ranks share a few: who asks first gets one first, and keeps it until it gives it back."""
 
-    def __init__(self, count: int) -> None:
-        self._free_s = [0.0] * count
+    def __init__(self, clock: Clock, count: int) -> None:
+        self._clock, self._num_free = clock, count
+        self._waiting: deque[Action] = deque()
 
-    def work(self, now_s: float, seconds: float) -> float:
-        """When work that is ready now is done."""
-        done_s = max(now_s, self._free_s[0]) + seconds
-        heapq.heapreplace(self._free_s, done_s)
-        return done_s
+    def take(self, begin: Action) -> bool:
+        """Whether there is one at once; else `begin` is called when there is."""
+        if self._num_free:
+            self._num_free -= 1
+            return True
+        self._waiting.append(begin)
+        return False
+
+    def give_back(self) -> None:
+        """Of what was taken: whoever waits longest has it next."""
+        if self._waiting:
+            self._clock.at(self._clock.now_s, self._waiting.popleft())
+        else:
+            self._num_free += 1
+
+    def work_beside(self, seconds: float, done: Action) -> None:
+        """Work that the rank does not wait for, on a processor of its own."""
+
+        def end() -> None:
+            self.give_back()
+            done()
+
+        def begin() -> None:
+            self._clock.at(self._clock.now_s + seconds, end)
+
+        if self.take(begin):
+            begin()

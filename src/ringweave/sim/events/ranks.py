@@ -7,11 +7,13 @@ from typing import Any, Protocol
 
 from ringweave.schedules.programs import IN_PLACE, Do, Instruction, Program
 from ringweave.sim.events.arenas import Arena
-from ringweave.sim.events.clock import Clock
+from ringweave.sim.events.clock import Action, Clock
 from ringweave.sim.events.streams import Told
 from ringweave.sim.machine import Machine
 from ringweave.sim.results import Span
 
+_SAME = 1e-9
+"""Times that differ by less, relatively, differ by rounding."""
 _Walk = Generator[float | None, None, None]
 """Yields when to go on; None: somebody will say."""
 
@@ -19,8 +21,16 @@ _Walk = Generator[float | None, None, None]
 class Processors(Protocol):
     """Where a rank's work is done."""
 
-    def work(self, now_s: float, seconds: float) -> float:
-        """When work that is ready now is done."""
+    def take(self, begin: Action) -> bool:
+        """Whether there is one at once; else `begin` is called when there is."""
+        ...
+
+    def give_back(self) -> None:
+        """Of what was taken."""
+        ...
+
+    def work_beside(self, seconds: float, done: Action) -> None:
+        """Work that the rank does not wait for."""
         ...
 
 
@@ -67,6 +77,12 @@ class Rank:
         self.finish_s: float | None = None
         self.failed_s: float | None = None
         self.is_dead = False
+        self.num_wakes = 0
+        """How often it slept."""
+        self._is_running = False
+        """It has a processor."""
+        self._waking_s = 0.0
+        """Processor time for that, not spent yet."""
         self._program = program
         self._around = around
         self.times = 1.0
@@ -108,9 +124,15 @@ class Rank:
             time_s = next(self._walk)
         except StopIteration:
             self.finish_s = self._around.clock.now_s
+            self._give_back()
             return
         if time_s is not None:
             self._around.clock.at(time_s, self.resume)
+
+    def die(self) -> None:
+        """It was killed."""
+        self.is_dead = True
+        self._give_back()
 
     def lose(self, peer: int) -> None:
         """The connection to a peer is gone: notice it as soon as anything is expected from it or due to it."""
@@ -124,8 +146,7 @@ class Rank:
         return self._program.peers
 
     def _run(self) -> _Walk:
-        if start_s := self._around.machine.start_s:
-            yield self._around.processors.work(self._around.clock.now_s, start_s * self.times)
+        yield from self._spend(self._around.machine.start_s)
         for step in self._program.instructions:
             if step.peer in self._refused and step.do in (Do.SEND, Do.POST):
                 self._fail()
@@ -190,9 +211,14 @@ class Rank:
         ask(tell)
         is_asking = False
         if not told:
+            self._give_back()
             yield None
         elif told[0] > clock.now_s:
+            self._give_back()
             yield told[0]
+        if clock.now_s > begin_s * (1 + _SAME):
+            self.num_wakes += 1
+            self._waking_s += self._around.machine.wake_s
         self._note(what, step, begin_s)
 
     def _handle(self, what: str, step: Instruction, *, is_outside: bool, s_per_byte: float = 0.0) -> _Walk:
@@ -204,19 +230,44 @@ class Rank:
         seconds = message_s + s_per_byte * num_bytes + kernel_s_per_byte * near
         yield from self._work(what, step, seconds)
         if beside_s := kernel_s_per_byte * (num_bytes - near):
-            self._around.processors.work(self._around.clock.now_s, beside_s * self.times)
+            self._around.processors.work_beside(beside_s * self.times, _nothing)
 
     def _work(self, what: str, step: Instruction, seconds: float) -> _Walk:
-        clock = self._around.clock
-        if seconds:
-            begin_s = clock.now_s
-            yield self._around.processors.work(clock.now_s, seconds * self.times)
-            self._note(what, step, begin_s)
+        begin_s = self._around.clock.now_s
+        yield from self._spend(seconds)
+        self._note(what, step, begin_s)
 
-    def _show(self, num_bytes: float) -> float:
+    def _spend(self, seconds: float) -> _Walk:
+        """Processor time, and what it took to wake up for it."""
+        seconds, self._waking_s = seconds + self._waking_s, 0.0
+        if not seconds:
+            return
+        if not self._is_running:
+            self._is_running = True
+            if not self._around.processors.take(self._begin):
+                yield None
+        yield self._around.clock.now_s + seconds * self.times
+
+    def _begin(self) -> None:
+        """It has got the processor that it waited for."""
+        if self.is_through:
+            self._around.processors.give_back()
+        else:
+            self.resume()
+
+    def _give_back(self) -> None:
+        """It has to wait for something, or is through."""
+        if self._is_running:
+            self._is_running = False
+            self._around.processors.give_back()
+
+    def _show(self, num_bytes: float, tell: Told) -> None:
         """Copy a piece to where the node's other ranks read it."""
-        now_s, seconds = self._around.clock.now_s, num_bytes * self._around.machine.inside_s_per_byte / 2
-        return self._around.processors.work(now_s, seconds * self.times) if seconds else now_s
+        clock, seconds = self._around.clock, num_bytes * self._around.machine.inside_s_per_byte / 2
+        if seconds:
+            self._around.processors.work_beside(seconds * self.times, lambda: tell(clock.now_s))
+        else:
+            tell(clock.now_s)
 
     def _bytes(self, step: Instruction) -> int:
         return (step.stop - step.start) * self._around.element_bytes
@@ -229,4 +280,9 @@ class Rank:
     def _fail(self) -> None:
         if not self.is_through:
             self.failed_s = self._around.clock.now_s
+            self._give_back()
             self._around.give_up(self)
+
+
+def _nothing() -> None:
+    """Nobody waits for it."""

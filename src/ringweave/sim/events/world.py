@@ -31,7 +31,7 @@ class World:
         links = SharedLinks if math.isinf(machine.burst_bytes) else Queues
         self._wires = links(self._clock, routes.capacities, routes.latency_s, machine)
         self._spans, self._loads = list[Span](), list[LinkLoad]()
-        shared = SharedProcessors(machine.num_processors) if machine.num_processors else OwnProcessors()
+        shared = SharedProcessors(self._clock, machine.num_processors) if machine.num_processors else OwnProcessors(self._clock)
         around = Surroundings(
             clock=self._clock,
             wires=self._wires,
@@ -79,6 +79,7 @@ class World:
             bytes_on_link=self._routes.by_name(self._wires.carried),
             died=tuple(rank.number for rank in self._ranks if rank.is_dead),
             noticed_s=noticed_s,
+            num_wakes=sum(rank.num_wakes for rank in self._ranks),
             spans=tuple(self._spans),
             loads=tuple(self._loads),
         )
@@ -115,7 +116,7 @@ class World:
     def _kill(self, rank: Rank, death: Death) -> None:
         def die() -> None:
             if not rank.is_through:
-                rank.is_dead = True
+                rank.die()
                 self._lose(rank)
 
         self._clock.at(death.at_s, die)

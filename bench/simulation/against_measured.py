@@ -1,7 +1,7 @@
 """Simulated against measured seconds of every schedule on lab clusters: a table of errors.
 
     python bench/measure_every_schedule.py --clusters eight-nodes two-racks ... --out runs/measured     # needs root
-    python bench/simulated_against_measured.py runs/measured/*.json --out bench/results/DATE-simulated.json
+    python bench/simulation/against_measured.py runs/measured/*.json --out bench/results/DATE-simulated.json
 
 Each schedule is simulated with the plan's own pipelining, at the measured rates of the links, on a machine as the
 simulator assumes it, whose processors all ranks share and whose links let a full bucket pass at once, as in the lab.
@@ -12,21 +12,19 @@ above 5 %, or their 95th percentile above 12 %.
 """
 
 import argparse
-import dataclasses
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lab_cases import cases_of, planned
 
-from ringweave import cost, planning, sim, topology, units
-from ringweave.lab import batches
+from ringweave import cost, sim, units
 from ringweave.sim import measured_costs
 
-CLUSTERS = Path(__file__).parents[1] / "examples" / "clusters"
 MEDIAN_BAR, HIGH_BAR, HIGH_PERCENTILE = 0.05, 0.12, 95
 
 
@@ -67,44 +65,31 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def compared(document: dict[str, Any], assumed: sim.Machine) -> list[dict[str, Any]]:
+def compared(document: dict[str, Any], machine: sim.Machine) -> list[dict[str, Any]]:
     """A row for each schedule and size of one cluster."""
-    cluster = topology.load(CLUSTERS / f"{document['cluster']}.yaml")
-    plan = planning.plan_group(cluster, [node.name for node in cluster.nodes for _ in node.devices])
-    cpus = document["machine"]["num_cpus"]
-    machine = dataclasses.replace(assumed, num_processors=cpus, bucket_bytes=batches.MIN_BURST_BYTES)
-    rates, rows = document["rates_bytes_per_s"], []
-    for measured in document["measured"]:
-        choice = plan.choose(measured["bytes"], forced=measured["schedule"])
-        simulated_s = sim.simulate(
-            plan.generate(choice.schedule),
-            cluster,
-            plan.nodes,
-            measured["bytes"],
-            pipelining=choice.pipelining,
-            rates=rates,
-            machine=machine,
-        ).seconds
-        measured_s = statistics.median(measured["seconds"])
+    rows = []
+    for case in cases_of(document):
+        measured, choice, (cluster, _) = case.measured, case.choice, planned(case.cluster)
+        simulated_s, measured_s = case.simulate(machine).seconds, statistics.median(measured["seconds"])
         rows.append(
             {
-                "cluster": document["cluster"],
+                "cluster": case.cluster,
                 "schedule": choice.schedule,
                 "bytes": measured["bytes"],
                 "num_segments": choice.num_segments,
-                "bound_s": cost.bound(cluster, measured["bytes"], rates=rates).seconds,
+                "bound_s": cost.bound(cluster, measured["bytes"], rates=case.rates).seconds,
                 "predicted_s": choice.predicted_s,
                 "simulated_s": simulated_s,
                 "measured_s": measured_s,
                 "rounds_s": measured["seconds"],
-                "others_share": others_share(measured, cpus),
+                "others_share": others_share(measured, case.num_cpus),
                 "error": simulated_s / measured_s - 1,
             }
         )
     return rows
 
 
-def others_share(measured: dict[str, Any], num_cpus: int) -> float | None:
+def others_share(measured: Mapping[str, Any], num_cpus: int) -> float | None:
     """Part of the machine's processors that other programs had meanwhile; None where nobody noted it.
 
     The kernel's own work for the ranks is among it, about a tenth.
