@@ -110,7 +110,7 @@ class _Rounds:
         self._stream_free_s[src], self._stream_to[src] = end_s, dst
         added = np.where(round_.how == How.REDUCE, machine.combine_s_per_byte, 0.0) * sizes
         free_s, comes_s = self._free_s[dst], end_s + self._latency_s
-        waking_s = np.where(comes_s > free_s * (1 + _SAME), machine.wake_s, 0.0)
+        waking_s = np.where(comes_s > free_s, machine.wake_s, 0.0)
         self._free_s[dst] = np.maximum(free_s, comes_s) + (waking_s + handling_s + added) * self._times[dst]
         self._carried += path.carried(sizes)
 

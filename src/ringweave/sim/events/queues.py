@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from statistics import NormalDist
 
-from ringweave.sim.events.clock import Clock
+from ringweave.sim.events.clock import Action, Clock
 from ringweave.sim.events.streams import Told
 from ringweave.sim.machine import Machine
 
@@ -39,6 +39,7 @@ class BurstyStream:
         "leaving",
         "num_at_home",
         "place",
+        "poke",
         "posted",
         "queued",
         "route",
@@ -46,8 +47,8 @@ class BurstyStream:
         "turn",
     )
 
-    def __init__(self, route: tuple[int, ...]) -> None:
-        self.route = route
+    def __init__(self, route: tuple[int, ...], poke: Action) -> None:
+        self.route, self.poke = route, poke
         self.queued = self.posted = self.sent = self.delivered = 0.0
         self.ends: deque[float] = deque()
         """Where the messages end that are not there."""
@@ -106,9 +107,9 @@ class Queues:
         """Bytes that each link has carried."""
         return [link.carried for link in self._links]
 
-    def stream(self, route: tuple[int, ...]) -> BurstyStream:
-        """A new one."""
-        return BurstyStream(route)
+    def stream(self, route: tuple[int, ...], poke: Action) -> BurstyStream:
+        """A new one; `poke` is called whenever a burst is there."""
+        return BurstyStream(route, poke)
 
     def send(self, stream: BurstyStream, num_bytes: float) -> float:
         """Queue a message; returns where it ends."""
@@ -248,15 +249,18 @@ class Queues:
     def _deliver(self, stream: BurstyStream, size: float) -> None:
         stream.delivered += size
         now_s = self._clock.now_s
+        is_awaited = False
         while stream.ends and stream.ends[0] <= stream.delivered:
             stream.ends.popleft()
             stream.arrivals.append(now_s + self._latency_s)
             if stream.awaited and stream.awaited[0] == len(stream.arrivals) - 1:
-                tell, stream.awaited = stream.awaited[1], None
+                tell, stream.awaited, is_awaited = stream.awaited[1], None, True
                 tell(now_s + self._latency_s)
         if stream.leaving and stream.delivered >= stream.leaving[0]:
             tell, stream.leaving = stream.leaving[1], None
             tell(now_s)
+        if not is_awaited:
+            stream.poke()
 
     def _note(self, number: int) -> None:
         if self.note_rate is not None:

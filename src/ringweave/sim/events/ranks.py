@@ -12,8 +12,6 @@ from ringweave.sim.events.streams import Told
 from ringweave.sim.machine import Machine
 from ringweave.sim.results import Span
 
-_SAME = 1e-9
-"""Times that differ by less, relatively, differ by rounding."""
 _Walk = Generator[float | None, None, None]
 """Yields when to go on; None: somebody will say."""
 
@@ -81,8 +79,9 @@ class Rank:
         """How often it slept."""
         self._is_running = False
         """It has a processor."""
-        self._waking_s = 0.0
-        """Processor time for that, not spent yet."""
+        self._is_waking = False
+        self._awaited: list[float] | None = None
+        """It sleeps until this says when what it waits for is there."""
         self._program = program
         self._around = around
         self.times = 1.0
@@ -206,20 +205,47 @@ class Rank:
         def tell(time_s: float) -> None:
             told.append(time_s)
             if not is_asking:
-                clock.at(time_s, self.resume)
+                clock.at(time_s, self.poke)
 
         ask(tell)
         is_asking = False
-        if not told:
+        if not told or told[0] > clock.now_s:
+            if told:
+                clock.at(told[0], self.poke)
             self._give_back()
+            self._awaited = told
             yield None
-        elif told[0] > clock.now_s:
-            self._give_back()
-            yield told[0]
-        if clock.now_s > begin_s * (1 + _SAME):
-            self.num_wakes += 1
-            self._waking_s += self._around.machine.wake_s
+            self._awaited = None
         self._note(what, step, begin_s)
+
+    def poke(self) -> None:
+        """Bytes have come, or what it waits for: if it sleeps it wakes up and looks, which takes processor time."""
+        if self._awaited is None or self._is_waking or self.is_through:
+            return
+        if not self._around.machine.wake_s:
+            if self._is_told():
+                self.resume()
+            return
+        self._is_waking = True
+        self.num_wakes += 1
+        if self._around.processors.take(self._wake):
+            self._wake()
+
+    def _wake(self) -> None:
+        clock = self._around.clock
+        clock.at(clock.now_s + self._around.machine.wake_s * self.times, self._look)
+
+    def _look(self) -> None:
+        """It is awake: what it waits for is there, or it goes on sleeping."""
+        self._is_waking = False
+        if self._is_told() and not self.is_through:
+            self._is_running = True
+            self.resume()
+        else:
+            self._around.processors.give_back()
+
+    def _is_told(self) -> bool:
+        return bool(self._awaited) and self._awaited[0] <= self._around.clock.now_s
 
     def _handle(self, what: str, step: Instruction, *, is_outside: bool, s_per_byte: float = 0.0) -> _Walk:
         """Work on a message. Of the kernel's copies one burst's is waited for: the others go on beside the network."""
@@ -238,8 +264,7 @@ class Rank:
         self._note(what, step, begin_s)
 
     def _spend(self, seconds: float) -> _Walk:
-        """Processor time, and what it took to wake up for it."""
-        seconds, self._waking_s = seconds + self._waking_s, 0.0
+        """Processor time."""
         if not seconds:
             return
         if not self._is_running:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from ringweave.cost.sharing import fair_rates
-from ringweave.sim.events.clock import Clock
+from ringweave.sim.events.clock import Action, Clock
 from ringweave.sim.machine import Machine
 
 Told = Callable[[float], None]
@@ -73,8 +73,8 @@ class SharedLinks:
         self.note_rate: Callable[[int, float], None] | None = None
         """Told of each link's new load in bytes per second, where somebody wants to know."""
 
-    def stream(self, route: tuple[int, ...]) -> Stream:
-        """A new one."""
+    def stream(self, route: tuple[int, ...], poke: Action) -> Stream:
+        """A new one. Nobody is told of bytes, as they flow."""
         return Stream(route)
 
     def send(self, stream: Stream, num_bytes: float) -> float:

@@ -107,7 +107,7 @@ class World:
 
     def _stream(self, src: int, dst: int, route: tuple[int, ...]) -> Any:
         if (src, dst) not in self._streams:
-            self._streams[src, dst] = self._wires.stream(route)
+            self._streams[src, dst] = self._wires.stream(route, self._ranks[dst].poke)
         return self._streams[src, dst]
 
     def _change(self, link: int, change: RateChange) -> None:
