@@ -49,6 +49,19 @@ def test_segments_and_processors(capsys: pytest.CaptureFixture[str]) -> None:
     assert with_costs["simulated_s"] > alone["simulated_s"]
 
 
+def test_a_node_can_be_slow_only_at_work_that_takes_time(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--schedule", "ring", "--segments", "16"]
+    costs = document(capsys, *arguments, "--processors", "assumed")
+    slow = document(capsys, *arguments, "--straggle", "a-1=30")
+    assert slow["processors"] == "assumed"
+    assert slow["simulated_s"] > 1.2 * costs["simulated_s"]
+    assert main.call(["simulate", RACKS, "--straggle", "a-1=30", "--processors", "none"]) == 2
+    assert capsys.readouterr().err.strip().endswith(
+        "--processors with a slow node: 'none', expected assumed, or a FILE. Leave --processors out: work that takes no "
+        "time is not slower on a-1."
+    )
+
+
 def test_measured_costs_of_processors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "costs.json"
     path.write_text('{"costs": {"message_s": 0.01}}')

@@ -242,14 +242,18 @@ def test_a_rail_for_every_nic_that_both_have(rates: list[tuple[float, ...]]) -> 
         pair.close()
 
 
-def test_messages_are_cut_in_proportion_to_the_slower_nic_of_each_two() -> None:
-    pair = Pair(rates=[(300.0, 100.0), (900.0, 900.0)])
+@pytest.mark.parametrize(("times", "most"), [(1, 3600), (10, 36_000)])
+def test_messages_are_cut_in_proportion_to_the_slower_nic_of_each_two(times: int, most: int) -> None:
+    """What the faster NIC alone carries 30 us later at the most it carries alone."""
+    pair = Pair(rates=[(10e6 * times, 30e6 * times), (90e6 * times, 90e6 * times)])
     try:
         pair.connect()
         handle = pair.ends[0].send(pieces(torch.zeros(100_000)), 1, TAG)
-        assert [part.num_bytes for part in handle.parts] == [300_000, 100_000]
-        short = pair.ends[0].send(pieces(torch.zeros(100)), 1, TAG)
-        assert [part.num_bytes for part in short.parts] == [400]
+        assert [part.num_bytes for part in handle.parts] == [100_000, 300_000]
+        for num_bytes, num_parts in [(4, 1), (most - 8, 1), (most + 8, 2)]:
+            short = pair.ends[0].send(pieces(torch.zeros(num_bytes // 4)), 1, TAG)
+            assert len(short.parts) == num_parts
+        assert pair.ends[0]._connections[1]._fastest.sock.getsockname()[0] == "127.0.0.2"
     finally:
         pair.close()
 

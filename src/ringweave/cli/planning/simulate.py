@@ -3,7 +3,7 @@
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -11,9 +11,10 @@ import click
 from ringweave import planning, sim, topology, units
 from ringweave.cli.planning import saying
 from ringweave.cost import measured_rates
+from ringweave.errors import UsageError, explain
 from ringweave.files import writing
 from ringweave.planning import Choice, Plan
-from ringweave.sim import Machine, Simulation, measured_costs
+from ringweave.sim import Fault, Machine, Simulation, Slowdown, measured_costs
 from ringweave.sim.fault_text import FAIL, STRAGGLE, parse_fail, parse_straggle
 from ringweave.topology import Cluster
 
@@ -31,9 +32,8 @@ _WORK = {"none": "the network alone", "assumed": "with assumed costs of processo
 @click.option(
     "--processors",
     metavar="none|assumed|FILE",
-    default="none",
-    show_default=True,
-    help="What messages and additions cost the ranks: nothing, what is assumed, or what a file says was measured.",
+    help="What messages and additions cost the ranks: nothing, what is assumed, or what a file says was measured. Default:"
+    " none, or assumed if a node straggles.",
 )
 @click.option(
     "--rates", "rates_path", metavar="FILE", help="Rates of links as measured: findings of probing, or bench --out."
@@ -47,7 +47,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     schedule: str | None,
     size: str,
     segments: int | None,
-    processors: str,
+    processors: str | None,
     rates_path: str | None,
     straggles: tuple[str, ...],
     failures: tuple[str, ...],
@@ -61,9 +61,10 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     cluster file.
     """
     writing.check("--trace", trace_path)
+    faults = [*map(parse_straggle, straggles), *map(parse_fail, failures)]
+    processors = _processors(processors, faults)
     machine = _machine(processors)
     num_bytes = units.parse_bytes(size)
-    faults = [*map(parse_straggle, straggles), *map(parse_fail, failures)]
     cluster = topology.load(cluster_path)
     rates = measured_rates.load(rates_path, cluster) if rates_path else {}
     progress = saying.progress()
@@ -93,6 +94,19 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
         lines = _lines(found, cluster, plan, choice, num_bytes, work, rates)
         click.echo("\n".join([*lines, *saying.of_rates(rates, cluster, rates_path)]))
     return 0
+
+
+def _processors(given: str | None, faults: Sequence[Fault]) -> str:
+    """What processors cost; where a node's work takes longer there has to be work.
+
+    Raises:
+        UsageError: There shall be none.
+    """
+    slow = [fault.node for fault in faults if isinstance(fault, Slowdown)]
+    if given == "none" and slow:
+        expected, do = "assumed, or a FILE", f"Leave --processors out: work that takes no time is not slower on {slow[0]}"
+        raise UsageError(explain("--processors with a slow node", got=given, expected=expected, do=do))
+    return given or ("assumed" if slow else "none")
 
 
 def _machine(processors: str) -> Machine:

@@ -87,7 +87,7 @@ class Switchboard:
         return self._clock() + (self._timeout_s if timeout_s is None else timeout_s)
 
     def rail_rates(self, peer: int) -> tuple[float, ...]:
-        """Relative rates of the connections to a rank: one for each NIC that both nodes have, that of the slower."""
+        """Bytes per second of the connections to a rank: one for each NIC that both nodes have, that of the slower."""
         return tuple(map(min, self._members.own.place.rates, self._members.ranks[peer].place.rates))
 
     def call(self, peer: int) -> list[socket.socket]:

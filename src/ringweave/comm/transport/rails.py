@@ -8,8 +8,9 @@ from typing import Any
 
 from ringweave.comm.transport.streams import Message, StreamConnection
 
-MIN_CUT_BYTES = 8 * 2**10
-"""Smaller messages take the first rail whole: another system call costs more than it saves."""
+CUT_S = 30e-6
+"""What another part of a message costs, a system call at each end: a message that the fastest rail alone carries so much
+later at the most takes that one whole."""
 
 
 class Bundle:
@@ -36,11 +37,13 @@ class RailedConnection:
     """One peer, reached by several NICs. Both ends cut alike, because they know the same rates."""
 
     def __init__(self, peer: int, rails: Sequence[StreamConnection], rates: Sequence[float]) -> None:
-        """`rates` are relative; so many as there are rails."""
+        """`rates` are bytes per second; so many as there are rails."""
         self.peer = peer
         self.rails = tuple(rails)
         total, sums = sum(rates), [sum(rates[: index + 1]) for index in range(len(rates))]
         self._cuts = [0.0, *(each / total for each in sums[:-1]), 1.0]
+        self._fastest = self.rails[rates.index(max(rates))]
+        self._most_whole_bytes = CUT_S / (1 / max(rates) - 1 / total)
 
     def send(self, piece: Any, tag: int) -> Bundle:
         """Queue a piece, and start sending it."""
@@ -52,7 +55,7 @@ class RailedConnection:
 
     def _cut(self, piece: Any) -> list[tuple[StreamConnection, Any]]:
         """The piece's elements in order, part by part."""
-        if piece.nbytes < MIN_CUT_BYTES:
-            return [(self.rails[0], piece)]
+        if piece.nbytes <= self._most_whole_bytes:
+            return [(self._fastest, piece)]
         borders = [round(len(piece) * cut) for cut in self._cuts]
         return [(rail, piece[borders[index] : borders[index + 1]]) for index, rail in enumerate(self.rails)]
