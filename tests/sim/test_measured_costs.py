@@ -48,8 +48,8 @@ def test_no_file(tmp_path: Path) -> None:
 def test_an_unknown_cost(tmp_path: Path) -> None:
     path = written(tmp_path, {"costs": {"mesage_s": 1e-6}})
     expected = (
-        "cost of processors: 'mesage_s', expected message_s, inside_message_s, kernel_s_per_byte, inside_s_per_byte, "
-        f'combine_s_per_byte, start_s. Did you mean "message_s"? [{path}]'
+        "cost of processors: 'mesage_s', expected message_s, inside_message_s, wake_s, kernel_s_per_byte, "
+        f'inside_s_per_byte, combine_s_per_byte, start_s. Did you mean "message_s"? [{path}]'
     )
     with pytest.raises(UsageError) as refused:
         measured_costs.load(path)

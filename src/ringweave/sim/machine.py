@@ -6,7 +6,7 @@ from typing import Self
 
 from ringweave.cost import Assumptions
 
-MESSAGE_S, INSIDE_MESSAGE_S, KERNEL_S_PER_BYTE, START_S = 23e-6, 34e-6, 1.4e-9, 0.8e-3
+MESSAGE_S, INSIDE_MESSAGE_S, WAKE_S, KERNEL_S_PER_BYTE, START_S = 48e-6, 33e-6, 14e-6, 0.3e-9, 0.86e-3
 """Fitted to the measured processor time of 189 kinds of allreduce in labs (bench/simulation/processor_costs.py): each
 end of a message and of its bytes, and the beginning of each rank. Half of the kinds are off by more than 13 % of that,
 one in twenty by more than 33 %. Nothing is fitted to how long they took."""
@@ -33,7 +33,7 @@ class Machine:
     kernel_s_per_byte: float = 0.0
     """Processor time of a rank for each byte that it sends to or receives from another node."""
     wake_s: float = 0.0
-    """Processor time of a rank each time that it slept until a message had come or had left."""
+    """Processor time of a rank each time that it wakes up: a message or a burst of one has come, or one has left."""
     start_s: float = 0.0
     """Processor time of a rank before its first message."""
     combine_s_per_byte: float = 0.0
@@ -89,6 +89,7 @@ class Machine:
             message_s=MESSAGE_S,
             inside_message_s=INSIDE_MESSAGE_S,
             kernel_s_per_byte=KERNEL_S_PER_BYTE,
+            wake_s=WAKE_S,
             start_s=START_S,
             combine_s_per_byte=s_per_byte,
             inside_s_per_byte=s_per_byte,

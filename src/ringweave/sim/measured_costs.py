@@ -12,7 +12,10 @@ from ringweave.errors import UsageError, explain
 from ringweave.files.problems import closest
 from ringweave.sim.machine import Machine
 
-COSTS = ("message_s", "inside_message_s", "kernel_s_per_byte", "inside_s_per_byte", "combine_s_per_byte", "start_s")
+COSTS = (
+    *("message_s", "inside_message_s", "wake_s", "kernel_s_per_byte"),
+    *("inside_s_per_byte", "combine_s_per_byte", "start_s"),
+)
 """What such a file may say; the rest of the machine is assumed."""
 
 

@@ -44,7 +44,7 @@ class Simulation:
     noticed_s: Mapping[int, float] = field(default_factory=dict)
     """Rank that gives up -> when it notices that a peer is gone, or that its time is up."""
     num_wakes: int = 0
-    """How often a rank slept until a message had come or had left; 0 where a schedule was followed round by round."""
+    """How often ranks woke up, all together; 0 where a schedule was followed round by round."""
     spans: tuple[Span, ...] = ()
     """What ranks did, if that was to be kept."""
     loads: tuple[LinkLoad, ...] = ()

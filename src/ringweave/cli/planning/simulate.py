@@ -104,7 +104,10 @@ def _processors(given: str | None, faults: Sequence[Fault]) -> str:
     """
     slow = [fault.node for fault in faults if isinstance(fault, Slowdown)]
     if given == "none" and slow:
-        expected, do = "assumed, or a FILE", f"Leave --processors out: work that takes no time is not slower on {slow[0]}"
+        expected, do = (
+            "assumed, or a FILE",
+            f"Leave --processors out: work that takes no time is not slower on {slow[0]}",
+        )
         raise UsageError(explain("--processors with a slow node", got=given, expected=expected, do=do))
     return given or ("assumed" if slow else "none")
 

@@ -224,6 +224,7 @@ class Rank:
             return
         if not self._around.machine.wake_s:
             if self._is_told():
+                self.num_wakes += 1
                 self.resume()
             return
         self._is_waking = True

@@ -31,7 +31,11 @@ class World:
         links = SharedLinks if math.isinf(machine.burst_bytes) else Queues
         self._wires = links(self._clock, routes.capacities, routes.latency_s, machine)
         self._spans, self._loads = list[Span](), list[LinkLoad]()
-        shared = SharedProcessors(self._clock, machine.num_processors) if machine.num_processors else OwnProcessors(self._clock)
+        shared = (
+            SharedProcessors(self._clock, machine.num_processors)
+            if machine.num_processors
+            else OwnProcessors(self._clock)
+        )
         around = Surroundings(
             clock=self._clock,
             wires=self._wires,
