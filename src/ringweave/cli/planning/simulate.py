@@ -32,8 +32,8 @@ _WORK = {"none": "the network alone", "assumed": "with assumed costs of processo
 @click.option(
     "--processors",
     metavar="none|assumed|FILE",
-    help="What messages and additions cost the ranks: nothing, what is assumed, or what a file says was measured. Default:"
-    " none, or assumed if a node straggles.",
+    help="What messages and additions cost the ranks: nothing, what is assumed, or what a file says was measured."
+    " Default: none, or assumed if a node straggles.",
 )
 @click.option(
     "--rates", "rates_path", metavar="FILE", help="Rates of links as measured: findings of probing, or bench --out."
