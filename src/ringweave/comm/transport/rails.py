@@ -9,8 +9,8 @@ from typing import Any
 from ringweave.comm.transport.streams import Message, StreamConnection
 
 CUT_S = 30e-6
-"""What another part of a message costs, a system call at each end: a message that the fastest rail alone carries so much
-later at the most takes that one whole."""
+"""What another part of a message costs, a system call at each end: what the fastest rail alone carries so much later at
+the most takes that one whole."""
 
 
 class Bundle:

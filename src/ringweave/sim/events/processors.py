@@ -1,4 +1,4 @@
-"""Where the ranks' own work is done: a rank keeps its processor until it has to wait for something, as a thread does."""
+"""Where the ranks' own work is done: a rank keeps its processor until it has to wait, as a thread does."""
 
 from collections import deque
 
