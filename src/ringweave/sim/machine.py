@@ -6,10 +6,11 @@ from typing import Self
 
 from ringweave.cost import Assumptions
 
-MESSAGE_S, INSIDE_MESSAGE_S, WAKE_S, KERNEL_S_PER_BYTE, START_S = 48e-6, 33e-6, 14e-6, 0.3e-9, 0.86e-3
+MESSAGE_S, INSIDE_MESSAGE_S, WAKE_S, KERNEL_S_PER_BYTE, START_S = 48e-6, 30e-6, 14.5e-6, 0.24e-9, 0.85e-3
 """Fitted to the measured processor time of 189 kinds of allreduce in labs (bench/simulation/processor_costs.py): each
-end of a message and of its bytes, and the beginning of each rank. Half of the kinds are off by more than 13 % of that,
-one in twenty by more than 33 %. Nothing is fitted to how long they took."""
+end of a message and of its bytes, each waking up (as often as the simulation has it), and the beginning of each rank.
+Half of the kinds are off by more than 15 % of that, one in twenty by more than 37 %. Nothing is fitted to how long they
+took."""
 SEND_BUFFER_BYTES, RECEIVE_BUFFER_BYTES = 1e6, 4e6
 """About what Linux comes to by itself on links of some 100 Mbit/s to some Gbit/s."""
 WINDOW_BYTES, BURST_BYTES = 128 * 2**10, 4 * 2**10
