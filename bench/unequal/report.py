@@ -26,25 +26,28 @@ LATER = (
 )
 
 
-def to_text(rows: Sequence[dict[str, Any]], asked: Iterable[tuple[str, int]]) -> str:
+def to_text(rows: Sequence[dict[str, Any]], asked: Iterable[tuple[str, int]], *, is_short: bool) -> str:
     """A table: samples per second, their ratios, final held-out losses; `asked` are rows and seeds to be there."""
     lines = [f"| {' | '.join((*TITLES, *LATER))} |", "|" + "---|" * (len(TITLES) + len(LATER))]
-    lines += [_line(name, runs) for name, runs in by_row(rows)]
+    lines += [_line(name, runs, is_short=is_short) for name, runs in by_row(rows)]
     accounts = sum(run["accounts"] for run in rows)
     are_exact = all(run["accounts_exact"] for run in rows)
     words = "every sample exactly once" if are_exact else "SAMPLES WERE LOST OR DOUBLED"
     took_s = sum(run["took_s"] for run in rows)
     commits = sorted({run["machine"]["commit"] for run in rows})
     lines.append(f"\nMedians over epochs (measured), but the ideal (predicted). {accounts} accounts: {words}.")
-    found = missed(rows, asked)
+    found = missed(rows, asked, is_short=is_short)
     lines.append(f"Bars missed: {'; '.join(found)}." if found else "Every bar was met.")
     lines.append(f"x is times DDP; in the row `changed` a fraction of the ideal from {WITHIN_STEPS} steps after the ")
     lines[-1] += f"change on. A number below its bar has an *. It took {took_s:.0f} s; at {', '.join(commits)}."
     return "\n".join(lines)
 
 
-def missed(rows: Sequence[dict[str, Any]], asked: Iterable[tuple[str, int]]) -> list[str]:
-    """Bars that were missed, in words; what was asked for and is not there is among them."""
+def missed(rows: Sequence[dict[str, Any]], asked: Iterable[tuple[str, int]], *, is_short: bool) -> list[str]:
+    """Bars that were missed, in words; what was asked for and is not there is among them.
+
+    Final losses are compared where training went on until they hardly change, so not in the short table.
+    """
     there = {(run["row"], run["seed"]) for run in rows}
     found = [f"{name} seed {seed} not measured" for name, seed in asked if (name, seed) not in there]
     found += [f"{run['row']} seed {run['seed']} samples lost or doubled" for run in rows if not run["accounts_exact"]]
@@ -55,7 +58,7 @@ def missed(rows: Sequence[dict[str, Any]], asked: Iterable[tuple[str, int]]) -> 
         for each, bar in zip(OURS, row.bars, strict=True):
             if bar is not None and gain(runs, each) < bar:
                 found.append(f"{name} {each} {gain(runs, each):.2f} ({bar:g})")
-        if (behind := loss_ratio(runs)) > MOST_BEHIND:
+        if (behind := loss_ratio(runs)) > MOST_BEHIND and not is_short:
             found.append(f"{name} final loss {behind:.3f} ({MOST_BEHIND})")
         for run in runs:
             part = _part_of_better(run)
@@ -136,7 +139,7 @@ def rate_after(run: dict[str, Any], name: str) -> float:
     return num_samples / seconds
 
 
-def _line(name: str, runs: Sequence[dict[str, Any]]) -> str:
+def _line(name: str, runs: Sequence[dict[str, Any]], *, is_short: bool) -> str:
     row = ROWS[name]
     rates = {each: statistics.median(rate(run, each) for run in runs) for each in CONTENDERS}
     losses = _losses(runs)
@@ -146,7 +149,7 @@ def _line(name: str, runs: Sequence[dict[str, Any]]) -> str:
         cells += [_marked(found, is_met=bar is None or found >= bar), "" if bar is None else f"{bar:g}"]
     behind = loss_ratio(runs)
     cells += [f"{row.ideal:g}", ", ".join(f"{loss:.4f}" for loss in losses.values())]
-    cells += [_marked(behind, is_met=behind <= MOST_BEHIND, digits=3)]
+    cells += [_marked(behind, is_met=is_short or behind <= MOST_BEHIND, digits=3)]
     cells += [", ".join(f"{time_gain(runs, each):.2f}" for each in OURS), ", ".join(map(_by_auto, runs))]
     return f"| {' | '.join(cells)} |"
 

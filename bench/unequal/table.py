@@ -66,11 +66,11 @@ def main() -> None:
     rows = [json.loads(path.read_text()) for path in sorted(options.out.glob("*-*.json"))]
     if not rows:
         raise SystemExit("rows measured: none, expected one at least. Look at what the jobs printed, above.")
-    text = report.to_text(rows, asked)
+    text = report.to_text(rows, asked, is_short=options.short)
     print(text)
     (options.out / "table.md").write_text(text + "\n")
     report.draw(rows, options.out / "unequal.png")
-    if report.missed(rows, asked):
+    if report.missed(rows, asked, is_short=options.short):
         raise SystemExit(1)
 
 
