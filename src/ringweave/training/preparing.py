@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from ringweave.comm import joining
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import TrainingError, explain
+from ringweave.params.serving import optimizers
 from ringweave.planning import balancing, modes
 from ringweave.planning.balancing import Speed
 from ringweave.training import control, reducing, timing
@@ -122,7 +123,7 @@ def _prepare_lasting(
         "reduction": asked.reduction,
         "seed": orders.seed_of(loader),
         "cap": asked.max_samples,
-        "optimizer": type(optimizer).__name__,
+        "optimizer": optimizers.name_of(optimizer),
         **forecasting.own_prospects(
             model, loader, reading, environment, is_needed=is_open or decided[0] == modes.PS_HRA
         ),
