@@ -152,7 +152,7 @@ def test_an_evaluation_is_of_what_the_loader_samples() -> None:
         ),
         (
             DataLoader(Stream(), batch_size=4),
-            "loader to be split: 'one of a stream', expected a data set with an index.",
+            "loader to be split: 'one of a stream', expected a data set with an",
         ),
         (
             DataLoader(NUMBERS, batch_size=4, sampler=WeightedRandomSampler([1.0] * 50, 5)),
@@ -160,7 +160,7 @@ def test_an_evaluation_is_of_what_the_loader_samples() -> None:
         ),
         (
             DataLoader(NUMBERS, batch_size=4, sampler=RandomSampler(NUMBERS, num_samples=5)),
-            "loader to be split: 'one with RandomSampler', expected samples that are the same for every rank. Name them",
+            "loader to be split: 'one with RandomSampler', expected samples that are the same for every rank.",
         ),
     ],
 )
