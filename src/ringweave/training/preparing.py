@@ -64,7 +64,8 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
     Args:
         model: A module, the same on all ranks but for its values, which become those of rank 0; or one under
             DistributedDataParallel already.
-        optimizer: Made of the model's parameters; it is returned as it is.
+        optimizer: Made of the model's parameters. It is returned as it is, in modes ps-hra and ps in a wrapper that
+            has its param_groups.
         loader: A DataLoader with batch_size (of the whole train step) and, if needed, a sampler. With a
             DistributedSampler its batch_size is that of each rank.
         mode: `sync`: equal shares. `balanced`: shares in proportion to measured speeds. `ps-hra`: rings of equally fast
