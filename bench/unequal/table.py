@@ -6,8 +6,8 @@
 
 Each row and seed is a lab of eight nodes with CPU quotas and one job in it, in which the three take turns of epochs.
 What it measured is written to OUT/ROW-SEED.json at once; a run that is started again goes on with those that are
-missing, and a row whose job fails does not keep the others from theirs. It ends with 1 where a bar is missed. The
-parameter server has a quota of its own. `auto` is what `prepare` would choose there before the first step.
+missing, and a row whose job fails does not keep the others from theirs. It ends with 1 where a bar is missed or a row
+is. The parameter server has a quota of its own. `auto` is what `prepare` would choose there before the first step.
 """
 
 import argparse
@@ -57,19 +57,20 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     usual = {"epochs": EPOCHS[options.short], **SIZES}
     sizes = {name: getattr(options, name) or value for name, value in usual.items()}
-    for seed in (options.seeds or SEEDS[options.short]).split(","):
-        for name in options.rows.split(","):
-            path = options.out / f"{name}-{seed}.json"
-            if not path.exists():
-                measure(name, int(seed), sizes, options.runs.absolute(), path)
+    seeds, names = (options.seeds or SEEDS[options.short]).split(","), options.rows.split(",")
+    asked = [(name, int(seed)) for seed in seeds for name in names]
+    for name, seed in asked:
+        path = options.out / f"{name}-{seed}.json"
+        if not path.exists():
+            measure(name, seed, sizes, options.runs.absolute(), path)
     rows = [json.loads(path.read_text()) for path in sorted(options.out.glob("*-*.json"))]
     if not rows:
         raise SystemExit("rows measured: none, expected one at least. Look at what the jobs printed, above.")
-    text = report.to_text(rows)
+    text = report.to_text(rows, asked, is_short=options.short)
     print(text)
     (options.out / "table.md").write_text(text + "\n")
     report.draw(rows, options.out / "unequal.png")
-    if report.missed(rows):
+    if report.missed(rows, asked, is_short=options.short):
         raise SystemExit(1)
 
 

@@ -1,11 +1,20 @@
 """Loaders of all ranks side by side: each sample is one rank's, whatever shares and samplers do."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from ringweave.errors import TrainingError
@@ -15,6 +24,16 @@ from ringweave.training.loading.loader import EpochAccount, SharedLoader
 from tests.training import fakes
 
 NUMBERS = TensorDataset(torch.arange(50))
+
+
+class GroupedSampler(BatchSampler):
+    """Batches of the script's own making."""
+
+    def __init__(self) -> None:
+        super().__init__(range(50), 5, drop_last=False)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0], [1, 2, 3]])
 
 
 class Stream(IterableDataset):
@@ -112,6 +131,43 @@ def test_an_evaluation_is_split_by_the_shares() -> None:
     parts = [torch.cat([x for (x,) in rank.split(DataLoader(NUMBERS, batch_size=4))]).tolist() for rank in ranks]
     assert flat(parts) == list(range(50))
     assert [len(part) for part in parts] == [8, 17, 25]
+
+
+def test_an_evaluation_is_of_what_the_loader_samples() -> None:
+    ranks = fakes.loaders(DataLoader(NUMBERS, batch_size=12), 2, (1, 1))
+    held_out = SubsetRandomSampler(range(40, 50))
+    loader = DataLoader(NUMBERS, batch_size=4, sampler=held_out)
+    parts = [torch.cat([x for (x,) in rank.split(loader)]).tolist() for rank in ranks]
+    assert parts == [list(range(40, 45)), list(range(45, 50))]
+    shuffled = DataLoader(NUMBERS, batch_size=4, shuffle=True)
+    assert flat(torch.cat([x for (x,) in rank.split(shuffled)]).tolist() for rank in ranks) == list(range(50))
+
+
+@pytest.mark.parametrize(
+    ("loader", "text"),
+    [
+        (
+            DataLoader(NUMBERS, batch_sampler=GroupedSampler()),
+            "batches of the loader: 'GroupedSampler', expected batches of a fixed size. Give the DataLoader",
+        ),
+        (
+            DataLoader(Stream(), batch_size=4),
+            "loader to be split: 'one of a stream', expected a data set with an",
+        ),
+        (
+            DataLoader(NUMBERS, batch_size=4, sampler=WeightedRandomSampler([1.0] * 50, 5)),
+            "loader to be split: 'one with WeightedRandomSampler', expected samples that are the same for every rank.",
+        ),
+        (
+            DataLoader(NUMBERS, batch_size=4, sampler=RandomSampler(NUMBERS, num_samples=5)),
+            "loader to be split: 'one with RandomSampler', expected samples that are the same for every rank.",
+        ),
+    ],
+)
+def test_what_cannot_be_split_for_an_evaluation(loader: DataLoader, text: str) -> None:
+    (rank,) = fakes.loaders(DataLoader(NUMBERS, batch_size=12), 1, (12,))
+    with pytest.raises(TrainingError, match=re.escape(text)):
+        rank.split(loader)
 
 
 def test_a_stream_is_shared_too() -> None:

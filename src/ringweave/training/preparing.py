@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from ringweave.comm import joining
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import TrainingError, explain
+from ringweave.params.serving import optimizers
 from ringweave.planning import balancing, modes
 from ringweave.planning.balancing import Speed
 from ringweave.training import control, reducing, timing
@@ -63,7 +64,8 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
     Args:
         model: A module, the same on all ranks but for its values, which become those of rank 0; or one under
             DistributedDataParallel already.
-        optimizer: Made of the model's parameters; it is returned as it is.
+        optimizer: Made of the model's parameters. It is returned as it is, in modes ps-hra and ps in a wrapper that
+            has its param_groups.
         loader: A DataLoader with batch_size (of the whole train step) and, if needed, a sampler. With a
             DistributedSampler its batch_size is that of each rank.
         mode: `sync`: equal shares. `balanced`: shares in proportion to measured speeds. `ps-hra`: rings of equally fast
@@ -122,7 +124,7 @@ def _prepare_lasting(
         "reduction": asked.reduction,
         "seed": orders.seed_of(loader),
         "cap": asked.max_samples,
-        "optimizer": type(optimizer).__name__,
+        "optimizer": optimizers.name_of(optimizer),
         **forecasting.own_prospects(
             model, loader, reading, environment, is_needed=is_open or decided[0] == modes.PS_HRA
         ),

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ringweave.errors import TrainingError
-from ringweave.params.serving.optimizers import adjust, check, options_of
+from ringweave.params.serving.optimizers import adjust, check, check_name, name_of, options_of
 
 
 def test_a_whole_number_is_a_learning_rate():
@@ -26,3 +26,16 @@ def test_names_of_parameters_stay_with_the_script():
 def test_a_list_of_other_things_than_numbers_is_refused():
     with pytest.raises(TrainingError, match=r"^option betas of the optimizer: \['a', 0\.9\], expected a number"):
         options_of({"lr": 0.1, "betas": ["a", 0.9]})
+
+
+class SGD(torch.optim.SGD):
+    """A script's own, which takes other steps than torch's."""
+
+
+def test_an_optimizer_of_the_script_is_not_taken_for_the_one_of_its_name():
+    parameters = [nn.Parameter(torch.zeros(1))]
+    assert check_name(name_of(torch.optim.SGD(parameters, lr=0.1))) == "SGD"
+    own = name_of(SGD(parameters, lr=0.1))
+    assert own.endswith("test_optimizers.SGD")
+    with pytest.raises(TrainingError, match=r"^optimizer: '.*test_optimizers\.SGD', expected one of SGD, Adam, AdamW"):
+        check_name(own)

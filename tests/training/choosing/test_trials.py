@@ -8,8 +8,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from ringweave.topology.cgroups import Quota
 from ringweave.training.choosing import trials
 from ringweave.training.choosing.trials import Trial
+from ringweave.training.timing import HostTimeline
 
 SAMPLES = TensorDataset(torch.ones(6, 3), torch.zeros(6))
 
@@ -53,9 +55,9 @@ def ticking(step_s: float):
 def test_seconds_of_a_sample(model):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random = torch.random.get_rng_state()
-    found = trials.measure(model, DataLoader(SAMPLES, batch_size=4), 4, clock=ticking(0.2)).sample_s
+    found = trials.measure(model, DataLoader(SAMPLES, batch_size=4), 4, timeline=HostTimeline(ticking(0.2))).sample_s
     assert found is not None
-    assert all(each == pytest.approx(0.1) for each in found)  # two looks at the clock in a block of one trial
+    assert all(each == pytest.approx(0.2 / 4) for each in found)  # one tick of the clock in a block of one trial
     assert 1 <= len(found) <= 8
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -63,7 +65,7 @@ def test_seconds_of_a_sample(model):
 
 
 def test_short_trials_are_put_together():
-    found = trials.measure(nn.Linear(3, 2), DataLoader(SAMPLES), 2, clock=ticking(0.01)).sample_s
+    found = trials.measure(nn.Linear(3, 2), DataLoader(SAMPLES), 2, timeline=HostTimeline(ticking(0.01))).sample_s
     assert found is not None
     assert max(found) < 0.011  # a block of ten trials, not one
 
@@ -80,7 +82,7 @@ def test_what_cannot_be_tried_out_has_no_speed_but_a_problem(model, data, proble
 
 
 def test_under_ddp_nothing_is_communicated():
-    trial = trials.measure(Communicating(nn.Linear(3, 2)), DataLoader(SAMPLES), 2, clock=ticking(0.2))
+    trial = trials.measure(Communicating(nn.Linear(3, 2)), DataLoader(SAMPLES), 2, timeline=HostTimeline(ticking(0.2)))
     assert trial.sample_s
     assert not trial.problem
 
@@ -96,7 +98,34 @@ def test_stalls_are_those_of_all_ranks():
 
 
 def test_a_trial_that_takes_long_is_made_often_enough_to_tell_a_stall():
-    found = trials.measure(nn.Linear(3, 2), DataLoader(SAMPLES), 2, clock=ticking(0.3)).sample_s
+    found = trials.measure(nn.Linear(3, 2), DataLoader(SAMPLES), 2, timeline=HostTimeline(ticking(0.3))).sample_s
     assert found is not None
     assert len(found) == 4
-    assert len(trials.measure(nn.Linear(3, 2), DataLoader(SAMPLES), 2, clock=ticking(9.0)).sample_s or ()) == 1
+    found = trials.measure(nn.Linear(3, 2), DataLoader(SAMPLES), 2, timeline=HostTimeline(ticking(9.0))).sample_s
+    assert len(found or ()) == 1
+
+
+class Throttled(nn.Linear):
+    """Each pass works 32 ms, which a fifth of a processor takes 0.16 s for; pauses fall as it happens."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.now_s = self.worked_s = 0.0
+        self.walls_s = itertools.cycle([0.12, 0.2])
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.now_s += next(self.walls_s)
+        self.worked_s += 0.032
+        return super().forward(input)
+
+
+def test_pauses_of_a_quota_are_no_stalls() -> None:
+    model, throttled = Throttled(), itertools.count()
+    timeline = HostTimeline(
+        lambda: model.now_s,
+        lambda: model.worked_s,
+        lambda: Quota(cores=0.2, period_s=0.04, num_throttled=next(throttled)),
+    )
+    found = trials.measure(model, DataLoader(SAMPLES), 1, timeline=timeline).sample_s
+    assert found == pytest.approx([0.16] * 7)
+    assert trials.settle([found]) == [[pytest.approx(0.16)]]

@@ -27,6 +27,11 @@ def test_local_steps_are_not_negative():
         Asynchronous(local_steps=-1)
 
 
+def test_there_is_a_ring_at_least():
+    with pytest.raises(TrainingError, match=r"rings: 0, expected 1 or more\. Leave it out for one of each kind"):
+        Asynchronous(rings=0)
+
+
 def said(*pairs: tuple[float, list[float] | None]) -> list[dict]:
     return [{"speed": speed, "trial_s": trial_s} for speed, trial_s in pairs]
 

@@ -19,6 +19,12 @@ _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 _SAME_SCRIPT = "Run the same script on all ranks"
 
 
+def name_of(optimizer: torch.optim.Optimizer) -> str:
+    """Its class's name where that is torch's own, else with its module: a script's own SGD takes other steps."""
+    kind = type(optimizer)
+    return kind.__name__ if kind is getattr(torch.optim, kind.__name__, None) else f"{kind.__module__}.{kind.__name__}"
+
+
 def check_name(name: str) -> str:
     """`name` itself if the server can run that optimizer.
 

@@ -6,7 +6,6 @@ which takes as long but for the loss itself.
 
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ringweave.planning.balancing.estimating import BLOCK_S
 from ringweave.training import speed_test
+from ringweave.training.timing import HostTimeline
 
 BUDGET_S = 1.0
 """How long trials go on, after one to warm up."""
@@ -42,9 +42,7 @@ class Trial:
     """Why it cannot."""
 
 
-def measure(
-    model: nn.Module, loader: DataLoader, num_samples: int, clock: Callable[[], float] = time.perf_counter
-) -> Trial:
+def measure(model: nn.Module, loader: DataLoader, num_samples: int, timeline: HostTimeline | None = None) -> Trial:
     """How long a sample takes.
 
     Args:
@@ -52,7 +50,7 @@ def measure(
             make as many trials as fit into the time, and must not wait for each other in them.
         loader: Where samples come from: the first of the data set, without drawing from the sampler.
         num_samples: Samples of a trial.
-        clock: Gives seconds.
+        timeline: Gives seconds; None is the clock, without what a quota's pauses add where the processor computes.
     """
     if isinstance(loader.dataset, IterableDataset):
         return Trial(problem="the data set is a stream")
@@ -61,7 +59,9 @@ def measure(
         with speed_test.leaving_no_trace(inner):
             batch = _batch(loader, num_samples, inner)
             _try_out(inner, batch)
-            blocks_s = _blocks(lambda: _try_out(inner, batch), clock)
+            on_host = next(inner.parameters()).device.type == "cpu"
+            timeline = timeline or (HostTimeline.of_this_process() if on_host else HostTimeline())
+            blocks_s = _blocks(lambda: _try_out(inner, batch), timeline)
             return Trial(sample_s=[seconds / num_samples for seconds in blocks_s])
     except Exception as error:  # the script's own code; what it does not take here it may well take in training
         return Trial(problem=f"{type(error).__name__}: {error}"[:_MOST_TEXT])
@@ -82,18 +82,21 @@ def settle(sample_s: Sequence[Sequence[float]]) -> list[list[float]]:
     return [[middle * factor for factor in kinds] for middle in middles]
 
 
-def _blocks(once: Callable[[], None], clock: Callable[[], float]) -> list[float]:
+def _blocks(once: Callable[[], None], timeline: HostTimeline) -> list[float]:
     """Seconds of a trial, means over blocks: single ones say little where the kernel throttles in periods."""
     found: list[float] = []
-    began_s = clock()
+    began = timeline.mark()
     while len(found) < _MOST_BLOCKS:
-        if found and clock() - began_s >= (BUDGET_S if len(found) >= _LEAST_BLOCKS else _MOST_S):
+        if found and timeline.seconds((began, timeline.mark())) >= (
+            BUDGET_S if len(found) >= _LEAST_BLOCKS else _MOST_S
+        ):
             break
-        block_s = clock()
+        begin = timeline.mark()
         for count in itertools.count(1):
             once()
-            if clock() - block_s >= BLOCK_S:
-                found.append((clock() - block_s) / count)
+            span = begin, timeline.mark()
+            if timeline.seconds(span) >= BLOCK_S:
+                found.append(timeline.steady_s(timeline.seconds(span), timeline.processor_s(span)) / count)
                 break
     return found
 

@@ -190,9 +190,9 @@ class ElasticLoader(PreparedLoader):
     def split(self, loader: DataLoader) -> DataLoader:
         """A loader for evaluation: this member's part of its samples by the present shares."""
         roster = self._parts.rosters.latest
-        total = len(loader.dataset)  # pyrefly: ignore - a stream cannot be split, and says so itself
-        shares = balancing.scale(roster.shares, total)
-        return subset(loader, range(total)[balancing.cut(shares, roster.members.index(self._parts.member))])
+        samples = orders.evaluated(loader)
+        shares = balancing.scale(roster.shares, len(samples))
+        return subset(loader, samples[balancing.cut(shares, roster.members.index(self._parts.member))])
 
     @property
     def _num_samples(self) -> int:

@@ -143,9 +143,9 @@ class SharedLoader(PreparedLoader):
         The parts are in the proportions of the present shares and in the order of the data set. Nothing is
         communicated: add up sums over ranks, and call `model.module`, since ranks have different numbers of batches.
         """
-        total = len(loader.dataset)  # pyrefly: ignore - a stream cannot be split, and says so itself
-        own = balancing.cut(balancing.scale(self.shares, total), self._parts.control.rank)
-        return subset(loader, range(total)[own])
+        samples = orders.evaluated(loader)
+        own = balancing.cut(balancing.scale(self.shares, len(samples)), self._parts.control.rank)
+        return subset(loader, samples[own])
 
     @property
     def _end(self) -> int:

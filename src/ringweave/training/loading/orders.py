@@ -1,11 +1,18 @@
 """In which order a loader's samples are trained on, and how many make a batch: read off the user's loader."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from ringweave.errors import TrainingError, explain
@@ -37,10 +44,7 @@ def read(loader: DataLoader) -> Reading:
     Raises:
         TrainingError: Its batches cannot be shared.
     """
-    if loader.batch_size is None or type(loader.batch_sampler) not in (BatchSampler, type(None)):
-        what, got = "batches of the loader", type(loader.batch_sampler).__name__
-        do = "Give the DataLoader batch_size, and a sampler where needed, but no batch_sampler"
-        raise TrainingError(explain(what, got=got, expected="batches of a fixed size", do=do))
+    _check_batches(loader)
     if isinstance(loader.dataset, IterableDataset):
         return _read_stream(loader, loader.batch_size)
     sampler = loader.sampler
@@ -85,6 +89,37 @@ def indices_of(
         return np.arange(reading.num_samples)
     drawn = torch.tensor([int(index) for index in loader.sampler], dtype=torch.int64)
     return broadcast(drawn).numpy()
+
+
+def evaluated(loader: DataLoader) -> Sequence[int]:
+    """The samples of a loader for evaluation, in the order of the data set: all, or those of the sampler.
+
+    Nothing is communicated, so ranks have to find the same ones.
+
+    Raises:
+        TrainingError: It has none with an index, draws some anew each time, or its batches cannot be cut anew.
+    """
+    _check_batches(loader)
+    sampler, what = loader.sampler, "loader to be split"
+    if isinstance(loader.dataset, IterableDataset):
+        do = "Let the stream itself give each rank its part"
+        raise TrainingError(explain(what, got="one of a stream", expected="a data set with an index", do=do))
+    draws_anew = isinstance(sampler, WeightedRandomSampler) or (
+        isinstance(sampler, RandomSampler) and (sampler.replacement or len(sampler) != len(loader.dataset))
+    )
+    if draws_anew:
+        expected, do = "samples that are the same for every rank", "Name them by a Subset of the data set"
+        raise TrainingError(explain(what, got=f"one with {type(sampler).__name__}", expected=expected, do=do))
+    if isinstance(sampler, (RandomSampler, SequentialSampler, DistributedSampler)):
+        return range(len(loader.dataset))
+    return sorted(int(index) for index in sampler)
+
+
+def _check_batches(loader: DataLoader) -> None:
+    if loader.batch_size is None or type(loader.batch_sampler) not in (BatchSampler, type(None)):
+        what, got = "batches of the loader", type(loader.batch_sampler).__name__
+        do = "Give the DataLoader batch_size, and a sampler where needed, but no batch_sampler"
+        raise TrainingError(explain(what, got=got, expected="batches of a fixed size", do=do))
 
 
 def _read_stream(loader: DataLoader, batch_size: int) -> Reading:

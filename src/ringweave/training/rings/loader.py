@@ -121,9 +121,9 @@ class RingLoader(PreparedLoader):
         Ranks get equal parts, in the order of the data set. Nothing is communicated; at the end of an epoch all ranks
         have the same parameters.
         """
-        control, total = self._parts.control, len(loader.dataset)  # pyrefly: ignore - a stream cannot be split
-        own = balancing.cut(balancing.scale((1,) * control.world_size, total), control.rank)
-        return subset(loader, range(total)[own])
+        control, samples = self._parts.control, orders.evaluated(loader)
+        own = balancing.cut(balancing.scale((1,) * control.world_size, len(samples)), control.rank)
+        return subset(loader, samples[own])
 
     @property
     def _epoch_samples(self) -> int:

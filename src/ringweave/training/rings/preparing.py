@@ -197,7 +197,7 @@ def setup_of(module: nn.Module, optimizer: Optimizer, rings: Sequence[Sequence[i
     overlaps = asked.settings.local_steps > 0
     return Setup(
         tensors=flat.specs_of(named),
-        optimizer=optimizers.check_name(type(optimizer).__name__),
+        optimizer=optimizers.check_name(optimizers.name_of(optimizer)),
         groups=groups,
         rings=[list(ring) for ring in rings],
         overlaps=overlaps,

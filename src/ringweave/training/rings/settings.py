@@ -22,6 +22,9 @@ class Asynchronous:
 
     def __post_init__(self) -> None:
         """Refuse what means nothing."""
+        if self.rings is not None and self.rings < 1:
+            do = "Leave it out for one of each kind of workers"
+            raise TrainingError(explain("rings", got=self.rings, expected="1 or more", do=do))
         if self.local_steps < 0:
             raise TrainingError(
                 explain("local_steps", got=self.local_steps, expected="0 or more", do="Leave it out to push every step")

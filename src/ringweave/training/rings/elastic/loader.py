@@ -135,9 +135,9 @@ class KeptRingLoader(PreparedLoader):
     def split(self, loader: DataLoader) -> DataLoader:
         """A loader for evaluation: this member's part of its samples; each ring has all of them."""
         roster = self._parts.crew.rosters.latest
-        total = len(loader.dataset)  # pyrefly: ignore - a stream cannot be split, and says so itself
-        shares = balancing.scale(roster.shares, total)
-        return subset(loader, range(total)[balancing.cut(shares, roster.members.index(self._parts.name))])
+        samples = orders.evaluated(loader)
+        shares = balancing.scale(roster.shares, len(samples))
+        return subset(loader, samples[balancing.cut(shares, roster.members.index(self._parts.name))])
 
     @property
     def _epoch_samples(self) -> int:

@@ -141,7 +141,7 @@ def _read(triple: tuple[nn.Module, Optimizer, DataLoader], asked: KeptAsked) -> 
         "mode": asked.mode,
         "reduction": asked.elastic.reduction,
         "seed": orders.seed_of(loader),
-        "optimizer": optimizers.check_name(type(optimizer).__name__),
+        "optimizer": optimizers.check_name(optimizers.name_of(optimizer)),
         "local_steps": asked.settings.local_steps,
         "num_parameters": elastic.num_parameters_of(model),
     }
