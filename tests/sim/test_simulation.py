@@ -57,6 +57,15 @@ def test_who_sleeps_until_a_message_comes_has_to_wake_up() -> None:
     assert sim.simulate(schedules.ring(4), cluster, names(cluster), 1600, machine=busy).num_wakes < 4 * 6
 
 
+def test_bursts_wake_who_waits_for_the_whole_message() -> None:
+    """Two ranks, pieces of four bursts: three come too early, the fourth ends the piece."""
+    cluster = dataclasses.replace(flat([100.0] * 2), latency_s=0.0)
+    machine = Machine(wake_s=0.25, burst_bytes=100.0)
+    found = sim.simulate(schedules.ring(2), cluster, names(cluster), 800, machine=machine)
+    assert found.num_wakes == 2 * 2 * 4
+    assert found.seconds == pytest.approx(2 * (500 / 100 + 0.25)), "a burst is forwarded as a whole; one waking counts"
+
+
 @pytest.mark.parametrize("burst", [float("inf"), 100.0])
 def test_what_the_kernel_does_for_each_byte_and_what_it_takes_to_begin(burst: float) -> None:
     """Of each piece's 400 bytes one burst's are copied while nothing else goes on."""

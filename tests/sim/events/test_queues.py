@@ -19,11 +19,27 @@ def queues(*rates: float, **settings: float) -> tuple[Clock, Queues]:
 
 def sent(net: Queues, route: tuple[int, ...], *sizes: float, posted: float | None = None) -> BurstyStream:
     """A stream on which these messages are sent now; all of them are posted, or so many bytes."""
-    stream = net.stream(route)
+    stream = net.stream(route, nobody)
     net.post(stream, sum(sizes) if posted is None else posted)
     for size in sizes:
         net.send(stream, size)
     return stream
+
+
+def nobody() -> None:
+    """Wants to know of bursts."""
+
+
+def test_who_receives_is_told_of_every_burst_but_those_that_it_waits_for() -> None:
+    clock, net = queues(FAST, FAST)
+    times, arrived = list[float](), list[float]()
+    stream = net.stream((0, 1), lambda: times.append(clock.now_s))
+    net.post(stream, 30)
+    net.send(stream, 30)
+    net.when_there(stream, 0, arrived.append)
+    clock.run(net.settle)
+    assert times == pytest.approx([20 / FAST, 30 / FAST]), "the third burst ends the message, which is told otherwise"
+    assert arrived == pytest.approx([40 / FAST + 0.5])
 
 
 def test_a_burst_is_forwarded_when_it_is_there_as_a_whole() -> None:
@@ -59,7 +75,7 @@ def test_streams_of_a_node_take_turns_and_those_that_meet_get_alike() -> None:
 def at_half_time(*, unevenness: float, num_senders: int) -> list[float]:
     """Delivered of each stream into one slow link, when half of all should be there."""
     clock, net = queues(*[FAST] * num_senders, SLOW, window_bytes=200.0, unevenness=unevenness)
-    streams = [net.stream((sender, num_senders)) for sender in range(num_senders)]
+    streams = [net.stream((sender, num_senders), nobody) for sender in range(num_senders)]
     for stream in streams:
         net.post(stream, 10_000)
     for stream in streams:
@@ -85,7 +101,7 @@ def test_streams_that_meet_get_what_their_windows_are_of_all_windows() -> None:
 def test_streams_of_one_node_stay_even_whatever_their_windows_are() -> None:
     """Its own link, as fast as the one behind it, lets them take turns."""
     clock, net = queues(SLOW, FAST, window_bytes=200.0, unevenness=1.0)
-    streams = [net.stream((0, 1)) for _ in range(4)]
+    streams = [net.stream((0, 1), nobody) for _ in range(4)]
     for stream in streams:
         net.post(stream, 1_000)
     for stream in streams:
@@ -98,7 +114,7 @@ def test_streams_of_one_node_stay_even_whatever_their_windows_are() -> None:
 def left_at_half_time(*to: float, redeal_s: float = math.inf) -> list[float]:
     """Delivered of each stream from one slow node into links of these rates, when half of all should be there."""
     clock, net = queues(SLOW, *to, uneven_turns=0.65, redeal_s=redeal_s)
-    streams = [net.stream((0, 1 + receiver)) for receiver in range(len(to))]
+    streams = [net.stream((0, 1 + receiver), nobody) for receiver in range(len(to))]
     for stream in streams:
         net.post(stream, 10_000)
     for stream in streams:
@@ -144,7 +160,7 @@ def test_a_message_has_left_when_the_kernel_has_the_rest_of_it() -> None:
     stream = sent(net, (0,), 100)
     left = list[float]()
     net.when_left(stream, 100, left.append)
-    net.when_left(net.stream((0,)), 0, left.append)
+    net.when_left(net.stream((0,), nobody), 0, left.append)
     assert left == [0.0]
     clock.run(net.settle)
     assert left == [0.0, pytest.approx(60 / FAST)]
