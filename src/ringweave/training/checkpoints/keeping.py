@@ -6,20 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ringweave.comm import regrouping
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import TrainingError, explain
+from ringweave.params.resuming import Ruled
 from ringweave.training.checkpoints import disk, meeting, randomness
+from ringweave.training.checkpoints import parts as parts_
 from ringweave.training.checkpoints.disk import Content, Saved
 from ringweave.training.checkpoints.encoding import Encoder
+from ringweave.training.checkpoints.served import SERVER, Served
 from ringweave.training.checkpoints.staging import Stage
 from ringweave.training.checkpoints.telling import Teller
-from ringweave.training.checkpoints.writing import Job, Writer
+from ringweave.training.checkpoints.writing import Job, Late, Writer
 from ringweave.training.elastic.loader import ElasticLoader
-from ringweave.training.loading.prepared import PreparedLoader
+from ringweave.training.rings.resuming import ServedLoader
 
 _RANDOM = "random numbers"
 
@@ -55,10 +56,10 @@ class Checkpoints:
         Raises:
             TrainingError: One of them has no state that rank 0 could save for all.
         """
-        _check(keep, parts)
+        parts_.check(keep, parts)
         self.folder = Path(folder).absolute()
         self._keep, self._rng = keep, rng
-        self._parts = {name: _inner(part) for name, part in parts.items()}
+        self._parts = {name: parts_.inner(part) for name, part in parts.items()}
         self._refused: set[Path] = set()
         self._teller = Teller(WorkerEnvironment.from_environ(os.environ))
         self._stage = Stage()
@@ -67,6 +68,11 @@ class Checkpoints:
         self._elastic_name = next((name for name, part in parts.items() if part is self._elastic), "")
         if self._elastic is not None:
             self._elastic.save_at_end(self._save_last)
+        self._served = next(
+            (Served(name, each) for name, each in parts.items() if isinstance(each, ServedLoader)), None
+        )
+        if self._served is not None:
+            del self._parts[self._served.name]
 
     def save(self, train_step: int) -> None:
         """Take the state after so many train steps; every rank calls it, and nobody waits for another.
@@ -78,6 +84,9 @@ class Checkpoints:
             TrainingError: There is something in the state that cannot be saved without pickle.
         """
         rank, _ = _place()
+        if self._served is not None:
+            self._submit_served(self._served, train_step)
+            return
         if self._elastic is not None:
             self._elastic.count_train_steps(train_step)
         started_s = time.perf_counter()
@@ -100,6 +109,18 @@ class Checkpoints:
         copy_s = time.perf_counter() - started_s
         self._writer.submit(Job(train_step=train_step, staged=staged, document=document, copy_s=copy_s))
 
+    def _submit_served(self, served: Served, train_step: int) -> None:
+        """Copy the script's own parts; the thread reads the server's, and writes both."""
+        if not served.loader.represents_ring:
+            return
+        started_s, encoder = time.perf_counter(), Encoder()
+        trees = {name: encoder.encode(part.state_dict(), name) for name, part in self._parts.items()}
+        tensors = {name: tensor.clone() for name, tensor in encoder.tensors.items()}
+        document = {"train_step": train_step, "rank": 0, "world_size": _place()[1], "parts": trees}
+        copy_s = time.perf_counter() - started_s
+        late = Late(tensors=tensors, read=served.read)
+        self._writer.submit(Job(train_step=train_step, staged=None, document=document, copy_s=copy_s, late=late))
+
     def load(self) -> int:
         """Put all parts where the newest whole checkpoint has them; every rank calls it, after `prepare`.
 
@@ -115,6 +136,8 @@ class Checkpoints:
                 not among them.
         """
         self.wait()
+        if self._served is not None:
+            return self._load_served(self._served)
         if self._is_latecomer():
             return self._joined()
         among = meeting.messages(os.environ)
@@ -130,6 +153,49 @@ class Checkpoints:
             self._elastic.count_train_steps(content.train_step)
         return content.train_step
 
+    def _load_served(self, served: Served) -> int:
+        """The same in rings, where the server is told."""
+        if served.loader.is_latecomer:
+            return self._joined_served(served.num_train_steps())
+        among = None if served.loader.is_elastic else meeting.messages(os.environ)
+        own = self._newest()
+        found = own if among is None else meeting.agree(own, among)
+        if found is not None:
+            parts_.check_names(found[0], found[1].parts, {**self._parts, SERVER: None, served.name: None})
+        ruled = served.resume(found)
+        if ruled.verdict == "begun":
+            return self._joined_served(ruled.train_step)
+        if ruled.verdict == "nothing":
+            return 0
+        if found is None or found[0].check != ruled.check:
+            found = self._named(ruled)
+        saved, content = found
+        for name, part in self._parts.items():
+            parts_.load(saved, name, part, content.parts[name])
+        rank, world_size = _place()
+        self._teller.loaded(rank, saved, saved_world_size=content.world_size, world_size=world_size)
+        return ruled.train_step
+
+    def _named(self, ruled: Ruled) -> tuple[Saved, Content]:
+        """The one that another ring has found."""
+        for saved in disk.list_saved(self.folder, rank=0):
+            content = self._read(saved) if saved.check == ruled.check else None
+            if content is not None:
+                return saved, content
+        raise TrainingError(
+            explain(
+                "checkpoint that the other rings go on from",
+                got=f"nothing of step {ruled.train_step} and check {ruled.check} that this worker can read",
+                expected="its file",
+                do="Keep checkpoints on a disk that all workers of an elastic job reach",
+                where=str(self.folder),
+            )
+        )
+
+    def _joined_served(self, num_train_steps: int) -> int:
+        self._teller.joined(num_train_steps)
+        return num_train_steps
+
     def clear(self) -> int:
         """Remove the checkpoints of an earlier training in this folder; every rank calls it.
 
@@ -141,14 +207,27 @@ class Checkpoints:
             TrainingError: The loader of an elastic job is not among the parts.
         """
         self.wait()
+        if self._served is not None and self._served.loader.is_elastic:
+            return self._clear_served(self._served)
         if self._is_latecomer():
             return self._joined()
         if _place()[0] == 0:
-            disk.remove(iter(disk.list_saved(self.folder)))
-            disk.remove_partials(self.folder)
+            self._remove_all()
         if dist.is_initialized():
             dist.barrier()
         return 0
+
+    def _clear_served(self, served: Served) -> int:
+        """In rings that may lose members: no ring trains before the folder is empty for all."""
+        if served.loader.is_latecomer or served.has_begun():
+            return self._joined_served(served.num_train_steps())
+        if served.loader.represents_ring:
+            self._remove_all()
+        return served.resume(None).train_step
+
+    def _remove_all(self) -> None:
+        disk.remove(iter(disk.list_saved(self.folder)))
+        disk.remove_partials(self.folder)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until what was saved is on the disk, or has failed; False if the time was up before.
@@ -205,9 +284,9 @@ class Checkpoints:
     def _put(self, saved: Saved, content: Content) -> None:
         states = dict(content.parts)
         random_numbers = states.pop(_RANDOM, None)
-        _check_names(saved, states, self._parts)
+        parts_.check_names(saved, states, self._parts)
         for name, part in self._parts.items():
-            _load(saved, name, part, states[name])
+            parts_.load(saved, name, part, states[name])
         if self._rng:
             self._put_random_numbers(saved, content, random_numbers)
 
@@ -227,22 +306,41 @@ class Checkpoints:
 
     def _write(self, job: Job) -> None:
         """In the writer's thread: whatever happens is said, and nothing is raised."""
-        rank, started_s = job.document["rank"], time.perf_counter()
+        rank, started_s, staged = job.document["rank"], time.perf_counter(), job.staged
         try:
-            job.staged.wait_copied()
+            if job.late is not None:
+                found = job.late.read()
+                if found is None:  # another ring saves
+                    return
+                job = self._completed(job, *found)
+                staged, started_s = job.staged, time.perf_counter()
+            assert staged is not None, "complete"
+            staged.wait_copied()
             place = {"rank": rank, "train_step": job.train_step}
-            saved = disk.write(self.folder, **place, document=job.document, staged=job.staged)
+            saved = disk.write(self.folder, **place, document=job.document, staged=staged)
             write_s = time.perf_counter() - started_s
-            self._teller.saved(saved, num_bytes=job.staged.num_bytes, copy_s=job.copy_s, write_s=write_s)
+            self._teller.saved(saved, num_bytes=staged.num_bytes, copy_s=job.copy_s, write_s=write_s)
             self._refused.discard(saved.path)
             self._remove_old(saved)
         except Exception as error:
             self._teller.failed(rank, job.train_step, self.folder, f"{_reason(error)}.")
         finally:
-            self._stage.give_back(job.staged)
+            if staged is not None:
+                self._stage.give_back(staged)
+
+    def _completed(self, job: Job, train_step: int, states: dict[str, Any]) -> Job:
+        """With the states that were read later; of so many train steps of all rings."""
+        assert job.late is not None, "it waits for them"
+        encoder = Encoder()
+        trees = {name: encoder.encode(state, name) for name, state in states.items()}
+        staged = self._stage.copy({**job.late.tensors, **encoder.tensors})
+        parts = {**job.document["parts"], **trees}
+        document = {**job.document, "train_step": train_step, "parts": parts}
+        return Job(train_step=train_step, staged=staged, document=document, copy_s=job.copy_s)
 
     def _pass_over(self, job: Job) -> None:
-        self._stage.give_back(job.staged)
+        if job.staged is not None:
+            self._stage.give_back(job.staged)
         text = "the disk was still busy with an earlier one when a later one came."
         self._teller.failed(job.document["rank"], job.train_step, self.folder, text)
 
@@ -273,64 +371,3 @@ def _place() -> tuple[int, int]:
 def _reason(error: Exception) -> str:
     """Without the path, which is told apart."""
     return f"[Errno {error.errno}] {error.strerror}" if isinstance(error, OSError) and error.errno else str(error)
-
-
-def _inner(part: Any) -> Any:
-    return part.module if isinstance(part, DistributedDataParallel) else part
-
-
-def _check(keep: int, parts: dict[str, Any]) -> None:
-    if keep < 1:
-        raise TrainingError(
-            explain("checkpoints to keep", got=keep, expected="at least 1", do="Three leave a way back")
-        )
-    for name, part in parts.items():
-        if not callable(getattr(part, "state_dict", None)) or not callable(getattr(part, "load_state_dict", None)):
-            got, expected = type(part).__name__, "an object with state_dict and load_state_dict"
-            do = "Leave it out; a loader has them when it comes from ringweave.prepare"
-            if isinstance(part, PreparedLoader):
-                got, expected = "the loader of a ring (mode ps-hra or ps)", "that of mode sync or balanced"
-                do = "Train in mode balanced where a run has to go on later: the state of rings is their server's"
-            raise TrainingError(explain(f"part {name} of checkpoints", got=got, expected=expected, do=do))
-        if isinstance(part, nn.Module) and any(_is_sharded(each) for each in (*part.modules(), *part.parameters())):
-            do = "Save a sharded model with torch.distributed.checkpoint"
-            raise TrainingError(
-                explain(
-                    f"part {name} of checkpoints",
-                    got="a sharded model",
-                    expected="one that every rank has whole",
-                    do=do,
-                )
-            )
-
-
-def _is_sharded(part: object) -> bool:
-    return hasattr(part, "__tensor_flatten__") or type(part).__name__ == "FullyShardedDataParallel"
-
-
-def _check_names(saved: Saved, states: dict[str, Any], parts: dict[str, Any]) -> None:
-    if states.keys() != parts.keys():
-        raise TrainingError(
-            explain(
-                "parts of a checkpoint",
-                got=", ".join(sorted(states)) or "none",
-                expected=", ".join(sorted(parts)) or "none",
-                do="Give Checkpoints the parts that it was saved with",
-                where=str(saved.path),
-            )
-        )
-
-
-def _load(saved: Saved, name: str, part: Any, state: Any) -> None:
-    try:
-        part.load_state_dict(state)
-    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TrainingError(
-            explain(
-                f"part {name} of a checkpoint",
-                got=str(error)[:300],
-                expected="the state of one that is built alike",
-                do="Go on with the model and the options that saved it, or into another folder",
-                where=str(saved.path),
-            )
-        ) from error

@@ -1,10 +1,23 @@
 """The thread that writes: the newest that is asked for, one at a time, and gone when there is nothing to do."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
 
 from ringweave.training.checkpoints.staging import Staged
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Late:
+    """What belongs to a checkpoint and is read in the thread, from a parameter server."""
+
+    tensors: Mapping[str, Tensor]
+    """Copies of those that are known."""
+    read: Callable[[], tuple[int, dict[str, Any]] | None]
+    """Gives (train steps, states by their names); None if nothing is to be written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -12,10 +25,12 @@ class Job:
     """One checkpoint to be written."""
 
     train_step: int
-    staged: Staged
+    staged: Staged | None
+    """None until `late` is read."""
     document: dict
     copy_s: float
     """How long training waited for it."""
+    late: Late | None = None
 
 
 class Writer:
