@@ -49,8 +49,11 @@ class Ruled(wire.Message):
     """`give`: the ring's own checkpoint, which it is to give back to the server (`Restore`). `resumed`: the server has
     one. `begun`: rings draw samples already, and none is read any more."""
     train_step: Count = 0
-    """That it was saved after; of a job that has begun, what is done by now."""
+    """That the checkpoint was saved after."""
     check: str = ""
+    """Of it."""
+    num_done: Count = 0
+    """Whole train steps of all rings that the server has by now."""
 
 
 class Offer(wire.Message):

@@ -110,8 +110,8 @@ class Keeping:
         self._desk.find(offer.term, offer.ring, call.peer)
         with self._desk.changed:
             job = self._desk.started_job()
-            if job.has_begun:
-                return Ruled(verdict="begun", train_step=job.model.progress.num_done)
+            if job.has_begun and offer.ring not in job.offers:
+                return Ruled(verdict="begun", num_done=job.model.progress.num_done)
             job.offers[offer.ring] = (offer.train_step, offer.check)
             self._desk.changed.notify_all()
             while (ruled := self._ruled(self._desk.started_job(), offer.ring)) is None:
@@ -130,9 +130,10 @@ class Keeping:
     def _ruled(self, job: Job, ring: int) -> Ruled | None:
         """What that ring hears; None as long as it has to wait."""
         if job.resumed is not None:
-            return Ruled(verdict="resumed", train_step=job.resumed.train_step, check=job.resumed.check)
+            resumed, num_done = job.resumed, job.model.progress.num_done
+            return Ruled(verdict="resumed", train_step=resumed.train_step, check=resumed.check, num_done=num_done)
         if job.has_nothing_to_resume:
-            return Ruled(verdict="nothing")
+            return Ruled(verdict="nothing", num_done=job.model.progress.num_done)
         here = set(range(len(job.setup.rings))) - self._absent(job)
         if not here <= job.offers.keys():
             return None
@@ -152,7 +153,7 @@ class Keeping:
         found = snapshots.from_bytes(content)
         with self._desk.changed:
             job = self._desk.started_job()
-            if job.resumed is None or job.resumed.check != piece.check:  # else it is said again
+            if job.resumed is None:  # else it is said again, or another ring was faster
                 if job.has_begun:
                     raise TrainingError(
                         explain(

@@ -10,15 +10,14 @@ import torch.distributed as dist
 from ringweave.comm import regrouping
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import TrainingError, explain
-from ringweave.params.resuming import Ruled
 from ringweave.training.checkpoints import disk, meeting, randomness
 from ringweave.training.checkpoints import parts as parts_
 from ringweave.training.checkpoints.disk import Content, Saved
 from ringweave.training.checkpoints.encoding import Encoder
-from ringweave.training.checkpoints.served import SERVER, Served
+from ringweave.training.checkpoints.served import Served
 from ringweave.training.checkpoints.staging import Stage
 from ringweave.training.checkpoints.telling import Teller
-from ringweave.training.checkpoints.writing import Job, Late, Writer
+from ringweave.training.checkpoints.writing import Job, Writer
 from ringweave.training.elastic.loader import ElasticLoader
 from ringweave.training.rings.resuming import ServedLoader
 
@@ -68,11 +67,8 @@ class Checkpoints:
         self._elastic_name = next((name for name, part in parts.items() if part is self._elastic), "")
         if self._elastic is not None:
             self._elastic.save_at_end(self._save_last)
-        self._served = next(
-            (Served(name, each) for name, each in parts.items() if isinstance(each, ServedLoader)), None
-        )
-        if self._served is not None:
-            del self._parts[self._served.name]
+        ring = next((name for name, part in parts.items() if isinstance(part, ServedLoader)), "")
+        self._served = Served(ring, self._parts.pop(ring), self._parts, self._teller) if ring else None
 
     def save(self, train_step: int) -> None:
         """Take the state after so many train steps; every rank calls it, and nobody waits for another.
@@ -85,7 +81,9 @@ class Checkpoints:
         """
         rank, _ = _place()
         if self._served is not None:
-            self._submit_served(self._served, train_step)
+            job = self._served.begin(train_step)
+            if job is not None:
+                self._writer.submit(job)
             return
         if self._elastic is not None:
             self._elastic.count_train_steps(train_step)
@@ -109,18 +107,6 @@ class Checkpoints:
         copy_s = time.perf_counter() - started_s
         self._writer.submit(Job(train_step=train_step, staged=staged, document=document, copy_s=copy_s))
 
-    def _submit_served(self, served: Served, train_step: int) -> None:
-        """Copy the script's own parts; the thread reads the server's, and writes both."""
-        if not served.loader.represents_ring:
-            return
-        started_s, encoder = time.perf_counter(), Encoder()
-        trees = {name: encoder.encode(part.state_dict(), name) for name, part in self._parts.items()}
-        tensors = {name: tensor.clone() for name, tensor in encoder.tensors.items()}
-        document = {"train_step": train_step, "rank": 0, "world_size": _place()[1], "parts": trees}
-        copy_s = time.perf_counter() - started_s
-        late = Late(tensors=tensors, read=served.read)
-        self._writer.submit(Job(train_step=train_step, staged=None, document=document, copy_s=copy_s, late=late))
-
     def load(self) -> int:
         """Put all parts where the newest whole checkpoint has them; every rank calls it, after `prepare`.
 
@@ -137,7 +123,7 @@ class Checkpoints:
         """
         self.wait()
         if self._served is not None:
-            return self._load_served(self._served)
+            return self._served.load(self._newest, self._named)
         if self._is_latecomer():
             return self._joined()
         among = meeting.messages(os.environ)
@@ -153,49 +139,6 @@ class Checkpoints:
             self._elastic.count_train_steps(content.train_step)
         return content.train_step
 
-    def _load_served(self, served: Served) -> int:
-        """The same in rings, where the server is told."""
-        if served.loader.is_latecomer:
-            return self._joined_served(served.num_train_steps())
-        among = None if served.loader.is_elastic else meeting.messages(os.environ)
-        own = self._newest()
-        found = own if among is None else meeting.agree(own, among)
-        if found is not None:
-            parts_.check_names(found[0], found[1].parts, {**self._parts, SERVER: None, served.name: None})
-        ruled = served.resume(found)
-        if ruled.verdict == "begun":
-            return self._joined_served(ruled.train_step)
-        if ruled.verdict == "nothing":
-            return 0
-        if found is None or found[0].check != ruled.check:
-            found = self._named(ruled)
-        saved, content = found
-        for name, part in self._parts.items():
-            parts_.load(saved, name, part, content.parts[name])
-        rank, world_size = _place()
-        self._teller.loaded(rank, saved, saved_world_size=content.world_size, world_size=world_size)
-        return ruled.train_step
-
-    def _named(self, ruled: Ruled) -> tuple[Saved, Content]:
-        """The one that another ring has found."""
-        for saved in disk.list_saved(self.folder, rank=0):
-            content = self._read(saved) if saved.check == ruled.check else None
-            if content is not None:
-                return saved, content
-        raise TrainingError(
-            explain(
-                "checkpoint that the other rings go on from",
-                got=f"nothing of step {ruled.train_step} and check {ruled.check} that this worker can read",
-                expected="its file",
-                do="Keep checkpoints on a disk that all workers of an elastic job reach",
-                where=str(self.folder),
-            )
-        )
-
-    def _joined_served(self, num_train_steps: int) -> int:
-        self._teller.joined(num_train_steps)
-        return num_train_steps
-
     def clear(self) -> int:
         """Remove the checkpoints of an earlier training in this folder; every rank calls it.
 
@@ -207,8 +150,8 @@ class Checkpoints:
             TrainingError: The loader of an elastic job is not among the parts.
         """
         self.wait()
-        if self._served is not None and self._served.loader.is_elastic:
-            return self._clear_served(self._served)
+        if self._served is not None:
+            return self._served.clear(self._remove_all)
         if self._is_latecomer():
             return self._joined()
         if _place()[0] == 0:
@@ -216,14 +159,6 @@ class Checkpoints:
         if dist.is_initialized():
             dist.barrier()
         return 0
-
-    def _clear_served(self, served: Served) -> int:
-        """In rings that may lose members: no ring trains before the folder is empty for all."""
-        if served.loader.is_latecomer or served.has_begun():
-            return self._joined_served(served.num_train_steps())
-        if served.loader.represents_ring:
-            self._remove_all()
-        return served.resume(None).train_step
 
     def _remove_all(self) -> None:
         disk.remove(iter(disk.list_saved(self.folder)))
@@ -273,6 +208,14 @@ class Checkpoints:
                 return saved, content
         return None
 
+    def _named(self, check: str) -> tuple[Saved, Content] | None:
+        """The one with that check, if this rank can read it whole."""
+        for saved in disk.list_saved(self.folder, rank=0):
+            content = self._read(saved) if saved.check == check else None
+            if content is not None:
+                return saved, content
+        return None
+
     def _read(self, saved: Saved) -> Content | None:
         try:
             return disk.read(saved)
@@ -308,12 +251,11 @@ class Checkpoints:
         """In the writer's thread: whatever happens is said, and nothing is raised."""
         rank, started_s, staged = job.document["rank"], time.perf_counter(), job.staged
         try:
-            if job.late is not None:
-                found = job.late.read()
-                if found is None:  # another ring saves
+            if self._served is not None:
+                completed = self._served.complete(job, self._stage)
+                if completed is None:  # another ring saves
                     return
-                job = self._completed(job, *found)
-                staged, started_s = job.staged, time.perf_counter()
+                job, staged, started_s = completed, completed.staged, time.perf_counter()
             assert staged is not None, "complete"
             staged.wait_copied()
             place = {"rank": rank, "train_step": job.train_step}
@@ -327,16 +269,6 @@ class Checkpoints:
         finally:
             if staged is not None:
                 self._stage.give_back(staged)
-
-    def _completed(self, job: Job, train_step: int, states: dict[str, Any]) -> Job:
-        """With the states that were read later; of so many train steps of all rings."""
-        assert job.late is not None, "it waits for them"
-        encoder = Encoder()
-        trees = {name: encoder.encode(state, name) for name, state in states.items()}
-        staged = self._stage.copy({**job.late.tensors, **encoder.tensors})
-        parts = {**job.document["parts"], **trees}
-        document = {**job.document, "train_step": train_step, "parts": parts}
-        return Job(train_step=train_step, staged=staged, document=document, copy_s=job.copy_s)
 
     def _pass_over(self, job: Job) -> None:
         if job.staged is not None:

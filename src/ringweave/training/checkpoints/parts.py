@@ -8,9 +8,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ringweave.errors import TrainingError, explain
 from ringweave.params.ring.optimizer import PushedOptimizer
 from ringweave.training.checkpoints.disk import Saved
-from ringweave.training.checkpoints.served import SERVER
 from ringweave.training.rings.elastic.optimizer import KeptOptimizer
 from ringweave.training.rings.resuming import ServedLoader
+
+SERVER = "parameter server"
+"""Name of the part that the server of rings has."""
 
 
 def inner(part: Any) -> Any:

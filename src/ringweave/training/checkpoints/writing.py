@@ -2,22 +2,11 @@
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from ringweave.training.checkpoints.staging import Staged
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Late:
-    """What belongs to a checkpoint and is read in the thread, from a parameter server."""
-
-    tensors: Mapping[str, Tensor]
-    """Copies of those that are known."""
-    read: Callable[[], tuple[int, dict[str, Any]] | None]
-    """Gives (train steps, states by their names); None if nothing is to be written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,11 +15,12 @@ class Job:
 
     train_step: int
     staged: Staged | None
-    """None until `late` is read."""
+    """None where some of it is still at a parameter server."""
     document: dict
     copy_s: float
     """How long training waited for it."""
-    late: Late | None = None
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    """What is known of it, where that is not staged yet."""
 
 
 class Writer:

@@ -85,9 +85,10 @@ class RingLoader(ServedLoader):
     is_latecomer = False
 
     @property
-    def represents_ring(self) -> bool:
-        """See `ServedLoader`."""
-        return self._parts.places.seat.client is not None
+    def may_save(self) -> bool:
+        """See `ServedLoader`: the first ring, which is always there."""
+        seat = self._parts.places.seat
+        return seat.client is not None and seat.index == 0
 
     @property
     def num_samples(self) -> int:
@@ -105,6 +106,15 @@ class RingLoader(ServedLoader):
 
     def resume(self, offered: Offered | None) -> Ruled:
         """See `ServedLoader`. All ranks offer the same."""
+        if self._num_passes:
+            raise TrainingError(
+                explain(
+                    "checkpoint to go on from",
+                    got="one after the first pass has begun",
+                    expected="it before",
+                    do="Call Checkpoints.load right after prepare",
+                )
+            )
         start = Start.of_state(offered.state, self._epoch_samples) if offered else None
         ruled = self._agree(offered, start)
         if start is not None:
@@ -113,26 +123,16 @@ class RingLoader(ServedLoader):
         return ruled
 
     def _agree(self, offered: Offered | None, start: Start | None) -> Ruled:
-        """What the server says to the ring's representative; the same on the other ranks, which do not ask."""
-        seen = Ruled(verdict="nothing")
-        if offered is not None:
-            seen = Ruled(verdict="resumed", train_step=offered.train_step, check=offered.check)
+        """What the server says to the ring's representative; the other ranks, which do not ask, know it."""
         client = self._parts.places.seat.client
-        if client is None:
-            return seen
-        ruled = client.offer(seen.train_step, seen.check)
-        if ruled.verdict == "begun":
-            raise TrainingError(
-                explain(
-                    "checkpoint to go on from",
-                    got="one after the first samples were drawn",
-                    expected="it before",
-                    do="Call Checkpoints.load right after prepare",
-                )
-            )
-        if ruled.verdict == "give" and offered is not None and start is not None:
-            client.restore(offered.content(), ruled, start.to_message(self._num_passes + 1))
-        return seen
+        if client is not None:
+            ruled = client.offer(offered.train_step if offered else 0, offered.check if offered else "")
+            if ruled.verdict == "give" and offered is not None and start is not None:
+                client.restore(offered.content(), ruled, start.to_message(self._num_passes + 1))
+        if offered is None:
+            return Ruled(verdict="nothing")
+        step = offered.train_step
+        return Ruled(verdict="resumed", train_step=step, check=offered.check, num_done=step)
 
     @property
     def shares(self) -> tuple[int, ...]:

@@ -109,8 +109,8 @@ class ServedLoader(PreparedLoader):
 
     @property
     @abc.abstractmethod
-    def represents_ring(self) -> bool:
-        """This process speaks for its ring."""
+    def may_save(self) -> bool:
+        """This process speaks for a ring that may be the one to write checkpoints."""
 
     @property
     @abc.abstractmethod

@@ -1,18 +1,13 @@
 """What workers in rings run that save checkpoints, and go on from them."""
 
-import math
-import os
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import ringweave
-from ringweave.environment import CREDENTIALS, MODE, SERVER
 from ringweave.testing.elastic import say
 from ringweave.training import Asynchronous
 from ringweave.training.choosing import trials

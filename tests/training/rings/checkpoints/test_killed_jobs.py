@@ -4,14 +4,12 @@ import random
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ringweave.testing.elastic import ElasticJob
 from ringweave.training.checkpoints import disk
 from tests.training.rings.checkpoints import saving_functions as functions
-from tests.training.rings.elastic.ring_functions import NUM_SAMPLES
 from tests.training.rings.elastic.test_deaths import value_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(600)]

@@ -71,11 +71,11 @@ class KeptRingLoader(ServedLoader):
 
     @property
     def is_latecomer(self) -> bool:
-        """See `ServedLoader`: it has joined members of its ring."""
-        return self._parts.crew.place.is_latecomer
+        """See `ServedLoader`: it has joined members of its ring, or the ring was training before."""
+        return self._parts.crew.place.is_latecomer or self.ring_place.num_tickets > 0
 
     @property
-    def represents_ring(self) -> bool:
+    def may_save(self) -> bool:
         """See `ServedLoader`."""
         return self._parts.member.is_first
 

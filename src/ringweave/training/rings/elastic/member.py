@@ -131,11 +131,12 @@ class RingMember:
 
         def agree() -> Said:
             client = self._client_of()
-            ruled = client.offer(offered.train_step if offered else 0, offered.check if offered else "")
+            own = (offered.train_step, offered.check) if offered else (0, "")
+            ruled = client.offer(*own)
             if ruled.verdict == "give" and offered is not None:
                 start = Start.of_state(offered.state, num_samples)
                 client.restore(offered.content(), ruled, start.to_message(start.epoch))
-                ruled = ruled.model_copy(update={"verdict": "resumed"})
+                ruled = client.offer(*own)
             begun = self._begin(client) if ruled.verdict == "resumed" else {}
             return {"ruled": ruled.model_dump(), **begun}
 
