@@ -20,10 +20,15 @@ def build(rings: int, local_steps: int) -> tuple[nn.Module, torch.optim.Optimize
     trials.measure = lambda *_, **__: Trial()  # on a busy machine it would form other rings
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    data = DataLoader(make_data(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
+    data = loader_of(torch.Generator().manual_seed(3))
     asynchronous = Asynchronous(rings=rings, local_steps=local_steps)
     model, optimizer, loader = ringweave.prepare(model, optimizer, data, mode="ps-hra", asynchronous=asynchronous)
     return model, optimizer, loader, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+
+
+def loader_of(generator: torch.Generator) -> DataLoader:
+    """The script's own; the third of what it gives are numbers of samples."""
+    return DataLoader(make_data(), batch_size=BATCH, shuffle=True, generator=generator)
 
 
 def train(
@@ -53,7 +58,8 @@ def train(
             time.sleep(pause_s)
         accounts.append(loader.account)
     checkpoints.wait()
-    return {"accounts": accounts, "loaded": loaded, "loss": loss_of(model)}
+    parameters = [each.detach().numpy().copy() for each in model.module.parameters()]
+    return {"accounts": accounts, "loaded": loaded, "loss": loss_of(model), "parameters": parameters}
 
 
 @torch.no_grad()
