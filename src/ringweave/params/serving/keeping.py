@@ -181,7 +181,8 @@ class Keeping:
         most = _BOOKS_BYTES + _MOST_STATES * job.model.start.num_bytes
         with self._desk.changed:
             held = bytearray() if piece.first_byte == 0 else self._deposits.get(piece.ring, bytearray())
-            if piece.num_bytes > most or len(held) != piece.first_byte:
+            is_too_long = max(piece.num_bytes, len(held) + len(content)) > min(most, piece.num_bytes)
+            if is_too_long or len(held) != piece.first_byte:
                 raise TrainingError(
                     explain(
                         "piece of a snapshot",

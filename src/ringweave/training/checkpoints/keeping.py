@@ -11,7 +11,7 @@ from ringweave.comm import regrouping
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import TrainingError, explain
 from ringweave.training.checkpoints import disk, meeting, randomness
-from ringweave.training.checkpoints import parts as parts_
+from ringweave.training.checkpoints import parts as checkpoint_parts
 from ringweave.training.checkpoints.disk import Content, Saved
 from ringweave.training.checkpoints.encoding import Encoder
 from ringweave.training.checkpoints.served import Served
@@ -37,7 +37,8 @@ class Checkpoints:
 
     `save` copies the state in memory and returns; a thread writes it while training goes on. A disk that is full,
     broken or gone costs checkpoints, said in the log and the event log, and never the training. Rank 0 writes the
-    state, which is the same on all ranks, and each rank its random numbers.
+    state, which is the same on all ranks, and each rank its random numbers. In rings the first of them writes what the
+    parameter server has.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3, rng: bool = True, **parts: Any) -> None:
@@ -55,10 +56,10 @@ class Checkpoints:
         Raises:
             TrainingError: One of them has no state that rank 0 could save for all.
         """
-        parts_.check(keep, parts)
+        checkpoint_parts.check(keep, parts)
         self.folder = Path(folder).absolute()
         self._keep, self._rng = keep, rng
-        self._parts = {name: parts_.inner(part) for name, part in parts.items()}
+        self._parts = {name: checkpoint_parts.inner(part) for name, part in parts.items()}
         self._refused: set[Path] = set()
         self._teller = Teller(WorkerEnvironment.from_environ(os.environ))
         self._stage = Stage()
@@ -72,6 +73,8 @@ class Checkpoints:
 
     def save(self, train_step: int) -> None:
         """Take the state after so many train steps; every rank calls it, and nobody waits for another.
+
+        In rings the number is not needed: what is saved is named by the train steps of all rings by then.
 
         Returns when the state is copied. If the disk is still busy with an earlier one, this one waits for its turn,
         and gives it up when a third comes.
@@ -112,14 +115,15 @@ class Checkpoints:
 
         A damaged one is passed over, and it is said. Ranks that cannot reach the folder get the state from one that
         can. The number of ranks may be another one; the random numbers then begin anew. A worker that has joined an
-        elastic job has the others' state, which is newer than any checkpoint: it keeps that, and asks nobody.
+        elastic job has the others' state, which is newer than any checkpoint: it keeps that, and asks nobody. In rings
+        it is the server that gets the state, and the steps are those of all rings.
 
         Returns:
             How many train steps that was after; 0 if there is no checkpoint.
 
         Raises:
             TrainingError: It holds other parts than these, or does not fit them; or the loader of an elastic job is
-                not among them.
+                not among them; or, in rings, training has begun.
         """
         self.wait()
         if self._served is not None:
@@ -227,9 +231,9 @@ class Checkpoints:
     def _put(self, saved: Saved, content: Content) -> None:
         states = dict(content.parts)
         random_numbers = states.pop(_RANDOM, None)
-        parts_.check_names(saved, states, self._parts)
+        checkpoint_parts.check_names(saved, states, self._parts)
         for name, part in self._parts.items():
-            parts_.load(saved, name, part, states[name])
+            checkpoint_parts.load(saved, name, part, states[name])
         if self._rng:
             self._put_random_numbers(saved, content, random_numbers)
 
