@@ -13,6 +13,8 @@ from ringweave import wire
 
 Option = bool | int | float | str | list[float] | None
 Count = pydantic.NonNegativeInt
+SpanWords = tuple[Count, pydantic.PositiveInt]
+"""`rules.Span`."""
 
 
 class TensorSpec(pydantic.BaseModel):
@@ -95,6 +97,14 @@ class Push(wire.Message):
     num_samples: Count
     batch_share: float = pydantic.Field(ge=0, allow_inf_nan=False)
     """The ring's part of a train step of all rings: what the push counts for."""
+    num_batches: pydantic.PositiveInt = 1
+    """Train steps of the ring that a change is of."""
+    pass_number: Count = 0
+    """Of the pass over the data that its samples are of."""
+    epoch: Count = 0
+    """That the pass is of."""
+    spans: list[SpanWords] = pydantic.Field(default_factory=list)
+    """Which samples of it: places in the order of the whole epoch."""
     absent: list[Count] = pydantic.Field(default_factory=list)
     """Places of parameters that have no gradient."""
     options: list[dict[str, Option]] = pydantic.Field(default_factory=list)
@@ -144,6 +154,8 @@ class Take(wire.Message):
     num_samples: pydantic.PositiveInt
     least: pydantic.PositiveInt
     epoch_samples: Count
+    ended_epoch: Count | None = None
+    """The pass, which was of that epoch, was broken off: what the ring takes nobody computes."""
 
 
 class Leave(wire.Message):
@@ -224,6 +236,11 @@ class Seated(wire.Message):
     """That the ring is in."""
     testament: str = ""
     """That came with the ring's last push."""
+    resumed: list[SpanWords] = pydantic.Field(default_factory=list)
+    """Samples of `resumed_epoch` that were done before this run."""
+    resumed_epoch: Count = 0
+    resumed_seed: int | None = None
+    """Of the orders of all epochs, if the job goes on from a checkpoint."""
 
 
 class Seek(wire.Message):

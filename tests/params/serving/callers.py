@@ -57,6 +57,7 @@ class Callers:
         *,
         gradient: Callable[[int], bytes] | None = None,
         arriving: Callable[[], None] = lambda: None,
+        **more: Any,
     ) -> None:
         """The ring's next push.
 
@@ -64,6 +65,7 @@ class Callers:
             ring: Whose.
             gradient: Gives the content of the push with that sequence number; None: zeros.
             arriving: Called when the push has room and its content has not come.
+            more: Fields of the message.
         """
         self._sequence[ring] += 1
         push = Push(
@@ -73,10 +75,10 @@ class Callers:
             base_version=self._base[ring],
             content="gradient",
             num_samples=1,
-            batch_share=1 / len(self._base),
             options=[self._options],
+            **{"batch_share": 1 / len(self._base), **more},
         )
-        (room,) = rooms = self._handlers[Push].allocate(Incoming(_peer(ring), push, (self._num_bytes,)))
+        (room,) = rooms = self._handlers[Push].allocate(Incoming(peer_of(ring), push, (self._num_bytes,)))
         room[:] = gradient(push.sequence) if gradient else bytes(self._num_bytes)
         arriving()
         self.handle(ring, push, rooms)
@@ -102,8 +104,8 @@ class Callers:
 
 
 def _call(ring: int, message: wire.Message, buffers: Sequence[memoryview], limit_s: float) -> Call:
-    return Call(peer=_peer(ring), message=message, buffers=buffers, deadline_s=time.monotonic() + limit_s)
+    return Call(peer=peer_of(ring), message=message, buffers=buffers, deadline_s=time.monotonic() + limit_s)
 
 
-def _peer(ring: int) -> wire.Identity:
+def peer_of(ring: int) -> wire.Identity:
     return wire.Identity(job="test", role="worker", name=str(ring))

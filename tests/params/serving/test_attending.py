@@ -64,7 +64,7 @@ class Job:
         answer = self._handlers[type(message)].handle(call)
         return answer.message if isinstance(answer, Answer) else answer
 
-    def push(self, who: str, ring: int, sequence: int, base: int) -> Any:
+    def push(self, who: str, ring: int, sequence: int, base: int, **more: Any) -> Any:
         content = Flat(SPECS, [torch.ones(4, dtype=torch.float64)])
         push = Push(
             term=0,
@@ -75,6 +75,7 @@ class Job:
             num_samples=1,
             batch_share=0.5,
             options=[OPTIONS],
+            **more,
         )
         return self.call(who, push, content.buffers())
 

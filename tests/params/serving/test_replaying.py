@@ -13,8 +13,10 @@ from ringweave import wire
 from ringweave.errors import DeadlineError
 from ringweave.params.flat import Flat
 from ringweave.params.messages import Leave, Meet, Pause, Pull, Push, Seated, Seek, Start, Take
-from ringweave.params.rules import Answer, Ticket
+from ringweave.params.resuming import Offer, Restore, StartWords
+from ringweave.params.rules import Answer, Position, Ticket
 from ringweave.params.serving import attending, snapshots
+from ringweave.params.serving import job as jobs
 from ringweave.params.serving.replaying import Replay
 from ringweave.params.serving.replicas import Fact
 from ringweave.params.serving.service import ParameterService
@@ -166,6 +168,7 @@ def test_whichever_servers_and_members_die_each_push_counts_once_and_all_hear_th
     assert job.standby.job is not None
     assert job.standby.job.live == job.service.job.live
     assert job.standby.job.ledger.pushed == job.service.job.ledger.pushed
+    assert job.standby.job.position == job.service.job.position
 
 
 @pytest.fixture
@@ -178,19 +181,36 @@ def job() -> PairJob:
 def test_whatever_rings_say_a_standby_and_one_that_reads_all_later_have_the_same_books(job: PairJob) -> None:
     base = job.call("0.0", Pull(term=0, ring=0, after_sequence=0)).version
     job.call("0.0", Take(term=0, ring=0, number=1, epoch=0, num_samples=3, least=1, epoch_samples=30))
-    job.push("0.0", 0, 1, base)
+    job.push("0.0", 0, 1, base, epoch=2, spans=[(6, 3)])
     job.call("1.0", Pull(term=0, ring=1, after_sequence=0))
     job.call("1.0", Pause(term=0, ring=1))
     with pytest.raises(DeadlineError):
         job.call("0.0", Meet(term=0, ring=0, number=1, said="a"), limit_s=0.0)
     assert job.service.job is not None
     assert job.standby.job is not None
-    expected = job.service.job.live
+    expected, position = job.service.job.live, job.service.job.position
     assert expected.meetings["last"] == [1, 0]
+    assert position == Position(epoch=2, done=((6, 3),))
     assert [each.is_paused for each in expected.holdings] == [False, True]
-    assert job.standby.job.live == expected
+    assert (job.standby.job.live, job.standby.job.position) == (expected, position)
     job.fail_over()
-    assert job.standby.job.live == expected, "read as a whole"
+    assert (job.standby.job.live, job.standby.job.position) == (expected, position), "read as a whole"
+
+
+def test_a_checkpoint_that_rings_go_on_from_is_the_standby_s_as_well(job: PairJob) -> None:
+    assert job.service.job is not None
+    content = snapshots.to_bytes(jobs.snapshot(job.service.job))
+    start = StartWords(pass_number=4, epoch=2, done=[(0, 7)], seed=5)
+    restore = Restore(term=0, ring=0, num_bytes=len(content), first_byte=0, train_step=9, check="c", start=start)
+    job.call("0.0", restore, [content])
+    position = Position(pass_number=4, epoch=2, done=((0, 7),))
+    for _ in range(2):  # told, and then read as a whole
+        job.fail_over()
+        seated = job.call("0.0", Seek(term=0, slot=0))
+        assert (seated.resumed, seated.epoch, seated.resumed_seed) == ([(0, 7)], 2, 5)
+        assert job.service.job.position == position
+        ruled = job.call("0.0", Offer(term=0, ring=0))
+        assert (ruled.verdict, ruled.train_step, ruled.check) == ("resumed", 9, "c")
 
 
 def test_what_comes_with_a_push_is_heard_from_the_server_that_took_over(job: PairJob) -> None:
@@ -261,6 +281,7 @@ def test_a_job_that_was_begun_on_a_server_that_died_is_begun_on_the_next_one() -
     "fact",
     [
         Ticket(ring=1, number=2, epoch=0, first=3, num_samples=4),
+        Ticket(ring=1, number=2, epoch=4, first=3, num_samples=4, ended_epoch=7),
         Leave(term=0, ring=1, is_for_good=True),
         Pause(term=0, ring=1),
         Meet(term=0, ring=1, number=1, said="b"),

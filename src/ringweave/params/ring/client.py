@@ -1,5 +1,6 @@
 """A ring's connection to the parameter server: pushes once, pulls, and takes samples, also across lost connections."""
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,11 @@ from ringweave.params.messages import (
     Take,
     Taken,
 )
+from ringweave.params.resuming import CHUNK_BYTES, STATE, Forget, Offer, Restore, Ruled, Snap, Snapped, StartWords
 from ringweave.params.ring.finding import Servers
+from ringweave.params.rules import Spans
+from ringweave.wire import states
+from ringweave.wire.pacing import GivingWay
 
 _T = TypeVar("_T")
 _BREATH_S = 0.2
@@ -47,6 +52,10 @@ class Round:
     absent: list[int] = field(default_factory=list)
     options: list[dict[str, Option]] = field(default_factory=list)
     testament: str = ""
+    num_batches: int = 1
+    pass_number: int = 0
+    epoch: int = 0
+    spans: Spans = ()
 
 
 class RingClient:
@@ -133,12 +142,19 @@ class RingClient:
         return self._call(once)
 
     def take(
-        self, epoch: int, num_samples: int, epoch_samples: int, *, least: int = 1, number: int | None = None
+        self,
+        epoch: int,
+        num_samples: int,
+        epoch_samples: int,
+        *,
+        least: int = 1,
+        number: int | None = None,
+        ended_epoch: int | None = None,
     ) -> tuple[int, int]:
         """The samples that the ring computes next, as (first, how many); none when the epoch is used up.
 
         It gets `least` if there are so many; `number` is that of the ticket among the ring's, where another client may
-        have asked for it already; None counts this client's.
+        have asked for it already; None counts this client's. `ended_epoch` is that of a pass that was broken off.
         """
         self._num_tickets = wanted = self._num_tickets + 1 if number is None else number
 
@@ -151,6 +167,7 @@ class RingClient:
                 num_samples=num_samples,
                 least=least,
                 epoch_samples=epoch_samples,
+                ended_epoch=ended_epoch,
             )
             taken = client.call(message, timeout_s=self._patience_s).message
             assert isinstance(taken, Taken), "the class of the reply"
@@ -195,6 +212,59 @@ class RingClient:
 
         self._call(once)
 
+    def read_snapshot(self) -> dict[str, bytearray] | None:
+        """The server's state as it is now (`snapshots.of_buffers`); None where it is for another ring to read it.
+
+        Pushes go on; where others use the links, reading gives way.
+        """
+
+        def once(client: wire.Client, term: int) -> dict[str, bytearray] | None:
+            snapped = client.call(Snap(term=term, ring=self._ring), timeout_s=self._patience_s).message
+            assert isinstance(snapped, Snapped), "the class of the reply"
+            if not snapped.is_there:
+                return None
+            rooms: dict[str, bytearray] = {}
+
+            def place(description: states.Description) -> dict[str, bytearray]:
+                rooms.update({piece.name: bytearray(piece.num_bytes) for piece in description.pieces})
+                return rooms
+
+            pace = GivingWay(lambda: 0.0, threading.Event())
+            states.pull(client, STATE, place, timeout_s=self._patience_s, pace=pace)
+            client.call(Forget(term=term, ring=self._ring), timeout_s=self._patience_s)
+            return rooms
+
+        return self._call(once)
+
+    def offer(self, train_step: int, check: str) -> Ruled:
+        """What all rings go on from, once all have said which checkpoint they have; `check` is empty without one."""
+
+        def once(client: wire.Client, term: int) -> Ruled:
+            offer = Offer(term=term, ring=self._ring, train_step=train_step, check=check)
+            ruled = client.call(offer, timeout_s=self._patience_s).message
+            assert isinstance(ruled, Ruled), "the class of the reply"
+            return ruled
+
+        return self._call(once)
+
+    def restore(self, content: bytes, ruled: Ruled, start: StartWords) -> None:
+        """Give a snapshot back, that of the checkpoint that all go on from; see `Restore`."""
+
+        def once(client: wire.Client, term: int) -> None:
+            for first in range(0, len(content), CHUNK_BYTES):
+                piece = Restore(
+                    term=term,
+                    ring=self._ring,
+                    num_bytes=len(content),
+                    first_byte=first,
+                    train_step=ruled.train_step,
+                    check=ruled.check,
+                    start=start,
+                )
+                client.call(piece, [content[first : first + CHUNK_BYTES]], timeout_s=self._patience_s)
+
+        self._call(once)
+
     def status(self) -> Status:
         """What the server has done."""
         status = self._call(lambda client, _: client.call(Ask(), timeout_s=self._patience_s)).message
@@ -228,6 +298,10 @@ class RingClient:
             absent=round_.absent,
             options=round_.options,
             testament=round_.testament,
+            num_batches=round_.num_batches,
+            pass_number=round_.pass_number,
+            epoch=round_.epoch,
+            spans=list(round_.spans),
         )
 
     def _call(self, do: Callable[[wire.Client, int], _T]) -> _T:

@@ -8,9 +8,9 @@ Either way of working gives all ranks of the ring the same parameters:
   moved meanwhile on top.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from ringweave.params import flat
 from ringweave.params.flat import Flat
 from ringweave.params.messages import Option, Pushed
 from ringweave.params.ring.client import RingClient, Round
+from ringweave.params.rules import Span
+from ringweave.params.rules.positions import united
 
 
 @dataclass(slots=True)
@@ -31,6 +33,12 @@ class Samples:
     batch_share: float = 0.0
     """Train steps of all rings that these samples make; each batch adds its part."""
     num_batches: int = 0
+    pass_number: int = 0
+    """Of the pass over the data that the last batch was of."""
+    epoch: int = 0
+    """That it was of."""
+    spans: list[Span] = field(default_factory=list)
+    """Which samples of it; what is left of the pass before is in no position any more."""
 
     def add(self, num_samples: int, batch_share: float) -> None:
         """One more batch of the ring."""
@@ -38,9 +46,23 @@ class Samples:
         self.batch_share += batch_share
         self.num_batches += 1
 
+    def note(self, pass_number: int, epoch: int, spans: Iterable[Span]) -> None:
+        """That batch is of these samples."""
+        if (pass_number, epoch) != (self.pass_number, self.epoch):
+            self.pass_number, self.epoch = pass_number, epoch
+            self.spans.clear()
+        self.spans.extend(spans)
+
+    def taken(self) -> "Samples":
+        """What was computed; another push begins."""
+        found = replace(self, spans=list(self.spans))
+        self.clear()
+        return found
+
     def clear(self) -> None:
         """Begin anew."""
         self.num_samples, self.batch_share, self.num_batches = 0, 0.0, 0
+        self.spans.clear()
 
     @property
     def mean_share(self) -> float:
@@ -199,6 +221,10 @@ class Member:
             batch_share=samples.mean_share,
             absent=list(absent),
             options=list(options),
+            num_batches=max(1, samples.num_batches),
+            pass_number=samples.pass_number,
+            epoch=samples.epoch,
+            spans=united(samples.spans),
         )
 
     def _spread(self) -> None:

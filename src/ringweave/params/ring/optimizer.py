@@ -35,11 +35,12 @@ class PushedOptimizer(Optimizer):
             found = self._inner.step(closure) if closure else self._inner.step()
             self._num_since += 1
             if self._num_since == self._local_steps:
-                self._member.push_change(self._taken())
+                self._member.push_change(self._samples.taken())
                 self._num_since = 0
             return found
         found = closure() if closure else None
-        self._member.push_gradients(self._taken(), [optimizers.options_of(group) for group in self.param_groups])
+        options = [optimizers.options_of(group) for group in self.param_groups]
+        self._member.push_gradients(self._samples.taken(), options)
         return found
 
     def move(self, member: Member, local_steps: int) -> None:
@@ -61,15 +62,15 @@ class PushedOptimizer(Optimizer):
         Every rank of the ring calls it, or none.
         """
         if self._num_since:
-            self._member.push_last_change(self._taken())
+            self._member.push_last_change(self._samples.taken())
             self._num_since = 0
         self._member.rest()
 
-    def _taken(self) -> Samples:
-        taken = Samples(
-            num_samples=self._samples.num_samples,
-            batch_share=self._samples.batch_share,
-            num_batches=self._samples.num_batches,
-        )
-        self._samples.clear()
-        return taken
+    def state_dict(self) -> dict[str, Any]:
+        """Of the script's optimizer: its groups, and with local steps its state."""
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What `state_dict` gave."""
+        self._inner.load_state_dict(state_dict)
+        self.param_groups = self._inner.param_groups

@@ -3,6 +3,7 @@
 from ringweave.params.rules.leads import Leads
 from ringweave.params.rules.ledger import Holding, Ledger, Receipt
 from ringweave.params.rules.meetings import Answer, Meetings
+from ringweave.params.rules.positions import Position, Resumed, Span, Spans
 from ringweave.params.rules.progress import Progress
 from ringweave.params.rules.staleness import StalenessPolicy
 from ringweave.params.rules.tempo import Tempo
@@ -14,8 +15,12 @@ __all__ = [
     "Leads",
     "Ledger",
     "Meetings",
+    "Position",
     "Progress",
     "Receipt",
+    "Resumed",
+    "Span",
+    "Spans",
     "StalenessPolicy",
     "Tempo",
     "Ticket",

@@ -6,7 +6,7 @@ from typing import Any
 
 from ringweave.errors import TrainingError, explain
 
-_A_PASS = 2
+MEETINGS_OF_A_PASS = 2
 """Meetings that follow each: at its end, and when all have taken the same parameters."""
 _KEPT = 2
 """Meetings whose answers are kept: a ring asks again for the last one only."""
@@ -54,7 +54,7 @@ class Meetings:
         A ring of which nobody is left may have missed passes: it goes through them, and finds them used up.
         """
         last, epoch = self._last[ring], self._epochs[ring]
-        completed = last - last % _A_PASS
+        completed = last - last % MEETINGS_OF_A_PASS
         return completed, epoch + 1 if last and last == completed else epoch
 
     def come(self, ring: int, number: int, said: str, epoch: int = 0) -> None:

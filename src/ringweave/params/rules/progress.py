@@ -25,6 +25,11 @@ class Progress:
     """Places of the parameters that have a gradient in it."""
 
     @property
+    def num_done(self) -> int:
+        """Whole train steps whose samples have been pushed."""
+        return int(self.total + _WHOLE)
+
+    @property
     def is_full(self) -> bool:
         """Whether the present train step is to be finished; only where it has any weight."""
         return self.weight > 0 and self.total >= self.num_finished + 1 - _WHOLE

@@ -30,6 +30,8 @@ class Ticket:
     epoch: int
     first: int
     num_samples: int
+    ended_epoch: int | None = None
+    """The pass, which was of that epoch, was broken off: nobody computes these samples."""
 
 
 class TicketOffice:
@@ -70,7 +72,16 @@ class TicketOffice:
         self._last[ticket.ring] = ticket
         self._taken[ticket.epoch] = max(self._taken.get(ticket.epoch, 0), ticket.first + ticket.num_samples)
 
-    def take(self, ring: int, number: int, epoch: int, num_samples: int, epoch_samples: int, least: int = 1) -> Ticket:
+    def take(
+        self,
+        ring: int,
+        number: int,
+        epoch: int,
+        num_samples: int,
+        epoch_samples: int,
+        least: int = 1,
+        ended_epoch: int | None = None,
+    ) -> Ticket:
         """The ring's next ticket; the same again if it asks for the last one again.
 
         Args:
@@ -80,6 +91,7 @@ class TicketOffice:
             num_samples: How many samples it wants; it gets fewer at the end, but for one that wants all there are.
             epoch_samples: Samples of the epoch.
             least: Fewer do not suit the ring, if there are so many.
+            ended_epoch: See Ticket.
 
         Raises:
             TrainingError: Tickets are asked for out of their order.
@@ -102,7 +114,14 @@ class TicketOffice:
         self._wanted[ring] = num_samples
         self._least[ring] = min(num_samples, max(least, -(-num_samples // FINEST)))
         fitting = num_samples if num_samples >= epoch_samples else self._fitting(ring, epoch, left)
-        ticket = Ticket(ring=ring, number=number, epoch=epoch, first=first, num_samples=min(fitting, left))
+        ticket = Ticket(
+            ring=ring,
+            number=number,
+            epoch=epoch,
+            first=first,
+            num_samples=min(fitting, left),
+            ended_epoch=ended_epoch,
+        )
         self._pace.take(ring, epoch, ticket.num_samples, self._clock())
         self._taken[epoch] = first + ticket.num_samples
         self._last[ring] = ticket

@@ -85,7 +85,7 @@ class Attendance:
         meet: Meet = call.message
         job = self._desk.find(meet.term, meet.ring, call.peer)
         with self._desk.changed:
-            job.meetings.come(meet.ring, meet.number, meet.said, meet.epoch)
+            job.book_meeting(meet)
             self._desk.changed.notify_all()
         self._replica.noted(meet)
         answer = Answer(number=meet.number, said=self._wait_met(job, call))
@@ -96,7 +96,7 @@ class Attendance:
         """What the rings have said that meet, once all that are there have come."""
         meet: Meet = call.message
         with self._desk.changed:
-            while (answer := job.meetings.answer(meet.number, self._absent(job), job.testaments)) is None:
+            while (answer := job.meetings.answer(meet.number, self.absent(job), job.testaments)) is None:
                 if call.left_s() <= 0 or call.cancelled.is_set():
                     raise DeadlineError(
                         explain(
@@ -109,7 +109,7 @@ class Attendance:
                 self._desk.changed.wait(min(_LOOK_S, max(0.0, call.left_s())))
         return answer
 
-    def _absent(self, job: Job) -> set[int]:
+    def absent(self, job: Job) -> set[int]:
         """Rings that nobody waits for."""
         now_s = self._clock()
         return job.gone | {ring for ring, since_s in job.away_s.items() if now_s - since_s > ABSENT_S}
@@ -130,6 +130,7 @@ class Attendance:
             last = job.ledger.pushed.get(ring)
             ticket = next((each for each in job.tickets.last if each.ring == ring), None)
             num_meetings, epoch = job.meetings.place(ring)
+            resumed = job.resumed
             return Seated(
                 rings=rings,
                 shares=job.setup.shares,
@@ -137,8 +138,11 @@ class Attendance:
                 num_pushed=last.sequence if last else 0,
                 num_tickets=ticket.number if ticket else 0,
                 num_meetings=num_meetings,
-                epoch=max(epoch, ticket.epoch if ticket else 0),
+                epoch=max(epoch, ticket.epoch if ticket else 0, resumed.position.epoch if resumed else 0),
                 testament=job.testaments.get(ring, ""),
+                resumed=list(resumed.position.done) if resumed else [],
+                resumed_epoch=resumed.position.epoch if resumed else 0,
+                resumed_seed=resumed.seed if resumed else None,
             )
 
 

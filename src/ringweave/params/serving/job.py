@@ -8,8 +8,19 @@ from dataclasses import dataclass, field
 from ringweave.errors import TrainingError, explain
 from ringweave.params import flat
 from ringweave.params.flat import Flat
-from ringweave.params.messages import Pull, Setup, Status
-from ringweave.params.rules import Leads, Ledger, Meetings, StalenessPolicy, Tempo, TicketOffice
+from ringweave.params.messages import Meet, Pull, Push, Setup, Status
+from ringweave.params.rules import (
+    Leads,
+    Ledger,
+    Meetings,
+    Position,
+    Resumed,
+    StalenessPolicy,
+    Tempo,
+    Ticket,
+    TicketOffice,
+)
+from ringweave.params.rules.meetings import MEETINGS_OF_A_PASS
 from ringweave.params.serving import snapshots
 from ringweave.params.serving.model import GatheredModel
 from ringweave.params.serving.rooms import Lanes
@@ -53,6 +64,14 @@ class Job:
     """After which push each ring has asked last: who asks after an earlier one has been given up."""
     is_announced: bool = False
     """It is a job that outlives this server, if it has a standby: whoever asks may be told of its rings."""
+    position: Position = field(default_factory=Position)
+    """Which samples are in the parameters."""
+    resumed: Resumed | None = None
+    """What it goes on from."""
+    offers: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """Checkpoint that each ring could go on from, as (train steps, check); the check is empty of one that has none."""
+    has_nothing_to_resume: bool = False
+    """All rings have said so."""
 
     @property
     def live(self) -> Live:
@@ -64,7 +83,13 @@ class Job:
             gone=sorted(self.gone),
             testaments=dict(self.testaments),
             meetings=self.meetings.to_words(),
+            resumed=self.resumed,
         )
+
+    @property
+    def has_begun(self) -> bool:
+        """Rings draw samples, or have done so: its parameters are not to be replaced any more."""
+        return bool(self.tickets.last) or self.position != (self.resumed.position if self.resumed else Position())
 
     @property
     def memory_bytes(self) -> int:
@@ -79,6 +104,21 @@ class Job:
         self.tickets.rested(ring)
         if is_for_good:
             self.gone.add(ring)
+
+    def book_ticket(self, ticket: Ticket) -> None:
+        """That ticket is given out."""
+        if ticket.ended_epoch is not None:
+            self.position = self.position.ended(ticket.epoch, ticket.ended_epoch)
+
+    def book_push(self, push: Push) -> None:
+        """The samples of that push are in the parameters."""
+        self.position = self.position.pushed(push.pass_number, push.epoch, push.spans)
+
+    def book_meeting(self, meet: Meet) -> None:
+        """The ring has come there. Whoever comes to the second one of a pass knows that all have ended it."""
+        self.meetings.come(meet.ring, meet.number, meet.said, meet.epoch)
+        if meet.number % MEETINGS_OF_A_PASS == 0:
+            self.position = self.position.ended(meet.epoch, meet.epoch)
 
 
 def begin(setup: Setup, first: Flat, clock: Callable[[], float] = time.monotonic) -> Job:
@@ -102,8 +142,16 @@ def resume(snapshot: Snapshot, clock: Callable[[], float] = time.monotonic) -> J
         job.gone.update(live.gone)
         job.testaments.update(live.testaments)
         job.meetings = Meetings.of_words(live.meetings) if live.meetings else job.meetings
+        job.resumed = live.resumed
+    job.position = snapshot.position
     job.is_announced = True
     return job
+
+
+def snapshot(job: Job, *, is_live: bool = False) -> Snapshot:
+    """A copy of its state now; `is_live`: with what its rings are about."""
+    live = job.live if is_live else None
+    return snapshots.take(job.model, job.ledger.version, job.ledger.pushed, live, job.position)
 
 
 def regrouped(job: Job, setup: Setup, clock: Callable[[], float] = time.monotonic) -> Job:
@@ -111,7 +159,16 @@ def regrouped(job: Job, setup: Setup, clock: Callable[[], float] = time.monotoni
     job.model.setup = setup
     ledger = Ledger(_policy(setup), version=job.ledger.version)
     found = _made(job.model, ledger, TicketOffice(len(setup.rings), clock=clock), clock)
-    found.is_announced = True
+    found.is_announced, found.position, found.resumed = True, job.position, job.resumed
+    return found
+
+
+def restored(job: Job, snapshot: Snapshot, resumed: Resumed, clock: Callable[[], float] = time.monotonic) -> Job:
+    """The job, whose rings have pushed nothing yet, with the parameters of a snapshot that fits it."""
+    ledger = Ledger(_policy(job.setup), version=snapshot.version)
+    found = _made(snapshots.restore(snapshot), ledger, TicketOffice(len(job.setup.rings), clock=clock), clock)
+    found.gone, found.away_s, found.meetings, found.offers = job.gone, job.away_s, job.meetings, job.offers
+    found.is_announced, found.position, found.resumed = True, resumed.position, resumed
     return found
 
 

@@ -56,7 +56,9 @@ class Process:
         trust = wire.Tls(wire.Credentials.load_from(asked.credentials))
         self.pair = Pair(asked, trust, self._note_claim) if asked.other else None
         replica = self.pair.leadership if self.pair else Alone(asked.term)
-        self.service = ParameterService(replica=replica, num_peers=self._num_rings)
+        self.service = ParameterService(
+            replica=replica, num_peers=self._num_rings, shelf=self.pair.leadership.shelf if self.pair else None
+        )
         if asked.resume:
             self.service.resume(snapshots.load(asked.resume))
         self.server = wire.Server(

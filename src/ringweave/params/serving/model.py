@@ -94,10 +94,18 @@ class GatheredModel:
             optimizers.check(self.optimizer, push.options)
 
     @torch.no_grad()
-    def apply_change(self, change: Flat, factor: float) -> None:
-        """Move all parameters by a multiple of what changed in a ring's local steps."""
+    def apply_change(self, change: Flat, share: float, num_steps: int = 1, damping: float = 1.0) -> None:
+        """Move all parameters by a multiple of what changed in a ring's local steps.
+
+        Args:
+            change: By how much its parameters moved.
+            share: The ring's part of a train step, in each of them.
+            num_steps: How many there were.
+            damping: What it counts beside the changes of others; so many steps are done all the same.
+        """
         for own, moved in zip(self._start.pieces, change.pieces, strict=True):
-            own.add_(moved, alpha=factor)
+            own.add_(moved, alpha=share * damping)
+        self.progress.total += share * num_steps
 
     @torch.no_grad()
     def read(self, into: Flat, ahead: float = 0.0) -> None:

@@ -51,7 +51,11 @@ class Replay:
 
     @note.register
     def _(self, ticket: Ticket) -> None:
-        self._book(ticket.ring, lambda job: job.tickets.book(ticket))
+        def book(job: Job) -> None:
+            job.tickets.book(ticket)
+            job.book_ticket(ticket)
+
+        self._book(ticket.ring, book)
 
     @note.register
     def _(self, leave: Leave) -> None:
@@ -63,7 +67,7 @@ class Replay:
 
     @note.register
     def _(self, meet: Meet) -> None:
-        self._book(meet.ring, lambda job: job.meetings.come(meet.ring, meet.number, meet.said, meet.epoch))
+        self._book(meet.ring, lambda job: job.book_meeting(meet))
 
     @note.register
     def _(self, answer: Answer) -> None:

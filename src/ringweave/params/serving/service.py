@@ -19,9 +19,11 @@ from ringweave.params.serving import attending, regrouping, snapshots
 from ringweave.params.serving import job as jobs
 from ringweave.params.serving.attending import Attendance
 from ringweave.params.serving.job import Counts, Job
+from ringweave.params.serving.keeping import Keeping
 from ringweave.params.serving.replicas import Alone, Replica
 from ringweave.params.serving.snapshots import Snapshot
 from ringweave.wire import Answer, Call, Done, Handler, Incoming
+from ringweave.wire.states import Shelf
 
 _LOOK_S = 0.5
 _ROOM_LOOK_S = 0.005
@@ -37,6 +39,7 @@ class ParameterService:
         replica: Replica | None = None,
         num_peers: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
+        shelf: Shelf | None = None,
     ) -> None:
         """Waits for a job to begin.
 
@@ -44,6 +47,7 @@ class ParameterService:
             replica: Knows whether this server leads, and tells the standby; None means that there is none.
             num_peers: Connections of rings that stand, for the counts.
             clock: Gives seconds.
+            shelf: Where state can be read; None makes one.
         """
         self.counts = Counts()
         self._replica, self._num_peers, self._clock = replica or Alone(), num_peers, clock
@@ -56,6 +60,8 @@ class ParameterService:
         self.job: Job | None = None
         """What it has, once the job has begun."""
         self.attendance = Attendance(self, self._replica, clock)
+        self._shelf = shelf or Shelf()
+        self._keeping = Keeping(self, self._replica, self._shelf, self.attendance.absent, clock)
 
     def handlers(self) -> list[Handler]:
         """What the wire's server has to know."""
@@ -68,6 +74,8 @@ class ParameterService:
             Handler(message=Regroup, handle=self._regroup),
             Handler(message=Ask, handle=lambda _: self.status()),
             *self.attendance.handlers(),
+            *self._keeping.handlers(),
+            *self._shelf.handlers(),
         ]
 
     @property
@@ -96,14 +104,21 @@ class ParameterService:
             job = self.job
             if job is None:
                 return None
-            found = snapshots.take(job.model, job.ledger.version, job.ledger.pushed)
-            self._copying_bytes += found.num_bytes
-        try:
+            found = jobs.snapshot(job)
+        with self.copying(found.num_bytes):
             snapshots.save(found, path)
+        return found.version
+
+    @contextmanager
+    def copying(self, num_bytes: int) -> Iterator[None]:
+        """So many bytes are held for the length of the block."""
+        with self.changed:
+            self._copying_bytes += num_bytes
+        try:
+            yield
         finally:
             with self.changed:
-                self._copying_bytes -= found.num_bytes
-        return found.version
+                self._copying_bytes -= num_bytes
 
     @contextmanager
     def standing_still(self) -> Iterator[bytes]:
@@ -111,16 +126,11 @@ class ParameterService:
         with self._turn:
             with self.changed:
                 job = self.job
-                found = snapshots.take(job.model, job.ledger.version, job.ledger.pushed, job.live) if job else None
+                found = jobs.snapshot(job, is_live=True) if job else None
             state = snapshots.to_bytes(found) if found else b""
             del found
-            with self.changed:
-                self._copying_bytes += len(state)
-            try:
+            with self.copying(len(state)):
                 yield state
-            finally:
-                with self.changed:
-                    self._copying_bytes -= len(state)
 
     def status(self) -> Status:
         """What it has done so far."""
@@ -209,9 +219,10 @@ class ParameterService:
             job.model.compensate(push.ring, content)
             job.model.apply_gradient(content, push.batch_share, push.options, push.absent, damping)
         else:
-            job.model.apply_change(content, push.batch_share * damping)
+            job.model.apply_change(content, push.batch_share, push.num_batches, damping)
         receipt = job.ledger.push(push.ring, push.sequence, push.base_version)
         job.testaments[push.ring] = push.testament
+        job.book_push(push)
         job.tickets.pushed(push.ring, push.num_samples)
         self.counts.staleness[receipt.staleness_versions] += 1
         self.counts.pushes[push.ring] += 1
@@ -274,8 +285,15 @@ class ParameterService:
         with self._ticketing:
             with self.changed:
                 ticket = job.tickets.take(
-                    take.ring, take.number, take.epoch, take.num_samples, take.epoch_samples, take.least
+                    take.ring,
+                    take.number,
+                    take.epoch,
+                    take.num_samples,
+                    take.epoch_samples,
+                    take.least,
+                    take.ended_epoch,
                 )
+                job.book_ticket(ticket)
             self._replica.noted(ticket)
         return Taken(first=ticket.first, num_samples=ticket.num_samples)
 

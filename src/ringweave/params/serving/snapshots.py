@@ -5,7 +5,7 @@ place when it is on the disk.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -17,15 +17,16 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from typing_extensions import Buffer
 
 from ringweave.errors import TrainingError, explain
 from ringweave.files import durable
 from ringweave.params.flat import Flat
 from ringweave.params.messages import Setup
-from ringweave.params.rules import Holding, Progress, Receipt, Ticket
+from ringweave.params.rules import Holding, Position, Progress, Receipt, Resumed, Ticket
 from ringweave.params.serving.model import GatheredModel
 
-_FORMAT = 4
+_FORMAT = 5
 _KEY, _CHECK = "ringweave", "check"
 
 
@@ -43,6 +44,8 @@ class Live:
     """What came with the last push of each ring."""
     meetings: dict[str, Any] = field(default_factory=dict)
     """Who has come where rings meet, and what all have heard, as the books of that have it; empty if nobody has."""
+    resumed: Resumed | None = None
+    """What the job goes on from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +75,8 @@ class Snapshot:
     """Not in files: whoever goes on from one of these begins with rings that begin anew."""
     bases: dict[int, list[Tensor]] = field(default_factory=dict)
     """Likewise: what each ring computes on, where its next push is to be compensated."""
+    position: Position = field(default_factory=Position)
+    """Which samples are in the parameters."""
 
     @property
     def num_bytes(self) -> int:
@@ -82,7 +87,13 @@ class Snapshot:
         )
 
 
-def take(model: GatheredModel, version: int, pushed: Mapping[int, Receipt], live: Live | None = None) -> Snapshot:
+def take(
+    model: GatheredModel,
+    version: int,
+    pushed: Mapping[int, Receipt],
+    live: Live | None = None,
+    position: Position | None = None,
+) -> Snapshot:
     """A copy of the state now."""
     found = model.optimizer.state_dict()
     entries = {f"{place}.{name}": value for place, each in found["state"].items() for name, value in each.items()}
@@ -101,6 +112,7 @@ def take(model: GatheredModel, version: int, pushed: Mapping[int, Receipt], live
         moved=sorted(model.moved),
         live=live,
         bases={ring: [view.clone() for view in base.views] for ring, base in model.bases.items()} if live else {},
+        position=position or Position(),
     )
 
 
@@ -129,8 +141,45 @@ def to_bytes(snapshot: Snapshot) -> bytes:
     return safetensors.torch.save(tensors, metadata)
 
 
+def to_buffers(snapshot: Snapshot) -> dict[str, Buffer]:
+    """All of it where it lies in memory, without a copy: for a peer that reads it in pieces. `of_buffers` reads it."""
+    text, tensors = to_parts(snapshot)
+    layout = {name: [str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in tensors.items()}
+    books = json.dumps({"layout": layout, "books": text}).encode()
+    return {_KEY: books, **{name: each.flatten().view(torch.uint8).numpy().data for name, each in tensors.items()}}
+
+
+def of_buffers(buffers: Mapping[str, Buffer]) -> tuple[str, dict[str, Tensor]]:
+    """What `to_parts` gave, from what `to_buffers` made of it; tensors have the memory of the buffers.
+
+    Raises:
+        TrainingError: It is something else.
+    """
+    try:
+        found = json.loads(bytes(buffers[_KEY]))
+        tensors = {
+            name: _tensor_over(buffers[name], getattr(torch, dtype), shape)
+            for name, (dtype, shape) in found["layout"].items()
+        }
+        return found["books"], tensors
+    except (*_DAMAGES, RuntimeError) as cause:
+        raise _refusal(cause, "one of a server of rings", "Run the same ringweave on all nodes", "") from cause
+
+
+def _tensor_over(memory: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    if not memoryview(memory).nbytes:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
 def _packed(snapshot: Snapshot) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and metadata of a file."""
+    text, tensors = to_parts(snapshot)
+    return tensors, {_KEY: text, _CHECK: _check(text, tensors)}
+
+
+def to_parts(snapshot: Snapshot) -> tuple[str, dict[str, Tensor]]:
+    """The books as JSON, and all tensors by names that these give a meaning."""
     books = {
         "format": _FORMAT,
         "version": snapshot.version,
@@ -142,14 +191,14 @@ def _packed(snapshot: Snapshot) -> tuple[dict[str, Tensor], dict[str, str]]:
         "options": snapshot.options,
         "moved": snapshot.moved,
         "live": asdict(snapshot.live) if snapshot.live else None,
+        "position": asdict(snapshot.position),
     }
     tensors = {f"parameter.{place}": each.contiguous() for place, each in enumerate(snapshot.parameters)}
     tensors |= {f"gathered.{place}": each.contiguous() for place, each in enumerate(snapshot.gathered)}
     tensors |= {f"state.{key}": each for key, each in snapshot.state.items()}
     for ring, base in snapshot.bases.items():
         tensors |= {f"base.{ring}.{place}": each.contiguous() for place, each in enumerate(base)}
-    text = json.dumps(books)
-    return tensors, {_KEY: text, _CHECK: _check(text, tensors)}
+    return json.dumps(books), tensors
 
 
 def load(path: Path) -> Snapshot:
@@ -194,7 +243,25 @@ def _refusal(cause: Exception, expected: str, do: str, where: str) -> TrainingEr
 def _unpacked(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Snapshot:
     text = metadata[_KEY]
     _compare(metadata[_CHECK], _check(text, tensors))
+    return _of_books(text, tensors)
+
+
+def of_parts(text: str, tensors: Mapping[str, Tensor]) -> Snapshot:
+    """What `to_parts` gave.
+
+    Raises:
+        TrainingError: It is something else.
+    """
+    try:
+        return _of_books(text, tensors)
+    except _DAMAGES as cause:
+        raise _refusal(cause, "one of a server of rings", "Go on with the ringweave that wrote it", "") from cause
+
+
+def _of_books(text: str, tensors: Mapping[str, Tensor]) -> Snapshot:
     books = json.loads(text)
+    if books["format"] != _FORMAT:
+        raise ValueError(f"format {books['format']!r} instead of {_FORMAT}")
     setup = Setup.model_validate(books["setup"])
     return Snapshot(
         setup=setup,
@@ -210,6 +277,7 @@ def _unpacked(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Sna
         moved=books["moved"],
         live=_live_of(books["live"]) if books["live"] else None,
         bases=_bases_of(len(setup.tensors), tensors),
+        position=_position_of(books["position"]),
     )
 
 
@@ -229,7 +297,18 @@ def _live_of(book: Mapping[str, Any]) -> Live:
         gone=list(book["gone"]),
         testaments={int(ring): text for ring, text in book["testaments"].items()},
         meetings=book["meetings"],
+        resumed=_resumed_of(book["resumed"]) if book["resumed"] else None,
     )
+
+
+def _position_of(book: Mapping[str, Any]) -> Position:
+    done = tuple((first, count) for first, count in book["done"])
+    return Position(pass_number=book["pass_number"], epoch=book["epoch"], done=done)
+
+
+def _resumed_of(book: Mapping[str, Any]) -> Resumed:
+    position = _position_of(book["position"])
+    return Resumed(train_step=book["train_step"], check=book["check"], seed=book["seed"], position=position)
 
 
 def restore(snapshot: Snapshot) -> GatheredModel:

@@ -35,7 +35,6 @@ class Following:
             Handler(message=Granted, handle=self._granted),
             *(Handler(message=each, handle=self._noted) for each in NOTES),
             Handler(message=Renew, handle=self._renewed),
-            *self._leadership.shelf.handlers(),
         ]
 
     def ask(self) -> bool:

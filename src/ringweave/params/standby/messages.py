@@ -52,6 +52,7 @@ class Ticketed(wire.Message):
     epoch: Count
     first: Count
     num_samples: Count
+    ended_epoch: Count | None = None
 
     @property
     def fact(self) -> Ticket:

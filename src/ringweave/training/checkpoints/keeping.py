@@ -6,20 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ringweave.comm import regrouping
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import TrainingError, explain
 from ringweave.training.checkpoints import disk, meeting, randomness
+from ringweave.training.checkpoints import parts as checkpoint_parts
 from ringweave.training.checkpoints.disk import Content, Saved
 from ringweave.training.checkpoints.encoding import Encoder
+from ringweave.training.checkpoints.served import Served
 from ringweave.training.checkpoints.staging import Stage
 from ringweave.training.checkpoints.telling import Teller
 from ringweave.training.checkpoints.writing import Job, Writer
 from ringweave.training.elastic.loader import ElasticLoader
-from ringweave.training.loading.prepared import PreparedLoader
+from ringweave.training.rings.resuming import ServedLoader
 
 _RANDOM = "random numbers"
 
@@ -37,7 +37,8 @@ class Checkpoints:
 
     `save` copies the state in memory and returns; a thread writes it while training goes on. A disk that is full,
     broken or gone costs checkpoints, said in the log and the event log, and never the training. Rank 0 writes the
-    state, which is the same on all ranks, and each rank its random numbers.
+    state, which is the same on all ranks, and each rank its random numbers. In rings the first of them writes what the
+    parameter server has.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int = 3, rng: bool = True, **parts: Any) -> None:
@@ -55,10 +56,10 @@ class Checkpoints:
         Raises:
             TrainingError: One of them has no state that rank 0 could save for all.
         """
-        _check(keep, parts)
+        checkpoint_parts.check(keep, parts)
         self.folder = Path(folder).absolute()
         self._keep, self._rng = keep, rng
-        self._parts = {name: _inner(part) for name, part in parts.items()}
+        self._parts = {name: checkpoint_parts.inner(part) for name, part in parts.items()}
         self._refused: set[Path] = set()
         self._teller = Teller(WorkerEnvironment.from_environ(os.environ))
         self._stage = Stage()
@@ -67,9 +68,13 @@ class Checkpoints:
         self._elastic_name = next((name for name, part in parts.items() if part is self._elastic), "")
         if self._elastic is not None:
             self._elastic.save_at_end(self._save_last)
+        ring = next((name for name, part in parts.items() if isinstance(part, ServedLoader)), "")
+        self._served = Served(ring, self._parts.pop(ring), self._parts, self._teller) if ring else None
 
     def save(self, train_step: int) -> None:
         """Take the state after so many train steps; every rank calls it, and nobody waits for another.
+
+        In rings the number is not needed: what is saved is named by the train steps of all rings by then.
 
         Returns when the state is copied. If the disk is still busy with an earlier one, this one waits for its turn,
         and gives it up when a third comes.
@@ -78,6 +83,11 @@ class Checkpoints:
             TrainingError: There is something in the state that cannot be saved without pickle.
         """
         rank, _ = _place()
+        if self._served is not None:
+            job = self._served.begin(train_step)
+            if job is not None:
+                self._writer.submit(job)
+            return
         if self._elastic is not None:
             self._elastic.count_train_steps(train_step)
         started_s = time.perf_counter()
@@ -105,16 +115,19 @@ class Checkpoints:
 
         A damaged one is passed over, and it is said. Ranks that cannot reach the folder get the state from one that
         can. The number of ranks may be another one; the random numbers then begin anew. A worker that has joined an
-        elastic job has the others' state, which is newer than any checkpoint: it keeps that, and asks nobody.
+        elastic job has the others' state, which is newer than any checkpoint: it keeps that, and asks nobody. In rings
+        it is the server that gets the state, and the steps are those of all rings.
 
         Returns:
             How many train steps that was after; 0 if there is no checkpoint.
 
         Raises:
             TrainingError: It holds other parts than these, or does not fit them; or the loader of an elastic job is
-                not among them.
+                not among them; or, in rings, training has begun.
         """
         self.wait()
+        if self._served is not None:
+            return self._served.load(self._newest, self._named)
         if self._is_latecomer():
             return self._joined()
         among = meeting.messages(os.environ)
@@ -141,14 +154,19 @@ class Checkpoints:
             TrainingError: The loader of an elastic job is not among the parts.
         """
         self.wait()
+        if self._served is not None:
+            return self._served.clear(self._remove_all)
         if self._is_latecomer():
             return self._joined()
         if _place()[0] == 0:
-            disk.remove(iter(disk.list_saved(self.folder)))
-            disk.remove_partials(self.folder)
+            self._remove_all()
         if dist.is_initialized():
             dist.barrier()
         return 0
+
+    def _remove_all(self) -> None:
+        disk.remove(iter(disk.list_saved(self.folder)))
+        disk.remove_partials(self.folder)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until what was saved is on the disk, or has failed; False if the time was up before.
@@ -194,6 +212,14 @@ class Checkpoints:
                 return saved, content
         return None
 
+    def _named(self, check: str) -> tuple[Saved, Content] | None:
+        """The one with that check, if this rank can read it whole."""
+        for saved in disk.list_saved(self.folder, rank=0):
+            content = self._read(saved) if saved.check == check else None
+            if content is not None:
+                return saved, content
+        return None
+
     def _read(self, saved: Saved) -> Content | None:
         try:
             return disk.read(saved)
@@ -205,9 +231,9 @@ class Checkpoints:
     def _put(self, saved: Saved, content: Content) -> None:
         states = dict(content.parts)
         random_numbers = states.pop(_RANDOM, None)
-        _check_names(saved, states, self._parts)
+        checkpoint_parts.check_names(saved, states, self._parts)
         for name, part in self._parts.items():
-            _load(saved, name, part, states[name])
+            checkpoint_parts.load(saved, name, part, states[name])
         if self._rng:
             self._put_random_numbers(saved, content, random_numbers)
 
@@ -227,22 +253,30 @@ class Checkpoints:
 
     def _write(self, job: Job) -> None:
         """In the writer's thread: whatever happens is said, and nothing is raised."""
-        rank, started_s = job.document["rank"], time.perf_counter()
+        rank, started_s, staged = job.document["rank"], time.perf_counter(), job.staged
         try:
-            job.staged.wait_copied()
+            if self._served is not None:
+                completed = self._served.complete(job, self._stage)
+                if completed is None:  # another ring saves
+                    return
+                job, staged, started_s = completed, completed.staged, time.perf_counter()
+            assert staged is not None, "complete"
+            staged.wait_copied()
             place = {"rank": rank, "train_step": job.train_step}
-            saved = disk.write(self.folder, **place, document=job.document, staged=job.staged)
+            saved = disk.write(self.folder, **place, document=job.document, staged=staged)
             write_s = time.perf_counter() - started_s
-            self._teller.saved(saved, num_bytes=job.staged.num_bytes, copy_s=job.copy_s, write_s=write_s)
+            self._teller.saved(saved, num_bytes=staged.num_bytes, copy_s=job.copy_s, write_s=write_s)
             self._refused.discard(saved.path)
             self._remove_old(saved)
         except Exception as error:
             self._teller.failed(rank, job.train_step, self.folder, f"{_reason(error)}.")
         finally:
-            self._stage.give_back(job.staged)
+            if staged is not None:
+                self._stage.give_back(staged)
 
     def _pass_over(self, job: Job) -> None:
-        self._stage.give_back(job.staged)
+        if job.staged is not None:
+            self._stage.give_back(job.staged)
         text = "the disk was still busy with an earlier one when a later one came."
         self._teller.failed(job.document["rank"], job.train_step, self.folder, text)
 
@@ -273,64 +307,3 @@ def _place() -> tuple[int, int]:
 def _reason(error: Exception) -> str:
     """Without the path, which is told apart."""
     return f"[Errno {error.errno}] {error.strerror}" if isinstance(error, OSError) and error.errno else str(error)
-
-
-def _inner(part: Any) -> Any:
-    return part.module if isinstance(part, DistributedDataParallel) else part
-
-
-def _check(keep: int, parts: dict[str, Any]) -> None:
-    if keep < 1:
-        raise TrainingError(
-            explain("checkpoints to keep", got=keep, expected="at least 1", do="Three leave a way back")
-        )
-    for name, part in parts.items():
-        if not callable(getattr(part, "state_dict", None)) or not callable(getattr(part, "load_state_dict", None)):
-            got, expected = type(part).__name__, "an object with state_dict and load_state_dict"
-            do = "Leave it out; a loader has them when it comes from ringweave.prepare"
-            if isinstance(part, PreparedLoader):
-                got, expected = "the loader of a ring (mode ps-hra or ps)", "that of mode sync or balanced"
-                do = "Train in mode balanced where a run has to go on later: the state of rings is their server's"
-            raise TrainingError(explain(f"part {name} of checkpoints", got=got, expected=expected, do=do))
-        if isinstance(part, nn.Module) and any(_is_sharded(each) for each in (*part.modules(), *part.parameters())):
-            do = "Save a sharded model with torch.distributed.checkpoint"
-            raise TrainingError(
-                explain(
-                    f"part {name} of checkpoints",
-                    got="a sharded model",
-                    expected="one that every rank has whole",
-                    do=do,
-                )
-            )
-
-
-def _is_sharded(part: object) -> bool:
-    return hasattr(part, "__tensor_flatten__") or type(part).__name__ == "FullyShardedDataParallel"
-
-
-def _check_names(saved: Saved, states: dict[str, Any], parts: dict[str, Any]) -> None:
-    if states.keys() != parts.keys():
-        raise TrainingError(
-            explain(
-                "parts of a checkpoint",
-                got=", ".join(sorted(states)) or "none",
-                expected=", ".join(sorted(parts)) or "none",
-                do="Give Checkpoints the parts that it was saved with",
-                where=str(saved.path),
-            )
-        )
-
-
-def _load(saved: Saved, name: str, part: Any, state: Any) -> None:
-    try:
-        part.load_state_dict(state)
-    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TrainingError(
-            explain(
-                f"part {name} of a checkpoint",
-                got=str(error)[:300],
-                expected="the state of one that is built alike",
-                do="Go on with the model and the options that saved it, or into another folder",
-                where=str(saved.path),
-            )
-        ) from error

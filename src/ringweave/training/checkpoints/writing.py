@@ -1,8 +1,10 @@
 """The thread that writes: the newest that is asked for, one at a time, and gone when there is nothing to do."""
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from ringweave.training.checkpoints.staging import Staged
 
@@ -12,10 +14,13 @@ class Job:
     """One checkpoint to be written."""
 
     train_step: int
-    staged: Staged
+    staged: Staged | None
+    """None where some of it is still at a parameter server."""
     document: dict
     copy_s: float
     """How long training waited for it."""
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    """What is known of it, where that is not staged yet."""
 
 
 class Writer:

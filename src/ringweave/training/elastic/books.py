@@ -150,7 +150,12 @@ def part_of(batch: Indices, roster: Roster, member: str) -> Indices:
 
     Smaller is the last one of an epoch; larger one that a ring took before it lost a member.
     """
+    return np.asarray(batch[slice_of(len(batch), roster, member)])
+
+
+def slice_of(num_samples: int, roster: Roster, member: str) -> slice:
+    """The same by places in a batch of so many samples."""
     if member not in roster.members:
-        return batch[:0]
-    shares = roster.shares if len(batch) == sum(roster.shares) else balancing.scale(roster.shares, len(batch))
-    return np.asarray(batch[balancing.cut(shares, roster.members.index(member))])
+        return slice(0, 0)
+    shares = roster.shares if num_samples == sum(roster.shares) else balancing.scale(roster.shares, num_samples)
+    return balancing.cut(shares, roster.members.index(member))

@@ -9,8 +9,12 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from ringweave.errors import TrainingError, explain
+from ringweave.params.resuming import Ruled
+from ringweave.params.ring.client import RingClient
 from ringweave.params.ring.member import Samples
 from ringweave.params.ring.optimizer import PushedOptimizer
+from ringweave.params.rules import Spans
+from ringweave.params.rules.positions import lifted
 from ringweave.planning import balancing
 from ringweave.planning.balancing import Account, Speed
 from ringweave.planning.balancing.epochs import Indices
@@ -19,8 +23,8 @@ from ringweave.training.loading import orders, sources
 from ringweave.training.loading.loader import EpochAccount, subset
 from ringweave.training.loading.orders import Reading
 from ringweave.training.loading.portions import Portion, least_of, portion
-from ringweave.training.loading.prepared import PreparedLoader
 from ringweave.training.reducing import SampleWeights
+from ringweave.training.rings.resuming import Offered, ServedLoader, Start, rest_of
 from ringweave.training.rings.seating import Seating
 from ringweave.training.rings.sharing import RingShares
 
@@ -42,7 +46,7 @@ class RingParts:
     note: Callable[[EpochAccount], object]
 
 
-class RingLoader(PreparedLoader):
+class RingLoader(ServedLoader):
     """Iterates over this rank's parts of its ring's tickets; a pass is an epoch of all rings together.
 
     A pass ends when the samples of the epoch are used up, so rings have different numbers of batches. At the end of
@@ -63,6 +67,11 @@ class RingLoader(PreparedLoader):
         self._tickets = _Tickets(self._draw)
         self._source = sources.with_batch_sampler(loader, self._tickets)
         self._next_epoch = 0
+        self._start: Start | None = None
+        """Where the data go on, if they do; until a pass has begun."""
+        self._epoch = 0
+        self._done: Spans = ()
+        """Samples of the epoch of the pass that is running that are not in it."""
         self._num_passes = 0
         """Passes that were begun, on all ranks alike. Tickets are of one: an epoch may be begun anew."""
         self._running: object = None
@@ -71,6 +80,59 @@ class RingLoader(PreparedLoader):
         """How other rings are told of a pass that was broken off."""
         self.account: EpochAccount | None = None
         """That of the last epoch that was completed."""
+
+    is_elastic = False
+    is_latecomer = False
+
+    @property
+    def may_save(self) -> bool:
+        """See `ServedLoader`: the first ring, which is always there."""
+        seat = self._parts.places.seat
+        return seat.client is not None and seat.index == 0
+
+    @property
+    def num_samples(self) -> int:
+        """See `ServedLoader`: without those that `drop_last` leaves out."""
+        return self._epoch_samples
+
+    @property
+    def seed(self) -> int:
+        """See `ServedLoader`."""
+        return self._seed
+
+    def connect(self) -> RingClient:
+        """See `ServedLoader`."""
+        return self._parts.places.connect()
+
+    def resume(self, offered: Offered | None) -> Ruled:
+        """See `ServedLoader`. All ranks offer the same."""
+        if self._num_passes:
+            raise TrainingError(
+                explain(
+                    "checkpoint to go on from",
+                    got="one after the first pass has begun",
+                    expected="it before",
+                    do="Call Checkpoints.load right after prepare",
+                )
+            )
+        start = Start.of_state(offered.state, self._epoch_samples) if offered else None
+        ruled = self._agree(offered, start)
+        if start is not None:
+            self._start, self._seed, self._next_epoch = start, start.seed, start.epoch
+            self._parts.places.seat.member.refresh()
+        return ruled
+
+    def _agree(self, offered: Offered | None, start: Start | None) -> Ruled:
+        """What the server says to the ring's representative; the other ranks, which do not ask, know it."""
+        client = self._parts.places.seat.client
+        if client is not None:
+            ruled = client.offer(offered.train_step if offered else 0, offered.check if offered else "")
+            if ruled.verdict == "give" and offered is not None and start is not None:
+                client.restore(offered.content(), ruled, start.to_message(self._num_passes + 1))
+        if offered is None:
+            return Ruled(verdict="nothing")
+        step = offered.train_step
+        return Ruled(verdict="resumed", train_step=step, check=offered.check, num_done=step)
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -93,8 +155,10 @@ class RingLoader(PreparedLoader):
         epoch = self._next_epoch
         self._next_epoch += 1
         self._num_passes += 1
+        start, self._start = self._start, None
+        self._epoch, self._done = epoch, start.done_of(epoch) if start else ()
         indices = orders.indices_of(self._loader, self._reading, self._seed, epoch, self._parts.control.broadcast)
-        expected = indices[: self._epoch_samples]
+        expected = rest_of(indices[: self._epoch_samples], self._done)
         self._tickets.begin(self._num_passes, expected)
         self._parts.shares.begin_pass()
         given, own_pass = Account(), object()
@@ -112,7 +176,10 @@ class RingLoader(PreparedLoader):
         self._meet(epoch, given, Account.of(expected))
 
     def set_epoch(self, epoch: int) -> None:
-        """Which epoch the next pass is; without it passes count up from 0."""
+        """Which epoch the next pass is; without it passes count up from 0.
+
+        Of the one that a checkpoint goes on in, it is the rest.
+        """
         self._next_epoch = epoch
 
     def split(self, loader: DataLoader) -> DataLoader:
@@ -132,6 +199,7 @@ class RingLoader(PreparedLoader):
 
     def _share(self, first: int, count: int) -> float:
         """The train steps of synchronous training that these samples make: each counts as in its batch there."""
+        first += sum(done for _, done in self._done)
         return balancing.batch_part(first, count, batch_samples=self.batch_size, num_samples=self._epoch_samples)
 
     def _batches(self) -> Iterator[tuple[Any, Portion]]:
@@ -145,6 +213,7 @@ class RingLoader(PreparedLoader):
             first, own = self._tickets.given.popleft()
             parts.weights.set(len(own.indices), own.num_total)
             parts.samples.add(own.num_total, self._share(first, own.num_total))
+            parts.samples.note(self._num_passes, self._epoch, lifted(self._done, first, own.num_total))
             parts.shares.give(len(own.indices))
             yield batch, own
 
@@ -155,7 +224,7 @@ class RingLoader(PreparedLoader):
         """
         self._running = None
         self._parts.pushed.break_off()
-        self._parts.places.use_up(self._num_passes, self._epoch_samples)
+        self._parts.places.use_up(self._num_passes, self._epoch_samples, self._epoch)
         self._broken = self._parts.control.start_accounts(None)
 
     def _leave_behind(self) -> None:

@@ -104,10 +104,17 @@ class Seating:
         dist.broadcast(drawn, seat.ring[0], group=seat.small_group)
         return int(drawn[0]), int(drawn[1])
 
-    def use_up(self, number: int, total: int) -> None:
-        """Take all that is left of a pass, for nobody: other rings are through with it too. Waits for no rank."""
+    def use_up(self, number: int, total: int, epoch: int) -> None:
+        """Take all that is left of a pass over that epoch, for nobody: other rings are through with it too.
+
+        Waits for no rank.
+        """
         if self.seat.client and not self.has_left:
-            self.seat.client.take(number, total, total)
+            self.seat.client.take(number, total, total, ended_epoch=epoch)
+
+    def connect(self) -> RingClient:
+        """A connection to the server for this rank's ring, beside that of its representative."""
+        return RingClient(self._servers, self.seat.index)
 
     def _take(self, rings: tuple[Ring, ...], groups: Groups) -> Seat:
         rank = self._control.rank

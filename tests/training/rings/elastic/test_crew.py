@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from ringweave.membership.rules.records import Decree, Standing
+from ringweave.params.rules.positions import united
 from ringweave.planning.balancing import Account
 from ringweave.training.elastic.books import Books, part_of
 from ringweave.training.elastic.loader import Place
@@ -15,6 +16,7 @@ from ringweave.training.elastic.rows import Commit, Row
 from ringweave.training.rings.elastic import accounts
 from ringweave.training.rings.elastic.crew import RingCrew
 from ringweave.training.rings.elastic.places import Pending, RingPlace
+from ringweave.training.rings.resuming import Start
 
 MEMBERS = ("0.0", "1.0")
 
@@ -91,6 +93,19 @@ def test_every_sample_of_a_ticket_is_somebody_s_whatever_its_size(size: int) -> 
     assert account.total.num_samples == size
 
 
+def test_a_push_says_which_samples_it_is_of_also_where_a_member_s_part_was_lost() -> None:
+    crew, inner = make()
+    inner.place.epoch = 2
+    crew.ring_place.start = Start(epoch=2, done=((10, 5),), seed=3)
+    crew.draw(np.arange(8), 0.5, 4)
+    crew.commit(counted(crew, *MEMBERS, of=8))
+    assert (crew.samples.pass_number, crew.samples.epoch) == (2, 2)
+    assert united(crew.samples.spans) == ((4, 6), (15, 2)), "around those that were done before"
+    crew.draw(np.arange(8), 0.5, 12)
+    crew.commit(counted(crew, "1.0", of=8))
+    assert united(crew.samples.spans) == ((4, 6), (15, 2), (21, 4)), "those of the other one are not in it"
+
+
 def test_what_is_spread_is_no_gradient() -> None:
     crew, _ = make()
     crew.draw(np.arange(8), 0.5)
@@ -114,10 +129,10 @@ def test_a_ring_that_begins_again_has_what_its_testament_says_of_this_epoch() ->
     old.load(2, [[30, 7], [28, 5], [2, 2]])
     left = {"epoch": 2, "books": old.to_words()}
     assert "is_testament" in accounts.testament(old)
-    crew.go_on([5, 9, 6, 2, 9, None], 2, left)
+    crew.go_on([5, 9, 6, 2, 9, None, None], 2, left)
     assert (crew.ring_place.num_pushed, crew.ring_place.num_tickets, inner.place.epoch) == (5, 6, 2)
     assert (crew.books.account().total.num_samples, crew.is_whole) == (28, False)
-    crew.go_on([5, 9, 6, 4, 9, None], 3, left)
+    crew.go_on([5, 9, 6, 4, 9, None, None], 3, left)
     assert crew.books.account().total == Account(), "of another epoch"
     crew.open_epoch(4)
     assert crew.is_whole
@@ -127,8 +142,8 @@ def test_the_server_is_told_before_an_epoch_is_formed_but_for_the_first() -> Non
     told: list[Decree] = []
     crew, _ = make(told.append)
     decree = Decree(ballot=(1, 1), standings=tuple(Standing(member=member) for member in MEMBERS))
-    pending = {"num_samples": 8, "batch_share": 0.5, "testament": "{}"}
-    notes = [{"ring": [4, 8, 5, 2, 9, pending], "is_whole": False}] * 2
+    pending = {"num_samples": 8, "batch_share": 0.5, "testament": "{}", "spans": [[4, 8]]}
+    notes = [{"ring": [4, 8, 5, 2, 9, pending, {"epoch": 1, "done": [[0, 4]], "seed": 3}], "is_whole": False}] * 2
     crew.check(decree, notes)
     assert told == []
     crew.begin(decree, notes, is_newcomer=True, followers=())
@@ -140,7 +155,8 @@ def test_the_server_is_told_before_an_epoch_is_formed_but_for_the_first() -> Non
             num_tickets=5,
             num_meetings=2,
             next_version=9,
-            pending=Pending(num_samples=8, batch_share=0.5, testament="{}"),
+            pending=Pending(num_samples=8, batch_share=0.5, testament="{}", spans=((4, 8),)),
+            start=Start(epoch=1, done=((0, 4),), seed=3),
         ),
         False,
     )

@@ -12,11 +12,13 @@ from ringweave.training.elastic.rosters import Roster
 from ringweave.training.loading import orders
 from ringweave.training.reducing import SampleWeights
 from ringweave.training.rings.elastic.loader import KeptRingLoader
+from ringweave.training.rings.elastic.places import RingPlace
+from ringweave.training.rings.resuming import Start
 
 
 def made(epoch: int) -> KeptRingLoader:
     """Of a ring with one member, which is in that epoch."""
-    place = SimpleNamespace(epoch=epoch, num_drawn=0)
+    place = SimpleNamespace(epoch=epoch, num_drawn=0, is_latecomer=False)
     nothing = lambda *_, **__: None  # noqa: E731 - what the ring hears of it
     crew = SimpleNamespace(
         place=place,
@@ -25,6 +27,7 @@ def made(epoch: int) -> KeptRingLoader:
         draw=nothing,
         drop=nothing,
         open_epoch=lambda number: setattr(place, "epoch", number),
+        ring_place=RingPlace(ring=0),
     )
     parts: Any = SimpleNamespace(
         name="0.0",
@@ -53,3 +56,14 @@ def test_of_an_epoch_that_was_over_before_who_comes_later_gets_nothing() -> None
     loader = made(1)
     loader.set_epoch(0)
     assert list(loader) == []
+
+
+def test_of_an_epoch_that_a_checkpoint_goes_on_in_what_is_done_is_not_drawn() -> None:
+    loader = made(2)
+    loader.ring_place.start = Start(epoch=2, done=((0, 2), (4, 1)), seed=9)
+    assert (loader.seed, loader.next_epoch) == (9, 2)
+    loader.set_epoch(2)
+    assert next(iter(loader))[0].tolist() == [2, 3, 5, 6]
+    assert not loader.is_latecomer
+    loader.ring_place.num_tickets = 1
+    assert loader.is_latecomer, "no checkpoint is read any more"

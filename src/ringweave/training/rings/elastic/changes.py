@@ -14,6 +14,7 @@ from torch import Tensor
 from ringweave.params.flat import Flat
 from ringweave.params.messages import TensorSpec
 from ringweave.params.ring.client import Round
+from ringweave.params.rules.positions import united
 from ringweave.training.elastic.kept import Said
 from ringweave.training.rings.elastic import accounts
 from ringweave.training.rings.elastic.crew import RingCrew
@@ -159,6 +160,9 @@ class LocalChanges:
             num_samples=crew.samples.num_samples,
             batch_share=crew.samples.mean_share,
             testament=accounts.testament(crew.books),
+            num_batches=max(1, crew.samples.num_batches),
+            epoch=crew.samples.epoch,
+            spans=united(crew.samples.spans),
         )
         crew.samples.clear()
 
@@ -172,6 +176,10 @@ class LocalChanges:
             num_samples=place.pending.num_samples,
             batch_share=place.pending.batch_share,
             testament=place.pending.testament,
+            num_batches=place.pending.num_batches,
+            pass_number=place.pending.epoch,
+            epoch=place.pending.epoch,
+            spans=place.pending.spans,
         )
 
 

@@ -1,19 +1,39 @@
 """What a member of a ring knows and does beside its gradients; see `elastic.crew`, which does most of it."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ringweave.membership.rules.records import Decree
 from ringweave.params.ring.member import Samples
+from ringweave.params.rules import Span
+from ringweave.params.rules.positions import lifted
 from ringweave.planning.balancing.epochs import Indices
-from ringweave.training.elastic.books import Books
+from ringweave.training.elastic.books import Books, slice_of
 from ringweave.training.elastic.crew import JobCrew
 from ringweave.training.elastic.loader import Place
-from ringweave.training.elastic.rosters import Rosters
+from ringweave.training.elastic.rosters import Roster, Rosters
 from ringweave.training.elastic.rows import Commit, Row
 from ringweave.training.rings.elastic.accounts import Said
 from ringweave.training.rings.elastic.places import RingPlace
 from ringweave.wire.pacing import Pace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Open:
+    """A batch that is not reduced yet."""
+
+    batch_share: float
+    first: int
+    num_samples: int
+    roster: Roster
+
+    def spans_of(self, members: Collection[str]) -> Iterator[Span]:
+        """Where the parts of these members are."""
+        for member in self.roster.members:
+            if member in members:
+                part = slice_of(self.num_samples, self.roster, member)
+                yield self.first + part.start, part.stop - part.start
 
 
 class RingCrew:
@@ -24,8 +44,8 @@ class RingCrew:
         self._crew, self.ring_place, self._pausing = crew, place, pausing
         self.samples = Samples()
         """Those of the next push."""
-        self._open: list[float] = []
-        """Parts of a train step, of the batches that were drawn and are not reduced yet."""
+        self._open: list[_Open] = []
+        """Batches that were drawn and are not reduced yet."""
         self.is_whole = True
         """The ring has been there since the begin of the epoch of the data."""
         self.is_spreading = False
@@ -57,11 +77,18 @@ class RingCrew:
         """See `seams.Crew`: what is accumulated and not pushed yet a newcomer would not have."""
         return self.samples.num_batches == 0 and self._crew.is_between_steps
 
-    def draw(self, batch: Indices, batch_share: float) -> None:
-        """The ring computes this batch now, which is that part of a train step of all rings."""
+    def draw(self, batch: Indices, batch_share: float, first: int = 0) -> None:
+        """The ring computes this batch now.
+
+        Args:
+            batch: Its samples.
+            batch_share: Which part of a train step of all rings it is.
+            first: Place of its first sample in the order of what was to be drawn of the epoch.
+        """
         place = self._crew.place
-        self._crew.books.draw(batch, self._crew.rosters.of(place.num_drawn))
-        self._open.append(batch_share)
+        roster = self._crew.rosters.of(place.num_drawn)
+        self._crew.books.draw(batch, roster)
+        self._open.append(_Open(batch_share=batch_share, first=first, num_samples=len(batch), roster=roster))
         place.num_drawn += 1
         place.num_since_commit += 1
 
@@ -106,10 +133,18 @@ class RingCrew:
             return
         if self._open:
             part = commit.account.num_samples / max(1, commit.num_planned)
-            self.samples.add(commit.account.num_samples, part * sum(self._open))
+            self.samples.add(commit.account.num_samples, part * sum(each.batch_share for each in self._open))
+            self._note(commit.members)
             self.samples.num_batches += len(self._open) - 1
             self._open.clear()
         self._crew.commit(commit)
+
+    def _note(self, members: Collection[str]) -> None:
+        """The parts of these members are in the ring's next push."""
+        epoch = self._crew.place.epoch
+        done = self.ring_place.done_of(epoch)
+        spans = [span for each in self._open for span in each.spans_of(members)]
+        self.samples.note(epoch, epoch, [part for span in spans for part in lifted(done, *span)])
 
     def check(self, decree: Decree, notes: Sequence[dict[str, Any]]) -> None:
         """Refuse to join those who have prepared something else."""

@@ -8,6 +8,8 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from ringweave.errors import TrainingError, explain
+from ringweave.params.resuming import Ruled
+from ringweave.params.ring.client import RingClient
 from ringweave.planning import balancing
 from ringweave.planning.balancing import Account
 from ringweave.planning.balancing.epochs import Indices
@@ -17,12 +19,12 @@ from ringweave.training.loading import orders
 from ringweave.training.loading.loader import subset
 from ringweave.training.loading.orders import Reading
 from ringweave.training.loading.portions import Portion, least_of, stand_ins
-from ringweave.training.loading.prepared import PreparedLoader
 from ringweave.training.reducing import SampleWeights
 from ringweave.training.rings.elastic import accounts
 from ringweave.training.rings.elastic.crew import RingCrew
 from ringweave.training.rings.elastic.member import RingMember
 from ringweave.training.rings.elastic.places import RingPlace
+from ringweave.training.rings.resuming import Offered, ServedLoader, rest_of
 from ringweave.training.timing import StepTimer
 
 
@@ -40,7 +42,7 @@ class KeptParts:
     note: Callable[[ElasticAccount], object]
 
 
-class KeptRingLoader(PreparedLoader):
+class KeptRingLoader(ServedLoader):
     """Iterates over this member's parts of its ring's tickets; a pass is an epoch of all rings together.
 
     At the end of a pass all rings meet, but for those that are gone, and take the same parameters. Batches are loaded
@@ -64,6 +66,39 @@ class KeptRingLoader(PreparedLoader):
         """The last one that ended so."""
         self.account: ElasticAccount | None = None
         """That of the last epoch that was completed."""
+
+    is_elastic = True
+
+    @property
+    def is_latecomer(self) -> bool:
+        """See `ServedLoader`: it has joined members of its ring, or the ring was training before."""
+        return self._parts.crew.place.is_latecomer or self.ring_place.num_tickets > 0
+
+    @property
+    def may_save(self) -> bool:
+        """See `ServedLoader`."""
+        return self._parts.member.is_first
+
+    @property
+    def num_samples(self) -> int:
+        """See `ServedLoader`: without those that `drop_last` leaves out."""
+        return self._epoch_samples
+
+    @property
+    def seed(self) -> int:
+        """See `ServedLoader`."""
+        start = self.ring_place.start
+        return self._seed if start is None else start.seed
+
+    def connect(self) -> RingClient:
+        """See `ServedLoader`."""
+        return self._parts.member.connect()
+
+    def resume(self, offered: Offered | None) -> Ruled:
+        """See `ServedLoader`. What the ring's first member offers counts for the ring."""
+        ruled = self._parts.member.resume(offered, self._epoch_samples)
+        self._pass = self._parts.crew.place.epoch
+        return ruled
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -145,8 +180,9 @@ class KeptRingLoader(PreparedLoader):
         return total - total % self.batch_size if self._reading.drop_last else total
 
     def _indices(self, epoch: int) -> Indices:
-        found = orders.indices_of(self._loader, self._reading, self._seed, epoch, lambda drawn: drawn)
-        return found[: self._epoch_samples]
+        """The samples that are to be drawn of it."""
+        found = orders.indices_of(self._loader, self._reading, self.seed, epoch, lambda drawn: drawn)
+        return rest_of(found[: self._epoch_samples], self.ring_place.done_of(epoch))
 
     def _open_epoch(self, number: int) -> None:
         self._parts.crew.open_epoch(number)
@@ -162,8 +198,9 @@ class KeptRingLoader(PreparedLoader):
             return None
         parts.timer.begin()
         batch, number = indices[first : first + count], crew.place.num_drawn
-        part = balancing.batch_part(first, count, batch_samples=self.batch_size, num_samples=self._epoch_samples)
-        parts.session.change(lambda: crew.draw(batch, part))
+        at = first + self._epoch_samples - len(indices)
+        part = balancing.batch_part(at, count, batch_samples=self.batch_size, num_samples=self._epoch_samples)
+        parts.session.change(lambda: crew.draw(batch, part, first))
         own = part_of(batch, crew.rosters.of(number), parts.name)
         return Portion(indices=own, num_total=len(batch), stand_ins=stand_ins(batch))
 

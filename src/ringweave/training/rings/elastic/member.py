@@ -19,8 +19,10 @@ from ringweave.membership.rules.records import Decree, slot_of
 from ringweave.params import flat
 from ringweave.params.flat import Flat
 from ringweave.params.messages import Option
+from ringweave.params.resuming import Ruled
 from ringweave.params.ring.client import RingClient, Round
 from ringweave.params.ring.member import Samples
+from ringweave.params.rules.positions import united
 from ringweave.training.elastic import exits
 from ringweave.training.elastic.kept import Said
 from ringweave.training.elastic.session import Session
@@ -28,6 +30,7 @@ from ringweave.training.rings.elastic import accounts
 from ringweave.training.rings.elastic.changes import LocalChanges
 from ringweave.training.rings.elastic.crew import RingCrew
 from ringweave.training.rings.elastic.places import RingPlace
+from ringweave.training.rings.resuming import Offered, Start
 
 
 class RingMember:
@@ -116,22 +119,53 @@ class RingMember:
     @torch.no_grad()
     def refresh(self) -> None:
         """Take the newest parameters when the ring begins, or begins again, and its place as the server knows it."""
-        place = self._crew().ring_place
 
         def pull() -> Said:
-            client = self._client_of()
-            seated = client.seek(slot_of(self._member)[0], begins=True)
-            if self.changes is not None:  # of what those before have under way nothing will come
-                client.leave(is_for_good=False)
-            version = client.pull(seated.num_pushed, self._inbox_of().buffers())
-            self._arrive()
-            words = [seated.num_pushed, version, seated.num_tickets, seated.num_meetings, version, None]
-            return {"place": words, "epoch": seated.epoch, "testament": seated.testament}
+            return self._begin(self._client_of())
 
-        said = self.spread(pull, self.landed.pieces)
+        self._go_on(self.spread(pull, self.landed.pieces))
+
+    @torch.no_grad()
+    def resume(self, offered: Offered | None, num_samples: int) -> Ruled:
+        """Agree with all rings on the checkpoint to go on from; epochs are of so many samples."""
+
+        def agree() -> Said:
+            client = self._client_of()
+            own = (offered.train_step, offered.check) if offered else (0, "")
+            ruled = client.offer(*own)
+            if ruled.verdict == "give" and offered is not None:
+                start = Start.of_state(offered.state, num_samples)
+                client.restore(offered.content(), ruled, start.to_message(start.epoch))
+                ruled = client.offer(*own)
+            begun = self._begin(client) if ruled.verdict == "resumed" else {}
+            return {"ruled": ruled.model_dump(), **begun}
+
+        said = self.spread(agree, self.landed.pieces)
+        if "place" in said:
+            self._go_on(said)
+        return Ruled(**said["ruled"])
+
+    def connect(self) -> RingClient:
+        """A connection for this member's ring, beside that of its representative."""
+        return RingClient(self._servers, self._crew().ring_place.ring)
+
+    def _begin(self, client: RingClient) -> Said:
+        """Have the newest parameters land; where the ring stands."""
+        seated = client.seek(slot_of(self._member)[0], begins=True)
+        if self.changes is not None:  # of what those before have under way nothing will come
+            client.leave(is_for_good=False)
+        version = client.pull(seated.num_pushed, self._inbox_of().buffers())
+        self._arrive()
+        start = None
+        if seated.resumed_seed is not None:
+            start = {"epoch": seated.resumed_epoch, "done": seated.resumed, "seed": seated.resumed_seed}
+        words = [seated.num_pushed, version, seated.num_tickets, seated.num_meetings, version, None, start]
+        return {"place": words, "epoch": seated.epoch, "testament": seated.testament}
+
+    def _go_on(self, said: Said) -> None:
         left = json.loads(said["testament"]) if said["testament"] else {}
         self._session().change(lambda: self._crew().go_on(said["place"], said["epoch"], left))
-        self._take_over(place.base_version)
+        self._take_over(self._crew().ring_place.base_version)
 
     @torch.no_grad()
     def meet(self, epoch: int, said: Said, *, use_up: int | None = None) -> dict[int, Said]:
@@ -150,7 +184,7 @@ class RingMember:
         def gather() -> Said:
             client = self._client_of()
             if use_up is not None:
-                client.take(epoch, use_up, use_up, number=place.num_tickets + 1)
+                client.take(epoch, use_up, use_up, number=place.num_tickets + 1, ended_epoch=epoch)
             client.leave(is_for_good=False)
             met = client.meet(place.num_meetings + 1, epoch, text)
             version = client.pull(place.num_pushed, self._inbox_of().buffers())
@@ -274,4 +308,8 @@ def _round(
         absent=absent,
         options=options,
         testament=testament,
+        num_batches=max(1, samples.num_batches),
+        pass_number=samples.pass_number,
+        epoch=samples.epoch,
+        spans=united(samples.spans),
     )

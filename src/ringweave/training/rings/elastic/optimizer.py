@@ -29,3 +29,12 @@ class KeptOptimizer(Optimizer):
         found = closure() if closure else None
         self._member.push_gradients([optimizers.options_of(group) for group in self.param_groups])
         return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the script's optimizer: its groups, and with local steps its state."""
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What `state_dict` gave."""
+        self._inner.load_state_dict(state_dict)
+        self.param_groups = self._inner.param_groups

@@ -1,11 +1,13 @@
 """Where a ring stands with the parameter server: the same on all of its members that are between two steps."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ringweave.membership.rules.records import slot_of
 from ringweave.params.messages import Seated
+from ringweave.params.rules import Spans
+from ringweave.training.rings.resuming import Start, spans_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,6 +17,15 @@ class Pending:
     num_samples: int
     batch_share: float
     testament: str
+    num_batches: int = 1
+    epoch: int = 0
+    spans: Spans = ()
+
+    @classmethod
+    def of_words(cls, words: Mapping[str, Any]) -> "Pending":
+        """From JSON."""
+        own: dict[str, Any] = {**words, "spans": spans_of(words["spans"])}
+        return cls(**own)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,17 +42,26 @@ class RingPlace:
     next_version: int = 0
     """With local steps, of the parameters that the push after the next one is computed on."""
     pending: Pending | None = None
+    start: Start | None = None
+    """Where the data of the job went on, if it goes on from a checkpoint."""
+
+    def done_of(self, epoch: int) -> Spans:
+        """Samples of an epoch that are not drawn."""
+        return self.start.done_of(epoch) if self.start else ()
 
     def to_words(self) -> list[Any]:
         """For a newcomer."""
         pending = asdict(self.pending) if self.pending else None
-        return [self.num_pushed, self.base_version, self.num_tickets, self.num_meetings, self.next_version, pending]
+        start = asdict(self.start) if self.start else None
+        numbers = [self.num_pushed, self.base_version, self.num_tickets, self.num_meetings, self.next_version]
+        return [*numbers, pending, start]
 
     def load(self, words: Sequence[Any]) -> None:
         """What `to_words` gave."""
-        *numbers, pending = words
+        *numbers, pending, start = words
         self.num_pushed, self.base_version, self.num_tickets, self.num_meetings, self.next_version = numbers
-        self.pending = Pending(**pending) if pending else None
+        self.pending = Pending.of_words(pending) if pending else None
+        self.start = Start.of_words(start) if start else None
 
     def count_answer(self, version: int | None) -> None:
         """The push that was pending is answered, with parameters of that version; None if they were not asked for."""

@@ -1,0 +1,118 @@
+"""A job of rings that is killed as a whole goes on from its newest whole checkpoint, with other workers."""
+
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ringweave.params.rules.positions import left
+from ringweave.testing.elastic import ElasticJob
+from ringweave.training.checkpoints import disk
+from ringweave.training.checkpoints.disk import Saved
+from ringweave.training.loading import orders
+from tests.training.rings.checkpoints import saving_functions as functions
+from tests.training.rings.elastic.ring_functions import BATCH, NUM_SAMPLES
+from tests.training.rings.elastic.test_deaths import check_alike, value_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(600)]
+
+LIMIT_S = 400.0
+LEAST_STEP = 3 * NUM_SAMPLES // BATCH - NUM_SAMPLES // BATCH // 2
+"""In the midst of an epoch, when the loss has long fallen."""
+
+
+def kill_all(job: ElasticJob, folder: Path, num_workers: int) -> None:
+    """kill -9 to every worker at once, at some moment after two checkpoints in the midst of the training."""
+    deadline_s = time.monotonic() + LIMIT_S
+    members = [f"{slot}.0" for slot in range(num_workers)]
+    while sum(saved.train_step >= LEAST_STEP for saved in disk.list_saved(folder)) < 2:
+        assert time.monotonic() < deadline_s, "no checkpoint was saved"
+        for member in members:
+            job.read(member)
+        time.sleep(0.01)
+    time.sleep(random.uniform(0, 0.3))  # the moment is at random; what follows is asked for whatever it was
+    for member in members:
+        job.signal(member, signal.SIGKILL)
+    for member in members:
+        assert job.outcome(member).exit_code == -signal.SIGKILL
+
+
+def first_run(folder: Path, local_steps: int = 0) -> list[Saved]:
+    """Four workers in two rings that are killed; their checkpoints, the newest first."""
+    settings = (str(folder), 10**6, 2, local_steps, 2, 0.02)
+    with ElasticJob(functions.train, 4, *settings, attended_by=("server",)) as job:
+        kill_all(job, folder, 4)
+    return disk.list_saved(folder)
+
+
+def drawn(job: ElasticJob, num_workers: int, epoch: int) -> list[int]:
+    """Samples of that epoch that any worker was given."""
+    said = [said for slot in range(num_workers) for said, _ in job.said(f"{slot}.0")]
+    return sorted(sample for kind, at, samples, *_ in said if (kind, at) == ("drawn", epoch) for sample in samples)
+
+
+def order_of(epoch: int, seed: int) -> list[int]:
+    loader = functions.loader_of(torch.Generator())
+    return orders.indices_of(loader, orders.read(loader), seed, epoch, lambda drawn: drawn).tolist()
+
+
+def check_goes_on(job: ElasticJob, num_workers: int, saved: Saved, state: dict[str, Any]) -> list[dict[str, Any]]:
+    """The second run took that checkpoint, and the rest of its epoch, each sample of that once; what workers say.
+
+    `state` is where the data stood, as the checkpoint has it: it is removed when there are newer ones.
+    """
+    values = [value_of(job, f"{slot}.0") for slot in range(num_workers)]
+    order = order_of(state["epoch"], state["seed"])
+    rest = [place for first, count in left(state["done"], NUM_SAMPLES) for place in range(first, first + count)]
+    first_epoch = state["epoch"] if rest else state["epoch"] + 1
+    expected = sorted(order[place] for place in rest) if rest else list(range(NUM_SAMPLES))
+    assert drawn(job, num_workers, first_epoch) == expected, "what is not in the parameters, each once"
+    assert drawn(job, num_workers, first_epoch + 1) == list(range(NUM_SAMPLES)), "and then whole epochs"
+    accounts = values[0]["accounts"]
+    assert [each.epoch for each in accounts[:2]] == [first_epoch, first_epoch + 1]
+    assert all(each.is_exact for each in accounts)
+    assert accounts[0].expected.num_samples == len(expected)
+    assert {value["loaded"] for value in values} == {saved.train_step}
+    check_loss(job, num_workers, values)
+    return values
+
+
+def check_loss(job: ElasticJob, num_workers: int, values: list[dict[str, Any]]) -> None:
+    """It goes on where it was: far below that of a new model, and further down."""
+    began = [said[3] for slot in range(num_workers) for said, _ in job.said(f"{slot}.0") if said[0] == "loaded"]
+    assert max(began) - min(began) < 1e-12, "the same parameters for all"
+    assert max(began) < 0.8 * functions.loss_of(functions.make_model())
+    assert max(value["loss"] for value in values) < max(began)
+
+
+@pytest.mark.parametrize("local_steps", [0, 3], ids=["every step is pushed", "local steps"])
+def test_a_job_that_is_killed_goes_on_with_other_workers(tmp_path: Path, local_steps: int) -> None:
+    newest = first_run(tmp_path, local_steps)[0]
+    state = disk.read(newest).parts["loader"]
+    num_epochs = state["epoch"] + 6
+    settings = (str(tmp_path), num_epochs, 2, local_steps)
+    with ElasticJob(functions.train, 3, *settings, attended_by=("server",)) as job:
+        values = check_goes_on(job, 3, newest, state)
+    assert newest.train_step < disk.list_saved(tmp_path)[0].train_step <= NUM_SAMPLES // BATCH * num_epochs
+    check_alike(values)
+
+
+def test_a_damaged_file_is_said_and_the_one_before_it_is_used_also_by_one_ring(tmp_path: Path) -> None:
+    newest, before, *_ = first_run(tmp_path)
+    content = bytearray(newest.path.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.path.write_bytes(content)
+    state = disk.read(before).parts["loader"]
+    environ = {"RINGWEAVE_RUN_DIR": str(tmp_path / "run")}
+    (tmp_path / "run").mkdir()
+    settings = (str(tmp_path), state["epoch"] + 6, 1)
+    with ElasticJob(functions.train, 2, *settings, attended_by=("server",), environ=environ) as job:
+        check_goes_on(job, 2, before, state)
+    events = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    refused = [line for line in events if '"checkpoint_refused"' in line]
+    assert refused
+    assert all(newest.path.name in line for line in refused)
