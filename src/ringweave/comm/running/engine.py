@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from ringweave import planning, schedules
+from ringweave.comm.adapting.consulting import Council
 from ringweave.comm.adapting.directing import Asked, Decision, Director, Ticket
 from ringweave.comm.adapting.hosting import Hosts
 from ringweave.comm.counters import Counters
@@ -36,6 +37,8 @@ NUM_LANES = 2
 """Collectives of one group that may be on the wire at once."""
 
 _SIGNATURE_BITS = 32
+_GATHERS = 2**_SIGNATURE_BITS - 1
+"""In the place of a signature."""
 
 _CUT_S = 5.0
 """How long `close` waits for lanes that were cut: they end at once, unless they are in what cannot be cut."""
@@ -71,7 +74,7 @@ class Engine:
             for index in range(NUM_LANES)
         ]
         self._parts: dict[tuple[int, str], tuple[schedules.Schedule, tuple[schedules.Transfer, ...]]] = {}
-        self._version = 1
+        self._version, self._num_gathers = 1, 0
         self._plans: Promises[Compiled] = Promises()
         self._order = threading.Lock()
         self._ending = threading.Lock()
@@ -94,12 +97,30 @@ class Engine:
             how = ticket.decision.choice.schedule if ticket.decision else "a schedule to be tried"
             doing = f"allreduce #{ticket.number} ({reduction.name}, {tensor.numel()} x {tensor.dtype}, {how})"
             job = Job(lambda lane: self._run(ticket, use, lane, timeout_s), doing, work, use.end)
-            if self._broken is None:
-                self._lanes[ticket.number % NUM_LANES].submit(job)  # dealt to the lanes in turn
-                return work
-        work.settle(self._again(doing))
-        work.resolve()
-        return work
+            return self._submit(job, ticket.number % NUM_LANES)  # dealt to the lanes in turn
+
+    def gather(self, own: Tensor, timeout_s: float) -> Tensor:
+        """(group_size, width): what each rank says, (width,), a few words; see `Council.gather`. Blocks."""
+        said: list[Tensor] = []
+        with self._order:
+            self._num_gathers += 1
+            tag, doing = _tag(self._num_gathers, _GATHERS), f"gather #{self._num_gathers} ({own.numel()} x {own.dtype})"
+
+            def run(lane: Lane) -> None:
+                said.append(Council(self._members, lane.transport, tag=tag, timeout_s=timeout_s).gather(own))
+
+            work = self._submit(Job(run, doing, PendingWork([own]), lambda: None), 0)
+        work.wait()
+        return said[0]
+
+    def _submit(self, job: Job, lane: int) -> PendingWork:
+        """Let a lane run it, unless the group has ended; in the order of the calls."""
+        if self._broken is None:
+            self._lanes[lane].submit(job)
+        else:
+            job.work.settle(self._again(job.doing))
+            job.work.resolve()
+        return job.work
 
     def _promise(self, use: Use, decision: Decision) -> None:
         """Note who makes the program for this kind of message; called in the order of the collectives."""
@@ -311,7 +332,7 @@ class Engine:
         if self._members.group_size > 1:
             agree(intent, self._members, lane.transport, tag=_tag(number, 0), timeout_s=timeout_s)
         self._note_agreement(schedule, message.nbytes)
-        return Compiled(program, 1 + zlib.crc32(str(intent).encode()) % (2**_SIGNATURE_BITS - 1))
+        return Compiled(program, 1 + zlib.crc32(str(intent).encode()) % (_GATHERS - 1))
 
     def _part_of(
         self, name: str, plan: planning.Plan, version: int

@@ -114,7 +114,7 @@ class Counting:
                     return
                 footing.where = replace(footing.where, is_prepared=True)
                 row = self._row(reduction)
-            said = self._exchange(rows.to_tensor(row, reduction.used, self._num_parameters), footing.decree)
+            said = footing.groups.gather(rows.to_tensor(row, reduction.used, self._num_parameters))
         except RuntimeError as error:
             footing.tell_broken(error, generation)
             return
@@ -126,13 +126,6 @@ class Counting:
             footing.stops = all(each.wants_stop for each in every)
             self._take(commit, reduction, buffers)
         self._settle(reduction, commit, buffers)
-
-    def _exchange(self, own: Tensor, decree: Decree) -> Tensor:
-        """(num_members, width): what each says. All wait for it, so it takes one hop: a gather takes one for each."""
-        sent = own.repeat(len(decree.members), 1)
-        said = torch.empty_like(sent)
-        dist.all_to_all_single(said, sent, group=self._footing.groups.reducing)
-        return said
 
     def end(self, decree: Decree, generation: int) -> bool:
         """Before an epoch: take over the results if one of the members has, else be ready to reduce again.
