@@ -61,7 +61,8 @@ class Counting:
             error, generation = footing.start_buckets(), footing.generation
             if footing.out is not None and footing.catching is None:
                 reduction.fail(seams.error_of(footing.out))
-            footing.lock.notify_all()
+            if reduction.is_whole:  # else nobody waits for it
+                footing.lock.notify_all()
         footing.tell_broken(error, generation)
         return future
 
@@ -177,8 +178,7 @@ class Counting:
         footing.last, footing.reduction = commit, None
         footing.where = replace(footing.where, committed=commit.number, is_prepared=False)
         footing.num_signs += 1
-        footing.is_waiting = False
-        footing.lock.notify_all()
+        footing.is_waiting = False  # the script goes on when it is settled, and is not woken before
 
     def _keep(self, commit: Commit, reduction: Reduction, buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
         """It counts, and this member's script does it later; with the lock held."""
