@@ -9,7 +9,9 @@ import torch.distributed as dist
 
 def _say(words: list[int]) -> list[list[int]]:
     group: Any = dist.group.WORLD
-    return group.gather(torch.tensor(words)).tolist()
+    heard: list[torch.Tensor] = []
+    group.gather(lambda: torch.tensor(words), heard.append)
+    return heard[0].tolist()
 
 
 def gather_between_sums() -> list[list[list[int]]]:
@@ -35,6 +37,31 @@ def gather_without_rank_1() -> list[str]:
         except RuntimeError as error:
             errors.append(f"{type(error).__name__}: {error}")
     return errors
+
+
+def gather_where_rank_1_has_nothing_to_say() -> str:
+    """Rank 1 fails where it was to say something; what it and the others hear."""
+
+    def say() -> torch.Tensor:
+        raise MemoryError("no room")
+
+    group: Any = dist.group.WORLD
+    try:
+        group.gather(say if dist.get_rank() == 1 else lambda: torch.ones(1), lambda _: None)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def ask_late_for_the_future() -> list[float]:
+    """Sums of works whose future is asked for before and after they have ended."""
+    group: Any = dist.group.WORLD
+    early, late = (group.allreduce([torch.ones(100_000)]) for _ in range(2))
+    future = early.get_future()
+    early.wait()
+    late.wait()
+    group.gather(lambda: torch.ones(1), lambda _: None)
+    return [float(each.wait()[0].mean()) for each in (future, late.get_future())]
 
 
 def gather_different_widths() -> None:

@@ -99,19 +99,18 @@ class Engine:
             job = Job(lambda lane: self._run(ticket, use, lane, timeout_s), doing, work, use.end)
             return self._submit(job, ticket.number % NUM_LANES)  # dealt to the lanes in turn
 
-    def gather(self, own: Tensor, timeout_s: float) -> Tensor:
-        """(group_size, width): what each rank says, (width,), a few words; see `Council.gather`. Blocks."""
-        said: list[Tensor] = []
+    def gather(self, say: Callable[[], Tensor], hear: Callable[[Tensor], object], timeout_s: float) -> None:
+        """Every rank says something in a few words, and hears all; see `RingweaveProcessGroup.gather`. Blocks."""
         with self._order:
             self._num_gathers += 1
-            tag, doing = _tag(self._num_gathers, _GATHERS), f"gather #{self._num_gathers} ({own.numel()} x {own.dtype})"
+            tag = _tag(self._num_gathers, _GATHERS)
 
             def run(lane: Lane) -> None:
-                said.append(Council(self._members, lane.transport, tag=tag, timeout_s=timeout_s).gather(own))
+                own = say()
+                hear(Council(self._members, lane.transport, tag=tag, timeout_s=timeout_s).gather(own))
 
-            work = self._submit(Job(run, doing, PendingWork([own]), lambda: None), 0)
+            work = self._submit(Job(run, f"gather #{self._num_gathers}", PendingWork([]), lambda: None), 0)
         work.wait()
-        return said[0]
 
     def _submit(self, job: Job, lane: int) -> PendingWork:
         """Let a lane run it, unless the group has ended; in the order of the calls."""
