@@ -2,7 +2,6 @@
 
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -18,6 +17,7 @@ from ringweave.comm.adapting.hosting import Hosts
 from ringweave.comm.counters import Counters
 from ringweave.comm.faults import FaultBoard, Report
 from ringweave.comm.members import Members
+from ringweave.comm.running import tags
 from ringweave.comm.running.agreement import Intent, agree
 from ringweave.comm.running.completing import Completer
 from ringweave.comm.running.device import check_dtype, finished_work, run_rounds
@@ -35,10 +35,6 @@ from ringweave.telemetry.events import EventLog
 
 NUM_LANES = 2
 """Collectives of one group that may be on the wire at once."""
-
-_SIGNATURE_BITS = 32
-_GATHERS = 2**_SIGNATURE_BITS - 1
-"""In the place of a signature."""
 
 _CUT_S = 5.0
 """How long `close` waits for lanes that were cut: they end at once, unless they are in what cannot be cut."""
@@ -103,7 +99,7 @@ class Engine:
         """Every rank says something in a few words, and hears all; see `RingweaveProcessGroup.gather`. Blocks."""
         with self._order:
             self._num_gathers += 1
-            tag = _tag(self._num_gathers, _GATHERS)
+            tag = tags.tag(self._num_gathers, tags.GATHER)
 
             def run(lane: Lane) -> None:
                 own = say()
@@ -133,7 +129,7 @@ class Engine:
 
     def _run(self, ticket: Ticket, use: Use, lane: Lane, timeout_s: float) -> None:
         """One collective, in the thread of its lane."""
-        tag = _tag(ticket.number, 0)
+        tag = tags.tag(ticket.number, tags.UNSIGNED)
         decision = self._director.decide(ticket, lane.transport, tag=tag, timeout_s=timeout_s)
         message = flatten(use.tensor)
         index = ticket.number % NUM_LANES
@@ -161,7 +157,7 @@ class Engine:
         self, plan: Compiled, message: Tensor, reduction: Reduction, lane: Lane, number: int, timeout_s: float
     ) -> None:
         reduction.prepare(message)
-        transport, tag = lane.transport, _tag(number, plan.signature)
+        transport, tag = lane.transport, tags.tag(number, plan.signature)
         run_program(plan.program, message, reduction.combine, transport, lane.scratch, tag=tag, timeout_s=timeout_s)
         reduction.finish(message, self._members.group_size)
 
@@ -329,9 +325,9 @@ class Engine:
             pipelining=", ".join(f"{name} {value}" for name, value in asdict(choice.pipelining).items()),
         )
         if self._members.group_size > 1:
-            agree(intent, self._members, lane.transport, tag=_tag(number, 0), timeout_s=timeout_s)
+            agree(intent, self._members, lane.transport, tag=tags.tag(number, tags.UNSIGNED), timeout_s=timeout_s)
         self._note_agreement(schedule, message.nbytes)
-        return Compiled(program, 1 + zlib.crc32(str(intent).encode()) % (_GATHERS - 1))
+        return Compiled(program, tags.signature(str(intent)))
 
     def _part_of(
         self, name: str, plan: planning.Plan, version: int
@@ -350,8 +346,3 @@ class Engine:
             rank = self._members.own.global_rank
             fields = {"schedule": schedule.name, "digest": schedule.digest, "bytes": num_bytes}
             self._log.write("schedule_agreed", rank=rank, group=self.counters.group, **fields)
-
-
-def _tag(number: int, signature: int) -> int:
-    """Which collective, and what is run in it."""
-    return number << _SIGNATURE_BITS | signature
