@@ -66,14 +66,14 @@ class Council:
             One message up and one down for each rank, in a tree of eight branches.
         """
         table = own.new_empty((self._size, *own.shape))
-        table[self._own] = own
         branches = [_branch(child, self._size) for child in self._children]
         parts = [own.new_empty((len(branch), *own.shape)) for branch in branches]
         self._receive([(_flat(part), child) for part, child in zip(parts, self._children, strict=True)])
         for part, branch in zip(parts, branches, strict=True):
             table[branch] = part
+        table[self._own] = own
         if self._parent is not None:
-            self._send(_flat(table[_branch(self._own, self._size)]), [self._parent])
+            self._send(_flat(table[_branch(self._own, self._size)] if branches else own), [self._parent])
             self._receive([(_flat(table), self._parent)])
         if self._children:
             self._send(_flat(table), self._children)
