@@ -116,7 +116,7 @@ class RingweaveProcessGroup(HostedProcessGroup):
         asked = Asked(num_bytes=tensor.nbytes, forced=self._forced, host_can=host_can)
         return self._engine.allreduce(tensor, opts.reduceOp, reduction, asked, timeout_s)
 
-    def gather(self, say: Callable[[], Tensor], hear: Callable[[Tensor], object]) -> None:
+    def exchange(self, say: Callable[[], Tensor], hear: Callable[[Tensor], object]) -> None:
         """Every rank says something in a few words, and hears all of it; blocks until it has.
 
         A collective of our own beside torch's: two small messages for each rank, where a library's allgather takes one
@@ -130,7 +130,7 @@ class RingweaveProcessGroup(HostedProcessGroup):
         Raises:
             CommunicationError: A rank is gone or silent, or the group has failed before.
         """
-        self._engine.gather(say, hear, self._gloo.options._timeout.total_seconds())
+        self._engine.exchange(say, hear, self._gloo.options._timeout.total_seconds())
 
     def _allreduce_by_host(self, tensor: Tensor, opts: AllreduceOptions, doing: str) -> Work:
         """Gloo takes contiguous tensors only; which rank's is not must not decide who does the work."""

@@ -62,7 +62,7 @@ class EpochGroups:
         """The group that gradients are summed in; None is the default one."""
         return self._apart
 
-    def gather(self, say: Callable[[], Tensor], hear: Callable[[Tensor], object]) -> None:
+    def exchange(self, say: Callable[[], Tensor], hear: Callable[[Tensor], object]) -> None:
         """All members say something in a few words, and hear all of it; among those that reduce. Blocks.
 
         Args:
@@ -74,7 +74,7 @@ class EpochGroups:
         """
         group = self._apart or dist.group.WORLD
         assert isinstance(group, RingweaveProcessGroup), "made here"
-        group.gather(say, hear)
+        group.exchange(say, hear)
 
     def form(
         self, store_place: str, name: str, rank: int, world_size: int, num_aborts: int, *, is_apart: bool = False

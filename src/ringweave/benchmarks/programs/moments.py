@@ -18,6 +18,9 @@ from ringweave.benchmarks.chaos.faults import BACKWARD, BUCKET, COMMIT, COMMITTE
 from ringweave.comm.regrouping import EpochGroups
 from ringweave.errors import UsageError
 
+_EXCHANGE = (EpochGroups, "exchange")
+"""What members say to each other when they have all sums of a step, and where it is found."""
+
 
 def die(*_: Any) -> NoReturn:
     """At once: no handler, no clean-up."""
@@ -41,8 +44,10 @@ def arm(moment: str, optimizer: Optimizer, end: Callable[..., Any] = die) -> Non
         FORWARD: lambda: register_module_forward_hook(end),
         BACKWARD: lambda: _middle(optimizer).register_post_accumulate_grad_hook(end),
         BUCKET: lambda: _at_bucket(int(number), end),
-        COMMIT: lambda: _replace(EpochGroups, "gather", lambda real: _when_summed(real, end)),
-        COMMITTED: lambda: _replace(EpochGroups, "gather", lambda real: lambda groups, say, _: real(groups, say, end)),
+        COMMIT: lambda: _replace(*_EXCHANGE, lambda real: _when_summed(real, end)),
+        COMMITTED: lambda: _replace(
+            EpochGroups, "exchange", lambda real: lambda groups, say, _: real(groups, say, end)
+        ),
         OPTIMIZER: lambda: register_optimizer_step_pre_hook(end),
     }
     if name not in arms:
@@ -66,7 +71,7 @@ def _at_bucket(wanted: int, end: Callable[..., Any]) -> None:
         return begin_one
 
     _replace(dist, "all_reduce", begin)
-    _replace(EpochGroups, "gather", lambda real: _when_summed(real, end))
+    _replace(*_EXCHANGE, lambda real: _when_summed(real, end))
 
 
 def _when_summed(real: Callable[..., Any], end: Callable[..., Any]) -> Callable[..., Any]:

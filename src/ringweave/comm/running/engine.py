@@ -70,7 +70,7 @@ class Engine:
             for index in range(NUM_LANES)
         ]
         self._parts: dict[tuple[int, str], tuple[schedules.Schedule, tuple[schedules.Transfer, ...]]] = {}
-        self._version, self._num_gathers = 1, 0
+        self._version, self._num_exchanges = 1, 0
         self._plans: Promises[Compiled] = Promises()
         self._order = threading.Lock()
         self._ending = threading.Lock()
@@ -95,17 +95,17 @@ class Engine:
             job = Job(lambda lane: self._run(ticket, use, lane, timeout_s), doing, work, use.end)
             return self._submit(job, ticket.number % NUM_LANES)  # dealt to the lanes in turn
 
-    def gather(self, say: Callable[[], Tensor], hear: Callable[[Tensor], object], timeout_s: float) -> None:
-        """Every rank says something in a few words, and hears all; see `RingweaveProcessGroup.gather`. Blocks."""
+    def exchange(self, say: Callable[[], Tensor], hear: Callable[[Tensor], object], timeout_s: float) -> None:
+        """Every rank says something in a few words, and hears all; see `RingweaveProcessGroup.exchange`. Blocks."""
         with self._order:
-            self._num_gathers += 1
-            tag = tags.tag(self._num_gathers, tags.GATHER)
+            self._num_exchanges += 1
+            tag = tags.tag(self._num_exchanges, tags.EXCHANGE)
 
             def run(lane: Lane) -> None:
                 own = say()
                 hear(Council(self._members, lane.transport, tag=tag, timeout_s=timeout_s).gather(own))
 
-            work = self._submit(Job(run, f"gather #{self._num_gathers}", PendingWork([]), lambda: None), 0)
+            work = self._submit(Job(run, f"exchange #{self._num_exchanges}", PendingWork([]), lambda: None), 0)
         work.wait()
 
     def _submit(self, job: Job, lane: int) -> PendingWork:

@@ -3,7 +3,7 @@
 import zlib
 
 _SIGNATURE_BITS = 32
-UNSIGNED, GATHER = 0, 2**_SIGNATURE_BITS - 1
+UNSIGNED, EXCHANGE = 0, 2**_SIGNATURE_BITS - 1
 """In the place of a program's signature: what comes before it is agreed on, and what each rank says."""
 
 
@@ -14,4 +14,4 @@ def tag(number: int, signature: int) -> int:
 
 def signature(text: str) -> int:
     """Of a program that is described so."""
-    return 1 + zlib.crc32(text.encode()) % (GATHER - 1)
+    return 1 + zlib.crc32(text.encode()) % (EXCHANGE - 1)

@@ -30,7 +30,7 @@ class Groups:
     def form(self, *_: Any, **__: Any) -> None:
         pass
 
-    def gather(self, say: Callable[[], torch.Tensor], hear: Callable[[torch.Tensor], None]) -> None:
+    def exchange(self, say: Callable[[], torch.Tensor], hear: Callable[[torch.Tensor], None]) -> None:
         hear(say()[None])
 
 

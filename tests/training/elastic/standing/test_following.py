@@ -42,7 +42,7 @@ class Groups:
     def all_reduce(self, summed: torch.Tensor, **_: Any) -> "Work":
         return Work(self, self.aborted, summed)
 
-    def gather(self, say: Callable[[], torch.Tensor], hear: Callable[[torch.Tensor], None]) -> None:
+    def exchange(self, say: Callable[[], torch.Tensor], hear: Callable[[torch.Tensor], None]) -> None:
         hear(torch.stack([rows.to_tensor(Row(num_planned=4), 0b100, NUM_PARAMETERS), say()]))
 
 

@@ -121,7 +121,7 @@ class Counting:
         try:
             if isinstance(reduction, Spread):
                 reduction.wait()
-            self._footing.groups.gather(lambda: self._say(reduction, generation), hear)
+            self._footing.groups.exchange(lambda: self._say(reduction, generation), hear)
         except RuntimeError as error:
             self._footing.tell_broken(error, generation)
             return

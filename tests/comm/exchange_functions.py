@@ -1,4 +1,4 @@
-"""What the ranks of tests/comm/test_gathering.py run."""
+"""What the ranks of tests/comm/test_exchanges.py run."""
 
 import os
 from typing import Any
@@ -10,11 +10,11 @@ import torch.distributed as dist
 def _say(words: list[int]) -> list[list[int]]:
     group: Any = dist.group.WORLD
     heard: list[torch.Tensor] = []
-    group.gather(lambda: torch.tensor(words), heard.append)
+    group.exchange(lambda: torch.tensor(words), heard.append)
     return heard[0].tolist()
 
 
-def gather_between_sums() -> list[list[list[int]]]:
+def exchange_between_sums() -> list[list[list[int]]]:
     """What every rank said, three times, with sums in both lanes before each."""
     rank, heard = dist.get_rank(), []
     for turn in range(3):
@@ -25,8 +25,8 @@ def gather_between_sums() -> list[list[list[int]]]:
     return heard
 
 
-def gather_without_rank_1() -> list[str]:
-    """Rank 1 exits; the errors of a gather and of what comes after it."""
+def exchange_without_rank_1() -> list[str]:
+    """Rank 1 exits; the errors of an exchange and of what comes after it."""
     _say([0])
     if dist.get_rank() == 1:
         os._exit(3)
@@ -39,7 +39,7 @@ def gather_without_rank_1() -> list[str]:
     return errors
 
 
-def gather_where_rank_1_has_nothing_to_say() -> str:
+def exchange_where_rank_1_has_nothing_to_say() -> str:
     """Rank 1 fails where it was to say something; what it and the others hear."""
 
     def say() -> torch.Tensor:
@@ -47,7 +47,7 @@ def gather_where_rank_1_has_nothing_to_say() -> str:
 
     group: Any = dist.group.WORLD
     try:
-        group.gather(say if dist.get_rank() == 1 else lambda: torch.ones(1), lambda _: None)
+        group.exchange(say if dist.get_rank() == 1 else lambda: torch.ones(1), lambda _: None)
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -60,10 +60,10 @@ def ask_late_for_the_future() -> list[float]:
     future = early.get_future()
     early.wait()
     late.wait()
-    group.gather(lambda: torch.ones(1), lambda _: None)
+    group.exchange(lambda: torch.ones(1), lambda _: None)
     return [float(each.wait()[0].mean()) for each in (future, late.get_future())]
 
 
-def gather_different_widths() -> None:
+def exchange_different_widths() -> None:
     """Rank 1 says more than the others."""
     _say([0] * (3 if dist.get_rank() == 1 else 2))

@@ -3,7 +3,7 @@
 import pytest
 
 from ringweave.testing.ranks import Ranks
-from tests.comm import gathering_functions
+from tests.comm import exchange_functions
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -14,36 +14,36 @@ SOON_S = 250.0
     "nodes", [["a0"] * 10, [f"a{rank // 2}" for rank in range(10)]], ids=["one node", "five nodes"]
 )
 def test_every_rank_hears_what_each_says_also_through_two_levels_of_the_tree(nodes: list[str]) -> None:
-    with Ranks(gathering_functions.gather_between_sums, 10, timeout_s=200, nodes=nodes) as ranks:
+    with Ranks(exchange_functions.exchange_between_sums, 10, timeout_s=200, nodes=nodes) as ranks:
         heard = ranks.values(timeout_s=SOON_S)
     assert heard == [[[[rank, turn, -rank * 2**40] for rank in range(10)] for turn in range(3)]] * 10
 
 
 def test_a_rank_that_is_gone_is_named_and_the_group_ends() -> None:
-    with Ranks(gathering_functions.gather_without_rank_1, 3, timeout_s=200, nodes=["a0", "a1", "a2"]) as ranks:
+    with Ranks(exchange_functions.exchange_without_rank_1, 3, timeout_s=200, nodes=["a0", "a1", "a2"]) as ranks:
         for outcome in ranks.outcomes([0, 2], timeout_s=SOON_S):
             first, second = outcome.value
-            assert "PeerError: gather #2" in first
+            assert "PeerError: exchange #2" in first
             assert "rank 1 (node a1) is gone" in first
-            assert "gather #3: this process group has failed before: gather #2" in second
+            assert "exchange #3: this process group has failed before: exchange #2" in second
 
 
 def test_a_rank_that_cannot_say_anything_is_named() -> None:
     nodes = ["a0", "a1", "a2"]
-    with Ranks(gathering_functions.gather_where_rank_1_has_nothing_to_say, 3, timeout_s=200, nodes=nodes) as ranks:
+    with Ranks(exchange_functions.exchange_where_rank_1_has_nothing_to_say, 3, timeout_s=200, nodes=nodes) as ranks:
         texts = [outcome.value for outcome in ranks.outcomes(timeout_s=SOON_S)]
     assert "rank 1 (node a1) failed: MemoryError: no room" in texts[1]
     for text in (texts[0], texts[2]):
-        assert "rank 1 (node a1) failed in gather #1" in text
+        assert "rank 1 (node a1) failed in exchange #1" in text
 
 
 def test_a_future_that_is_asked_for_when_all_is_over_has_the_result() -> None:
-    with Ranks(gathering_functions.ask_late_for_the_future, 2, timeout_s=200, nodes=["a0", "a1"]) as ranks:
+    with Ranks(exchange_functions.ask_late_for_the_future, 2, timeout_s=200, nodes=["a0", "a1"]) as ranks:
         assert ranks.values(timeout_s=SOON_S) == [[2.0, 2.0]] * 2
 
 
 def test_another_width_is_a_disagreement() -> None:
-    with Ranks(gathering_functions.gather_different_widths, 2, timeout_s=200, nodes=["a0", "a1"]) as ranks:
+    with Ranks(exchange_functions.exchange_different_widths, 2, timeout_s=200, nodes=["a0", "a1"]) as ranks:
         (outcome,) = ranks.outcomes([0], timeout_s=SOON_S)
-    assert "DisagreementError: gather #1" in outcome.error
+    assert "DisagreementError: exchange #1" in outcome.error
     assert "rank 1 (node a1) runs something else: a message of 24 bytes in collective #1 came" in outcome.error
