@@ -9,9 +9,7 @@ import torch.distributed as dist
 
 def _say(words: list[int]) -> list[list[int]]:
     group: Any = dist.group.WORLD
-    heard: list[torch.Tensor] = []
-    group.exchange(lambda: torch.tensor(words), heard.append)
-    return heard[0].tolist()
+    return group.exchange(torch.tensor(words)).tolist()
 
 
 def exchange_between_sums() -> list[list[list[int]]]:
@@ -39,20 +37,6 @@ def exchange_without_rank_1() -> list[str]:
     return errors
 
 
-def exchange_where_rank_1_has_nothing_to_say() -> str:
-    """Rank 1 fails where it was to say something; what it and the others hear."""
-
-    def say() -> torch.Tensor:
-        raise MemoryError("no room")
-
-    group: Any = dist.group.WORLD
-    try:
-        group.exchange(say if dist.get_rank() == 1 else lambda: torch.ones(1), lambda _: None)
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
 def ask_late_for_the_future() -> list[float]:
     """Sums of works whose future is asked for before and after they have ended."""
     group: Any = dist.group.WORLD
@@ -60,7 +44,7 @@ def ask_late_for_the_future() -> list[float]:
     future = early.get_future()
     early.wait()
     late.wait()
-    group.exchange(lambda: torch.ones(1), lambda _: None)
+    group.exchange(torch.ones(1))
     return [float(each.wait()[0].mean()) for each in (future, late.get_future())]
 
 

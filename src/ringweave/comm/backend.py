@@ -116,21 +116,16 @@ class RingweaveProcessGroup(HostedProcessGroup):
         asked = Asked(num_bytes=tensor.nbytes, forced=self._forced, host_can=host_can)
         return self._engine.allreduce(tensor, opts.reduceOp, reduction, asked, timeout_s)
 
-    def exchange(self, say: Callable[[], Tensor], hear: Callable[[Tensor], object]) -> None:
-        """Every rank says something in a few words, and hears all of it; blocks until it has.
+    def exchange(self, own: Tensor) -> Tensor:
+        """(group_size, width): what each rank says in a few words, (width,) on the processor; blocks until all have.
 
         A collective of our own beside torch's: two small messages for each rank, where a library's allgather takes one
-        for each pair, or a hop for each rank. `say`, `hear` and the messages between them are in one thread of this
-        group's, after what was begun in it before: nobody else has to be woken in between.
-
-        Args:
-            say: Gives what this rank says, (width,), on the processor. If it raises, the group ends.
-            hear: Called with what all say, (group_size, width).
+        for each pair, or a hop for each rank.
 
         Raises:
             CommunicationError: A rank is gone or silent, or the group has failed before.
         """
-        self._engine.exchange(say, hear, self._gloo.options._timeout.total_seconds())
+        return self._engine.exchange(own, self._gloo.options._timeout.total_seconds())
 
     def _allreduce_by_host(self, tensor: Tensor, opts: AllreduceOptions, doing: str) -> Work:
         """Gloo takes contiguous tensors only; which rank's is not must not decide who does the work."""

@@ -62,19 +62,15 @@ class EpochGroups:
         """The group that gradients are summed in; None is the default one."""
         return self._apart
 
-    def exchange(self, say: Callable[[], Tensor], hear: Callable[[Tensor], object]) -> None:
-        """All members say something in a few words, and hear all of it; among those that reduce. Blocks.
-
-        Args:
-            say: Gives what this member says, (width,); called in a thread of the group, after what was begun before.
-            hear: Called in the same thread with what all say, (num_members, width).
+    def exchange(self, own: Tensor) -> Tensor:
+        """(num_members, width): what each member says, (width,), once all have said it; among those that reduce.
 
         Raises:
             RuntimeError: The group is broken.
         """
         group = self._apart or dist.group.WORLD
         assert isinstance(group, RingweaveProcessGroup), "made here"
-        group.exchange(say, hear)
+        return group.exchange(own)
 
     def form(
         self, store_place: str, name: str, rank: int, world_size: int, num_aborts: int, *, is_apart: bool = False

@@ -144,11 +144,10 @@ def arm(fault: str, model: Any, optimizer: Any) -> None:
     elif fault.startswith("bucket"):
         parameters[-1 - int(fault.removeprefix("bucket"))].register_post_accumulate_grad_hook(lambda _: kill_self())
     elif fault == "commit":
-        real = EpochGroups.exchange
-        EpochGroups.exchange = lambda groups, say, hear: real(groups, lambda: (say(), kill_self()), hear)
+        EpochGroups.exchange = lambda *_: kill_self()
     elif fault == "committed":
         real = EpochGroups.exchange
-        EpochGroups.exchange = lambda groups, say, _: real(groups, say, lambda _: kill_self())
+        EpochGroups.exchange = lambda *args: (real(*args), kill_self())
     elif fault == "optimizer":
         optimizer.register_step_pre_hook(lambda *_: kill_self())
     else:

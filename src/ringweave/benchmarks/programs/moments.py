@@ -19,7 +19,7 @@ from ringweave.comm.regrouping import EpochGroups
 from ringweave.errors import UsageError
 
 _EXCHANGE = (EpochGroups, "exchange")
-"""What members say to each other when they have all sums of a step, and where it is found."""
+"""What members say to each other when they have all sums of a step, where it is found."""
 
 
 def die(*_: Any) -> NoReturn:
@@ -44,10 +44,8 @@ def arm(moment: str, optimizer: Optimizer, end: Callable[..., Any] = die) -> Non
         FORWARD: lambda: register_module_forward_hook(end),
         BACKWARD: lambda: _middle(optimizer).register_post_accumulate_grad_hook(end),
         BUCKET: lambda: _at_bucket(int(number), end),
-        COMMIT: lambda: _replace(*_EXCHANGE, lambda real: _when_summed(real, end)),
-        COMMITTED: lambda: _replace(
-            EpochGroups, "exchange", lambda real: lambda groups, say, _: real(groups, say, end)
-        ),
+        COMMIT: lambda: _replace(*_EXCHANGE, lambda _real: end),
+        COMMITTED: lambda: _replace(*_EXCHANGE, lambda real: lambda *args, **more: (real(*args, **more), end())),
         OPTIMIZER: lambda: register_optimizer_step_pre_hook(end),
     }
     if name not in arms:
@@ -71,12 +69,7 @@ def _at_bucket(wanted: int, end: Callable[..., Any]) -> None:
         return begin_one
 
     _replace(dist, "all_reduce", begin)
-    _replace(*_EXCHANGE, lambda real: _when_summed(real, end))
-
-
-def _when_summed(real: Callable[..., Any], end: Callable[..., Any]) -> Callable[..., Any]:
-    """Members say that they have all sums of a step: this one has them, and does not come to say so."""
-    return lambda groups, say, hear: real(groups, lambda: (say(), end()), hear)
+    _replace(*_EXCHANGE, lambda _real: end)
 
 
 def _replace(where: object, name: str, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -95,18 +95,20 @@ class Engine:
             job = Job(lambda lane: self._run(ticket, use, lane, timeout_s), doing, work, use.end)
             return self._submit(job, ticket.number % NUM_LANES)  # dealt to the lanes in turn
 
-    def exchange(self, say: Callable[[], Tensor], hear: Callable[[Tensor], object], timeout_s: float) -> None:
-        """Every rank says something in a few words, and hears all; see `RingweaveProcessGroup.exchange`. Blocks."""
+    def exchange(self, own: Tensor, timeout_s: float) -> Tensor:
+        """(group_size, width): what each rank says, (width,), a few words; see `Council.gather`. Blocks."""
+        said: list[Tensor] = []
         with self._order:
             self._num_exchanges += 1
-            tag = tags.tag(self._num_exchanges, tags.EXCHANGE)
+            number = self._num_exchanges
+            tag, doing = tags.tag(number, tags.EXCHANGE), f"exchange #{number} ({own.numel()} x {own.dtype})"
 
             def run(lane: Lane) -> None:
-                own = say()
-                hear(Council(self._members, lane.transport, tag=tag, timeout_s=timeout_s).gather(own))
+                said.append(Council(self._members, lane.transport, tag=tag, timeout_s=timeout_s).gather(own))
 
-            work = self._submit(Job(run, f"exchange #{self._num_exchanges}", PendingWork([]), lambda: None), 0)
+            work = self._submit(Job(run, doing, PendingWork([own]), lambda: None), 0)
         work.wait()
+        return said[0]
 
     def _submit(self, job: Job, lane: int) -> PendingWork:
         """Let a lane run it, unless the group has ended; in the order of the calls."""

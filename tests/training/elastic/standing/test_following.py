@@ -42,8 +42,8 @@ class Groups:
     def all_reduce(self, summed: torch.Tensor, **_: Any) -> "Work":
         return Work(self, self.aborted, summed)
 
-    def exchange(self, say: Callable[[], torch.Tensor], hear: Callable[[torch.Tensor], None]) -> None:
-        hear(torch.stack([rows.to_tensor(Row(num_planned=4), 0b100, NUM_PARAMETERS), say()]))
+    def exchange(self, own: torch.Tensor) -> torch.Tensor:
+        return torch.stack([rows.to_tensor(Row(num_planned=4), 0b100, NUM_PARAMETERS), own])
 
 
 class Work:

@@ -104,65 +104,29 @@ class Counting:
     # The session's own thread.
 
     def finish(self, reduction: Reduction | Spread, generation: int) -> None:
-        """Sum what is left, hear that all members have all sums, and let them count.
-
-        All members are through with the sums at about the same moment, and compute next: what each does in between
-        holds all of them up. So the thread that had the last sum says so, hears the others and lets the script go on,
-        while this one waits.
-        """
-        failures: list[Exception] = []
-
-        def hear(said: Tensor) -> None:
-            try:
-                self._hear(said, reduction, generation)
-            except Exception as error:  # of this member's own, and the group's is no matter of it
-                failures.append(error)
-
-        try:
-            if isinstance(reduction, Spread):
-                reduction.wait()
-            self._footing.groups.exchange(lambda: self._say(reduction, generation), hear)
-        except RuntimeError as error:
-            self._footing.tell_broken(error, generation)
-            return
-        if failures:
-            raise failures[0]
-
-    # The thread of the group that has the last sum.
-
-    def _say(self, reduction: Reduction | Spread, generation: int) -> Tensor:
-        """What this member says to all when it has all sums; (width,).
-
-        Raises:
-            RuntimeError: The group is broken, or an order came that ends the epoch.
-        """
+        """Sum what is left, hear that all members have all sums, and let them count."""
         footing = self._footing
-        with torch.inference_mode(mode=False), torch.no_grad():
-            if isinstance(reduction, Reduction):
-                reduction.wait()
-            self._sync_buffers(self._buffers() if isinstance(reduction, Reduction) else ())
+        assert footing.decree is not None, "a group is up"
+        try:
+            reduction.wait()
+            buffers = self._sync_buffers(self._buffers() if isinstance(reduction, Reduction) else ())
             with footing.lock:
                 if generation != footing.generation:
-                    raise RuntimeError("the epoch is over")
+                    return
                 footing.where = replace(footing.where, is_prepared=True)
                 row = self._row(reduction)
-            return rows.to_tensor(row, reduction.used, self._num_parameters)
-
-    def _hear(self, said: Tensor, reduction: Reduction | Spread, generation: int) -> None:
-        """All members have all sums: they count."""
-        footing, buffers = self._footing, self._synced
-        assert footing.decree is not None, "a group is up"
+            said = footing.groups.exchange(rows.to_tensor(row, reduction.used, self._num_parameters))
+        except RuntimeError as error:
+            footing.tell_broken(error, generation)
+            return
         every, used = rows.of_tensor(said)
-        with torch.inference_mode(mode=False), torch.no_grad():
-            with footing.lock:
-                if generation != footing.generation:
-                    return  # an order came first: what becomes of this is decided when the next epoch begins
-                commit = Commit(number=reduction.number, members=footing.decree.members, rows=every, used=used)
-                footing.stops = all(each.wants_stop for each in every)
-                self._take(commit, reduction, buffers)
-            self._settle(reduction, commit, buffers)
-
-    # The session's own thread again.
+        with footing.lock:
+            if generation != footing.generation:
+                return  # an order came first: what becomes of this is decided when the next epoch begins
+            commit = Commit(number=reduction.number, members=footing.decree.members, rows=every, used=used)
+            footing.stops = all(each.wants_stop for each in every)
+            self._take(commit, reduction, buffers)
+        self._settle(reduction, commit, buffers)
 
     def end(self, decree: Decree, generation: int) -> bool:
         """Before an epoch: take over the results if one of the members has, else be ready to reduce again.
@@ -246,11 +210,12 @@ class Counting:
                 self._is_settling = False
                 self._footing.lock.notify_all()
 
-    def _sync_buffers(self, buffers: Sequence[Tensor]) -> None:
-        """Get (buffer, that of the first member), for all of these."""
+    def _sync_buffers(self, buffers: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """(buffer, that of the first member), for all of these."""
         found = []
         for buffer in buffers:
             first = buffer.detach().clone()
             dist.broadcast(first, self.source, group=self._footing.groups.reducing)
             found.append((buffer, first))
         self._synced = found
+        return found
