@@ -49,6 +49,30 @@ def test_an_answer_lands_in_the_callers_memory(authority: wire.Authority) -> Non
         assert client.call(Add(), [b"\x05"], timeout_s=60).message.total == 5
 
 
+def test_what_is_quick_is_handled_by_the_thread_that_reads_and_its_failures_arrive(authority: wire.Authority) -> None:
+    threads: list[threading.Thread] = []
+
+    def note(call: wire.Call) -> wire.Done:
+        threads.append(threading.current_thread())
+        return fail(call)
+
+    handlers = [wire.Handler(message=Fail, handle=note, is_quick=True), ECHO]
+    with (
+        serving(trust(authority, "server", "0"), *handlers) as server,
+        connect(server, trust(authority, "worker", "0")) as client,
+    ):
+        for _ in range(2):
+            with pytest.raises(RemoteError, match=r"version: 3, expected 4\. Pull first\."):
+                client.call(Fail(ours=True), [b"12345"], timeout_s=60)
+        with pytest.raises(RemoteError, match=r"test\.fail: ZeroDivisionError in the handler; see its log\."):
+            client.call(Fail(ours=False), timeout_s=60)
+        assert client.call(Echo(), [b"12"], timeout_s=60).buffers[0] == b"12"
+        assert len(threads) == 3
+        assert len(set(threads)) == 1, "one for all of them"
+        assert server.names() == {"0"}
+        wait_until(lambda: server.held_bytes == 0)
+
+
 def test_a_call_lands_in_the_memory_that_the_handler_gives(authority: wire.Authority) -> None:
     room = np.zeros(1000, np.uint8)
     kept = wire.Handler(message=Echo, handle=lambda call: Echo(), allocate=lambda incoming: [memoryview(room)])

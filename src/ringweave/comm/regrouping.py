@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore, distributed_c10d
 
+from ringweave.comm.backend import RingweaveProcessGroup
 from ringweave.errors import PeerError
 
 FORM_S = 10.0
@@ -59,6 +61,16 @@ class EpochGroups:
     def reducing(self) -> dist.ProcessGroup | None:
         """The group that gradients are summed in; None is the default one."""
         return self._apart
+
+    def exchange(self, own: Tensor) -> Tensor:
+        """(num_members, width): what each member says, (width,), once all have said it; among those that reduce.
+
+        Raises:
+            RuntimeError: The group is broken.
+        """
+        group = self._apart or dist.group.WORLD
+        assert isinstance(group, RingweaveProcessGroup), "made here"
+        return group.exchange(own)
 
     def form(
         self, store_place: str, name: str, rank: int, world_size: int, num_aborts: int, *, is_apart: bool = False

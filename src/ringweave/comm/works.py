@@ -22,17 +22,28 @@ class PendingWork(Work):
         self._tensors = tensors
         self._ended = threading.Event()
         self._error: BaseException | None = None
-        self._trigger: torch.futures.Future[object] = torch.futures.Future()
-        self._future = self._trigger.then(self._outcome)
+        self._lock = threading.Lock()
+        self._is_resolved = False
+        self._trigger: torch.futures.Future[object] | None = None
+        self._future: torch.futures.Future[list[Tensor]] | None = None
 
     def settle(self, error: BaseException | None = None) -> None:
         """Called once by the thread that ran the collective: those who wait go on."""
         self._error = error
         self._ended.set()
 
+    def resolve_unasked(self) -> bool:
+        """After `settle`: whether nobody has asked for the future, so that there is nothing left to `resolve`."""
+        with self._lock:
+            self._is_resolved = self._trigger is None
+            return self._is_resolved
+
     def resolve(self) -> None:
         """Called once after `settle`, in a thread that may be kept waiting: runs what is chained on the future."""
-        self._trigger.set_result(None)
+        with self._lock:
+            self._is_resolved, trigger = True, self._trigger
+        if trigger is not None:
+            trigger.set_result(None)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the tensors hold the result.
@@ -70,7 +81,13 @@ class PendingWork(Work):
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Resolves to the tensors, or fails with the error's text."""
-        return self._future
+        with self._lock:
+            if self._future is None:
+                self._trigger = torch.futures.Future()
+                self._future = self._trigger.then(self._outcome)
+                if self._is_resolved:
+                    self._trigger.set_result(None)
+            return self._future
 
     def _outcome(self, _trigger: object) -> list[Tensor]:
         if self._error is not None:

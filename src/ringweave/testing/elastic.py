@@ -62,7 +62,7 @@ class Headquarters:
 
     def connected(self) -> set[str]:
         """Names of those that hold a connection."""
-        return {peer.identity.name for peer in self._server.peers()}
+        return self._server.names()
 
     def close(self) -> None:
         """As if it was killed: it answers nobody any more."""

@@ -64,6 +64,9 @@ class Handler:
     handle: Callable[[Call], Message | Answer]
     """Does it and returns the answer, of class `message.reply`. Runs in a thread of the call's own, beside those
     of other peers. An error of the tree in `errors.py` reaches the caller with its text, any other without it."""
+    is_quick: bool = False
+    """It never waits for anything but a lock that is held for moments: it runs in the thread that reads what the peer
+    sends, since to start another one costs more than most of what is small. Nothing cancels it."""
     allocate: Callable[[Incoming], Sequence[memoryview]] = allocate
     """Gives the memory for the buffers, of exactly their sizes, before they are received; it may refuse by an error
     of the tree in `errors.py`. If they arrive damaged the handler is not called, and that memory holds anything."""

@@ -103,6 +103,11 @@ class Server:
                 for session, address in self._sessions.items()
             ]
 
+    def names(self) -> set[str]:
+        """Of those who are connected."""
+        with self._lock:
+            return {session.peer.name for session in self._sessions}
+
     def close(self, timeout_s: float = 5.0) -> None:
         """Let no one in, finish what is being handled, say goodbye, and end all threads; all of it in time.
 

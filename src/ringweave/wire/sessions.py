@@ -26,8 +26,9 @@ _GOODBYE_S = 0.5
 class Session:
     """The calls of one peer.
 
-    One thread reads; each call is handled in a thread of its own, at most `max_calls` at once. The client knows that
-    number and waits, so the reader never does, and a cancellation always gets through; who disregards it is cut off.
+    One thread reads; each call that may take time is handled in a thread of its own, at most `max_calls` at once. The
+    client knows that number and waits, so the reader never does, and a cancellation always gets through; who disregards
+    it is cut off.
     """
 
     def __init__(
@@ -157,10 +158,11 @@ class Session:
         with self._lock:
             self._running[head.prefix.call] = call
             self._open += 1
-        number, num_bytes = head.prefix.call, head.prefix.content_bytes
-        threading.Thread(
-            target=self._run, args=(handler, number, call, num_bytes), name=f"wire {head.name}", daemon=True
-        ).start()
+        what = (handler, head.prefix.call, call, head.prefix.content_bytes)
+        if handler.is_quick:
+            self._run(*what)
+        else:
+            threading.Thread(target=self._run, args=what, name=f"wire {head.name}", daemon=True).start()
         return True
 
     def _understand(self, head: Head) -> tuple[Handler, Incoming]:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ringweave
+from ringweave.comm.regrouping import EpochGroups
 from ringweave.planning.balancing import Speed, SpeedEstimator
 from ringweave.testing.elastic import own_member, say
 
@@ -143,10 +144,10 @@ def arm(fault: str, model: Any, optimizer: Any) -> None:
     elif fault.startswith("bucket"):
         parameters[-1 - int(fault.removeprefix("bucket"))].register_post_accumulate_grad_hook(lambda _: kill_self())
     elif fault == "commit":
-        dist.all_to_all_single = lambda *_, **__: kill_self()
+        EpochGroups.exchange = lambda *_: kill_self()
     elif fault == "committed":
-        real = dist.all_to_all_single
-        dist.all_to_all_single = lambda *args, **more: (real(*args, **more), kill_self())
+        real = EpochGroups.exchange
+        EpochGroups.exchange = lambda *args: (real(*args), kill_self())
     elif fault == "optimizer":
         optimizer.register_step_pre_hook(lambda *_: kill_self())
     else:

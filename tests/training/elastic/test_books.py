@@ -42,6 +42,21 @@ def test_what_nobody_is_left_to_compute_is_lost_and_known() -> None:
     assert again.account() == account
 
 
+def test_what_is_known_of_the_batches_follows_them() -> None:
+    books = Books()
+    books.draw(np.arange(12), ROSTER)
+    assert books.own("0.0") == Account.of(range(5))
+    books.draw(np.arange(12, 24), ROSTER)
+    assert books.own("0.0") == Account.of([*range(5), *range(12, 17)])
+    assert books.own("9.0") == Account()
+    books.drop()
+    assert books.own("0.0") == Account()
+    books.draw(np.arange(24, 36), ROSTER)
+    assert books.commit(Commit(number=1, members=ROSTER.members, rows=rows(books, ROSTER.members))) == 0
+    assert books.account().expected == Account.of(range(24, 36))
+    assert books.own("0.0") == Account()
+
+
 def test_members_that_say_something_else_are_found_out() -> None:
     books = Books()
     books.draw(np.arange(12), ROSTER)

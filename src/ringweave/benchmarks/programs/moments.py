@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ringweave.benchmarks.chaos.faults import BACKWARD, BUCKET, COMMIT, COMMITTED, FORWARD, OPTIMIZER
+from ringweave.comm.regrouping import EpochGroups
 from ringweave.errors import UsageError
 
-_EXCHANGE = "all_to_all_single"
-"""What members say to each other when they have all sums of a step, by its name in torch.distributed."""
+_EXCHANGE = (EpochGroups, "exchange")
+"""What members say to each other when they have all sums of a step, where it is found."""
 
 
 def die(*_: Any) -> NoReturn:
@@ -43,8 +44,8 @@ def arm(moment: str, optimizer: Optimizer, end: Callable[..., Any] = die) -> Non
         FORWARD: lambda: register_module_forward_hook(end),
         BACKWARD: lambda: _middle(optimizer).register_post_accumulate_grad_hook(end),
         BUCKET: lambda: _at_bucket(int(number), end),
-        COMMIT: lambda: _replace(_EXCHANGE, lambda _real: end),
-        COMMITTED: lambda: _replace(_EXCHANGE, lambda real: lambda *args, **more: (real(*args, **more), end())),
+        COMMIT: lambda: _replace(*_EXCHANGE, lambda _real: end),
+        COMMITTED: lambda: _replace(*_EXCHANGE, lambda real: lambda *args, **more: (real(*args, **more), end())),
         OPTIMIZER: lambda: register_optimizer_step_pre_hook(end),
     }
     if name not in arms:
@@ -67,13 +68,13 @@ def _at_bucket(wanted: int, end: Callable[..., Any]) -> None:
 
         return begin_one
 
-    _replace("all_reduce", begin)
-    _replace(_EXCHANGE, lambda _real: end)
+    _replace(dist, "all_reduce", begin)
+    _replace(*_EXCHANGE, lambda _real: end)
 
 
-def _replace(name: str, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """`ringweave` calls these by their module, so what stands there now is what it calls."""
-    setattr(dist, name, made(getattr(dist, name)))
+def _replace(where: object, name: str, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """`ringweave` calls these by their module or class, so what stands there now is what it calls."""
+    setattr(where, name, made(getattr(where, name)))
 
 
 def _middle(optimizer: Optimizer) -> Any:

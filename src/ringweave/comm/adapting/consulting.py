@@ -1,9 +1,10 @@
-"""How the ranks of a group consult: numbers up a tree to the first rank, text down to all.
+"""How the ranks of a group consult: numbers up a tree to the first rank, text down to all; and what each says, to all.
 
 The messages are part of a collective: they go over the connections of its lane, at its turn, under its time limit. So a
 rank that is gone is found out, named and blamed as in any collective, and nothing can wait in a circle.
 """
 
+import functools
 import struct
 from collections.abc import Callable, Sequence
 
@@ -23,9 +24,9 @@ class Council:
 
     def __init__(self, members: Members, transport: Transport, *, tag: int, timeout_s: float) -> None:
         """`tag` keeps these messages apart from those of other collectives."""
-        own, size = members.group_rank, members.group_size
-        self._parent = (own - 1) // FAN_OUT if own else None
-        self._children = list(range(FAN_OUT * own + 1, min(size, FAN_OUT * own + FAN_OUT + 1)))
+        self._own, self._size = members.group_rank, members.group_size
+        self._parent = (self._own - 1) // FAN_OUT if self._own else None
+        self._children = _children(self._own, self._size)
         self._transport, self._tag, self._timeout_s = transport, tag, timeout_s
         transport.connect({*self._children, *(() if self._parent is None else (self._parent,))}, timeout_s)
 
@@ -50,6 +51,33 @@ class Council:
     def wait_all(self) -> None:
         """Block until all ranks are here."""
         self.consult([0.0], lambda _: "")
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        """(group_size, width): what each rank says, on all ranks; nobody returns before all have come.
+
+        Args:
+            own: (width,) on the processor, of the same width and dtype on every rank.
+
+        Raises:
+            TransferFailedError: A rank is gone or silent.
+            MismatchError: A rank is doing something else.
+
+        Cost:
+            One message up and one down for each rank, in a tree of eight branches.
+        """
+        table = own.new_empty((self._size, *own.shape))
+        branches = [_branch(child, self._size) for child in self._children]
+        parts = [own.new_empty((len(branch), *own.shape)) for branch in branches]
+        self._receive([(_flat(part), child) for part, child in zip(parts, self._children, strict=True)])
+        for part, branch in zip(parts, branches, strict=True):
+            table[branch] = part
+        table[self._own] = own
+        if self._parent is not None:
+            self._send(_flat(table[_branch(self._own, self._size)] if branches else own), [self._parent])
+            self._receive([(_flat(table), self._parent)])
+        if self._children:
+            self._send(_flat(table), self._children)
+        return table
 
     def _gather(self, own: Sequence[float]) -> list[float]:
         numbers = np.array(own, np.float64)
@@ -92,6 +120,21 @@ class Council:
             if shown is not None:
                 shown.copy_to(piece)
                 self._transport.release(handle)
+
+
+def _children(rank: int, size: int) -> list[int]:
+    return list(range(FAN_OUT * rank + 1, min(size, FAN_OUT * rank + FAN_OUT + 1)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _branch(rank: int, size: int) -> list[int]:
+    """A rank and all below it in the tree."""
+    return [rank, *(each for child in _children(rank, size) for each in _branch(child, size))]
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes, in place."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _bytes(content: bytes) -> torch.Tensor:

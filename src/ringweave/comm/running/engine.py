@@ -2,7 +2,6 @@
 
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -12,11 +11,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from ringweave import planning, schedules
+from ringweave.comm.adapting.consulting import Council
 from ringweave.comm.adapting.directing import Asked, Decision, Director, Ticket
 from ringweave.comm.adapting.hosting import Hosts
 from ringweave.comm.counters import Counters
 from ringweave.comm.faults import FaultBoard, Report
 from ringweave.comm.members import Members
+from ringweave.comm.running import tags
 from ringweave.comm.running.agreement import Intent, agree
 from ringweave.comm.running.completing import Completer
 from ringweave.comm.running.device import check_dtype, finished_work, run_rounds
@@ -34,8 +35,6 @@ from ringweave.telemetry.events import EventLog
 
 NUM_LANES = 2
 """Collectives of one group that may be on the wire at once."""
-
-_SIGNATURE_BITS = 32
 
 _CUT_S = 5.0
 """How long `close` waits for lanes that were cut: they end at once, unless they are in what cannot be cut."""
@@ -71,7 +70,7 @@ class Engine:
             for index in range(NUM_LANES)
         ]
         self._parts: dict[tuple[int, str], tuple[schedules.Schedule, tuple[schedules.Transfer, ...]]] = {}
-        self._version = 1
+        self._version, self._num_exchanges = 1, 0
         self._plans: Promises[Compiled] = Promises()
         self._order = threading.Lock()
         self._ending = threading.Lock()
@@ -94,12 +93,31 @@ class Engine:
             how = ticket.decision.choice.schedule if ticket.decision else "a schedule to be tried"
             doing = f"allreduce #{ticket.number} ({reduction.name}, {tensor.numel()} x {tensor.dtype}, {how})"
             job = Job(lambda lane: self._run(ticket, use, lane, timeout_s), doing, work, use.end)
-            if self._broken is None:
-                self._lanes[ticket.number % NUM_LANES].submit(job)  # dealt to the lanes in turn
-                return work
-        work.settle(self._again(doing))
-        work.resolve()
-        return work
+            return self._submit(job, ticket.number % NUM_LANES)  # dealt to the lanes in turn
+
+    def exchange(self, own: Tensor, timeout_s: float) -> Tensor:
+        """(group_size, width): what each rank says, (width,), a few words; see `Council.gather`. Blocks."""
+        said: list[Tensor] = []
+        with self._order:
+            self._num_exchanges += 1
+            number = self._num_exchanges
+            tag, doing = tags.tag(number, tags.EXCHANGE), f"exchange #{number} ({own.numel()} x {own.dtype})"
+
+            def run(lane: Lane) -> None:
+                said.append(Council(self._members, lane.transport, tag=tag, timeout_s=timeout_s).gather(own))
+
+            work = self._submit(Job(run, doing, PendingWork([own]), lambda: None), 0)
+        work.wait()
+        return said[0]
+
+    def _submit(self, job: Job, lane: int) -> PendingWork:
+        """Let a lane run it, unless the group has ended; in the order of the calls."""
+        if self._broken is None:
+            self._lanes[lane].submit(job)
+        else:
+            job.work.settle(self._again(job.doing))
+            job.work.resolve()
+        return job.work
 
     def _promise(self, use: Use, decision: Decision) -> None:
         """Note who makes the program for this kind of message; called in the order of the collectives."""
@@ -113,7 +131,7 @@ class Engine:
 
     def _run(self, ticket: Ticket, use: Use, lane: Lane, timeout_s: float) -> None:
         """One collective, in the thread of its lane."""
-        tag = _tag(ticket.number, 0)
+        tag = tags.tag(ticket.number, tags.UNSIGNED)
         decision = self._director.decide(ticket, lane.transport, tag=tag, timeout_s=timeout_s)
         message = flatten(use.tensor)
         index = ticket.number % NUM_LANES
@@ -141,7 +159,7 @@ class Engine:
         self, plan: Compiled, message: Tensor, reduction: Reduction, lane: Lane, number: int, timeout_s: float
     ) -> None:
         reduction.prepare(message)
-        transport, tag = lane.transport, _tag(number, plan.signature)
+        transport, tag = lane.transport, tags.tag(number, plan.signature)
         run_program(plan.program, message, reduction.combine, transport, lane.scratch, tag=tag, timeout_s=timeout_s)
         reduction.finish(message, self._members.group_size)
 
@@ -309,9 +327,9 @@ class Engine:
             pipelining=", ".join(f"{name} {value}" for name, value in asdict(choice.pipelining).items()),
         )
         if self._members.group_size > 1:
-            agree(intent, self._members, lane.transport, tag=_tag(number, 0), timeout_s=timeout_s)
+            agree(intent, self._members, lane.transport, tag=tags.tag(number, tags.UNSIGNED), timeout_s=timeout_s)
         self._note_agreement(schedule, message.nbytes)
-        return Compiled(program, 1 + zlib.crc32(str(intent).encode()) % (2**_SIGNATURE_BITS - 1))
+        return Compiled(program, tags.signature(str(intent)))
 
     def _part_of(
         self, name: str, plan: planning.Plan, version: int
@@ -330,8 +348,3 @@ class Engine:
             rank = self._members.own.global_rank
             fields = {"schedule": schedule.name, "digest": schedule.digest, "bytes": num_bytes}
             self._log.write("schedule_agreed", rank=rank, group=self.counters.group, **fields)
-
-
-def _tag(number: int, signature: int) -> int:
-    """Which collective, and what is run in it."""
-    return number << _SIGNATURE_BITS | signature

@@ -85,5 +85,6 @@ class Lane:
             if outcome is not None:
                 self.transport.abort()  # before anybody can use the message again, which others may be reading
             job.work.settle(outcome)
-            self._completer.submit(job.work.resolve)  # whatever is chained on its future, not in inference mode
+            if not job.work.resolve_unasked():
+                self._completer.submit(job.work.resolve)  # whatever is chained on its future, not in inference mode
             del job, outcome  # and lets go of the tensors while we wait

@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass
 
-_DECAY = 0.998
+_DECAY = 0.997
 """Of the longest gap, with each that follows: of heartbeats it is half forgotten after a minute. A machine that was
 busy will be so again."""
 _LOOKS = 256

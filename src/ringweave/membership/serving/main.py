@@ -75,7 +75,7 @@ class Process:
             print(f"coordinator listens on {self._asked.host}:{self.server.port}", flush=True)
             ended = ""
             while not self._stop.wait(TICK_S):
-                self.service.tick(lambda: {peer.identity.name for peer in self.server.peers()})
+                self.service.tick(self.server.names)
                 if self.service.ended != ended:
                     ended = self.service.ended
                     print(f"coordinator: the job is over: {ended}" if ended else "coordinator: it goes on elsewhere")

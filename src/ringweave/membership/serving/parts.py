@@ -47,7 +47,8 @@ class Parts:
 
     def handlers(self) -> list[Handler]:
         """What the server has to know."""
-        passed = [Handler(message=each, handle=self._pass_on) for each in (Listen, Heartbeat, Stand, Accuse, Leave)]
+        passed = [Handler(message=each, handle=self._pass_on) for each in (Listen, Stand, Accuse, Leave)]
+        passed.append(Handler(message=Heartbeat, handle=self._pass_on, is_quick=True))
         return [Handler(message=Enter, handle=self._enter), Handler(message=Ask, handle=self._ask), *passed]
 
     @property

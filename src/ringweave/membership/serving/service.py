@@ -34,13 +34,14 @@ class CoordinatorService:
         self._orders: dict[str, tuple[int, Order]] = {}
         self._noted: Decree | None = None
         self._known: set[str] = set()
+        self._handle = {each.message: each.handle for each in self.handlers()}
 
     def handlers(self) -> list[Handler]:
         """What the server has to know."""
         return [
             Handler(message=Enter, handle=self._enter),
             Handler(message=Listen, handle=self._listen),
-            Handler(message=Heartbeat, handle=self._beat),
+            Handler(message=Heartbeat, handle=self._beat, is_quick=True),
             Handler(message=Stand, handle=self._stand),
             Handler(message=Accuse, handle=self._accuse),
             Handler(message=Leave, handle=self._leave),
@@ -49,8 +50,7 @@ class CoordinatorService:
 
     def call(self, call: Call) -> Answer | Message:
         """What a handler does with a call."""
-        handle = next(each.handle for each in self.handlers() if isinstance(call.message, each.message))
-        return handle(call)
+        return self._handle[type(call.message)](call)
 
     @property
     def ended(self) -> str:

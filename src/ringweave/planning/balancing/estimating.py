@@ -65,6 +65,8 @@ class SpeedEstimator:
         self._overhead_samples = 0.0
         self._before: _Settled | None = None
         self._has_compared = False
+        self._speed: Speed | None = None
+        """As the blocks say that are complete."""
 
     def observe(self, num_samples: int, seconds: float, outside: float = 0.0) -> None:
         """Take in one step of this rank.
@@ -88,15 +90,7 @@ class SpeedEstimator:
     @property
     def speed(self) -> Speed | None:
         """The speed by now; None before enough steps were seen."""
-        if len(self._recent) < _ENOUGH:
-            return None
-        each_s = self._each_s()
-        middle, scatter = _middle(each_s)
-        return Speed(
-            s_per_sample=middle,
-            overhead_samples=self._overhead_samples + statistics.median(self._outside),
-            noise=max(_SLOWEST_OF_EQUALS * scatter, _DOUBT / len(each_s)),
-        )
+        return self._speed
 
     @property
     def recent_s(self) -> tuple[float, ...]:
@@ -111,6 +105,18 @@ class SpeedEstimator:
         self._recent.append(block)
         self._forget()
         self._compare()
+        self._speed = self._estimate()
+
+    def _estimate(self) -> Speed | None:
+        if len(self._recent) < _ENOUGH:
+            return None
+        each_s = self._each_s()
+        middle, scatter = _middle(each_s)
+        return Speed(
+            s_per_sample=middle,
+            overhead_samples=self._overhead_samples + statistics.median(self._outside),
+            noise=max(_SLOWEST_OF_EQUALS * scatter, _DOUBT / len(each_s)),
+        )
 
     def _each_s(self) -> list[float]:
         """Seconds of a sample by each block."""

@@ -1,7 +1,8 @@
 """The account of an epoch whose members come and go: every sample is trained on once, or known to be lost."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,6 +44,8 @@ class Books:
         self.epoch = 0
         self._expected, self._total, self._lost = Account(), Account(), Account()
         self._open: list[tuple[Indices, Roster]] = []
+        self._known: _Due | None = None
+        """Of the batches that are open; computed once, by who hands in gradients: who commits is waited for."""
 
     def open_epoch(self, epoch: int) -> None:
         """A new epoch."""
@@ -52,6 +55,7 @@ class Books:
     def draw(self, batch: Indices, roster: Roster) -> None:
         """A batch that members compute now; it counts with the next reduction."""
         self._open.append((batch, roster))
+        self._known = None
 
     def check_given(self, given: Indices, member: str) -> None:
         """Compare what a member was given of the batch that was drawn last with what it is to compute of it.
@@ -85,7 +89,7 @@ class Books:
 
     def drop(self) -> None:
         """What was drawn and is not reduced yet is given up."""
-        self._open.clear()
+        self._close()
 
     @property
     def num_planned(self) -> int:
@@ -94,8 +98,22 @@ class Books:
 
     def own(self, member: str) -> Account:
         """A member's part of them."""
-        parts = [part_of(batch, roster, member) for batch, roster in self._open]
-        return sum((Account.of(part) for part in parts), Account())
+        return self._due.parts.get(member, Account())
+
+    @property
+    def _due(self) -> "_Due":
+        if self._known is None:
+            parts: dict[str, Account] = {}
+            for batch, roster in self._open:
+                for member in roster.members:
+                    part = Account.of(part_of(batch, roster, member))
+                    parts[member] = parts.get(member, Account()) + part
+            self._known = _Due(parts, sum((Account.of(batch) for batch, _ in self._open), Account()))
+        return self._known
+
+    def _close(self) -> None:
+        self._open.clear()
+        self._known = None
 
     def commit(self, commit: Commit) -> int:
         """Those batches are done.
@@ -106,22 +124,19 @@ class Books:
         Raises:
             TrainingError: What members say they computed is not what they were to compute.
         """
-        total, lost, expected = Account(), Account(), Account()
-        for batch, roster in self._open:
-            expected += Account.of(batch)
-            for member in roster.members:
-                part = Account.of(part_of(batch, roster, member))
-                if member in commit.members:
-                    total += part
-                else:
-                    lost += part
+        total, lost, due = Account(), Account(), self._due
+        for member, part in due.parts.items():
+            if member in commit.members:
+                total += part
+            else:
+                lost += part
         if total != commit.account:
             raise TrainingError(
                 f"account of reduction {commit.number}: {commit.account}, expected {total}. "
                 "Samples were lost or doubled; this is a bug of ringweave, please report it."
             )
-        self._open.clear()
-        self._expected, self._total, self._lost = self._expected + expected, self._total + total, self._lost + lost
+        self._close()
+        self._expected, self._total, self._lost = self._expected + due.whole, self._total + total, self._lost + lost
         return lost.num_samples
 
     def account(self) -> ElasticAccount:
@@ -135,10 +150,19 @@ class Books:
     def load(self, epoch: int, words: Sequence[Sequence[int]]) -> None:
         """What `to_words` gave."""
         self.epoch = epoch
-        self._open.clear()
+        self._close()
         self._expected, self._total, self._lost = (
             Account(num_samples=number, fingerprint=fingerprint) for number, fingerprint in words
         )
+
+
+class _Due(NamedTuple):
+    """What batches that were drawn consist of."""
+
+    parts: Mapping[str, Account]
+    """Of each member."""
+    whole: Account
+    """Of the batches themselves."""
 
 
 def _some(indices: Indices) -> str:

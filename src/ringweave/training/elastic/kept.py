@@ -129,7 +129,7 @@ class Reduction:
         Raises:
             RuntimeError: The group is broken.
         """
-        for message in self.messages:
+        for message in reversed(self.messages):  # the last one is there last: this thread is woken once
             assert message.work is not None
             message.work.wait()
         # A device's collective is only queued when it was waited for, and who says that it has all sums must have them.

@@ -61,7 +61,8 @@ class Counting:
             error, generation = footing.start_buckets(), footing.generation
             if footing.out is not None and footing.catching is None:
                 reduction.fail(seams.error_of(footing.out))
-            footing.lock.notify_all()
+            if reduction.is_whole:  # else nobody waits for it
+                footing.lock.notify_all()
         footing.tell_broken(error, generation)
         return future
 
@@ -114,7 +115,7 @@ class Counting:
                     return
                 footing.where = replace(footing.where, is_prepared=True)
                 row = self._row(reduction)
-            said = self._exchange(rows.to_tensor(row, reduction.used, self._num_parameters), footing.decree)
+            said = footing.groups.exchange(rows.to_tensor(row, reduction.used, self._num_parameters))
         except RuntimeError as error:
             footing.tell_broken(error, generation)
             return
@@ -126,13 +127,6 @@ class Counting:
             footing.stops = all(each.wants_stop for each in every)
             self._take(commit, reduction, buffers)
         self._settle(reduction, commit, buffers)
-
-    def _exchange(self, own: Tensor, decree: Decree) -> Tensor:
-        """(num_members, width): what each says. All wait for it, so it takes one hop: a gather takes one for each."""
-        sent = own.repeat(len(decree.members), 1)
-        said = torch.empty_like(sent)
-        dist.all_to_all_single(said, sent, group=self._footing.groups.reducing)
-        return said
 
     def end(self, decree: Decree, generation: int) -> bool:
         """Before an epoch: take over the results if one of the members has, else be ready to reduce again.
@@ -184,8 +178,7 @@ class Counting:
         footing.last, footing.reduction = commit, None
         footing.where = replace(footing.where, committed=commit.number, is_prepared=False)
         footing.num_signs += 1
-        footing.is_waiting = False
-        footing.lock.notify_all()
+        footing.is_waiting = False  # the script goes on when it is settled, and is not woken before
 
     def _keep(self, commit: Commit, reduction: Reduction, buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
         """It counts, and this member's script does it later; with the lock held."""
