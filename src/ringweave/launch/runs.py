@@ -19,6 +19,7 @@ from ringweave.launch.books import Books
 from ringweave.launch.causes import Death
 from ringweave.launch.elastic.coordinating import JobCoordinators
 from ringweave.launch.elastic.restarting import Attempts, Restarts
+from ringweave.launch.elastic.rolls import Roll, roll
 from ringweave.launch.elastic.supervising import ElasticSupervisor, name_member
 from ringweave.launch.launcher import WorkerState
 from ringweave.launch.local.launcher import Around, LocalLauncher
@@ -86,7 +87,7 @@ def run(request: Request, *, environ: Mapping[str, str], stdout: TextIO, stderr:
             begun_s = time.monotonic()
             ending = _attempt(request, environ, output, stderr, interrupts)
             first = causes.first_cause(ending.deaths)
-            if request.elastic is None or ending.outcome != "failed" or first is None or _members(request.run_dir):
+            if request.elastic is None or ending.outcome != "failed" or first is None or _roll(request.run_dir).members:
                 return ending
             hopeless = attempts.why_no_other(first, time.monotonic() - begun_s)
             if hopeless:
@@ -164,13 +165,13 @@ def _supervise(
         group,
         Restarts(),
         death_of=lambda state: _death(launcher, group, state) if _is_bad(state) else None,
-        members=lambda: _members(request.run_dir),
+        roll=lambda: _roll(request.run_dir),
     )
     return supervisor.run(
         interrupts,
         on_exit=books.worker_exited,
         on_start=lambda worker: books.worker_started(worker, launcher.pid(worker.global_rank)),
-        on_give_up=lambda state: _give_up(_death(launcher, group, state), request.run_dir, stderr),
+        on_give_up=lambda state, why: _give_up(_death(launcher, group, state), why, request.run_dir, stderr),
         look=look,
     )
 
@@ -203,18 +204,17 @@ def _running(helpers: Sequence[JobServer | JobCoordinators], environ: Mapping[st
         yield
 
 
-def _members(run_dir: RunDir) -> frozenset[str]:
+def _roll(run_dir: RunDir) -> Roll:
     """Workers of this attempt that have become members of a job: once there are some, those that are left go on."""
-    events = telemetry.read_last_attempt(run_dir.events)
-    return frozenset(name for event in events if event["kind"] == "epoch_begun" for name in event["members"])
+    return roll(telemetry.read_last_attempt(run_dir.events))
 
 
-def _give_up(death: Death, run_dir: RunDir, stderr: TextIO) -> None:
+def _give_up(death: Death, why: str, run_dir: RunDir, stderr: TextIO) -> None:
     """Say that a worker is not started again, while the others go on."""
     log = f"{_shown(run_dir.root)}/logs/rank-{death.global_rank}.log"
     stderr.write(
-        f"ringweave: rank {death.global_rank} on node {death.node} is given up: time after time it has died before it "
-        f"could join the others, this time it {death.reason}. They go on without it. See what it lacks in {log}.\n"
+        f"ringweave: rank {death.global_rank} on node {death.node} is given up: {why}, this time it {death.reason}. "
+        f"The others go on without it. See what it lacks in {log}.\n"
     )
 
 

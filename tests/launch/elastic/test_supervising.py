@@ -7,6 +7,7 @@ from typing import cast
 from ringweave import environment
 from ringweave.launch.causes import Death
 from ringweave.launch.elastic.restarting import Restarts
+from ringweave.launch.elastic.rolls import Roll
 from ringweave.launch.elastic.supervising import ElasticSupervisor
 from ringweave.launch.launcher import Exit, WorkerState
 from ringweave.launch.local.launcher import LocalLauncher
@@ -33,7 +34,7 @@ class Workers:
     """
 
     def __init__(
-        self, num_slots: int, script: list[tuple[float, int, str | int | None]], doomed: Mapping[int, str] = {}
+        self, num_slots: int, script: list[tuple[float, int, str | int | None]], doomed: Mapping[int, str | int] = {}
     ) -> None:
         self.now_s = 0.0
         self.stops: list[signal.Signals] = []
@@ -75,7 +76,7 @@ def supervise(
     *,
     members: Collection[str] = AnyMember(),
     says: Mapping[int, str] = {},
-    given_up: list[int] | None = None,
+    given_up: list[tuple[int, str]] | None = None,
 ) -> list[WorkerState]:
     specs = tuple(WorkerSpec(global_rank=slot, local_rank=slot, node="a", environ={}) for slot in range(num_slots))
     group = WorkerGroup(argv=("python",), workers=specs)
@@ -92,14 +93,14 @@ def supervise(
         group,
         Restarts(),
         death_of=death_of,
-        members=lambda: members,
+        roll=lambda: Roll(members=cast(frozenset[str], members), trained=cast(frozenset[str], members)),
         clock=lambda: workers.now_s,
     )
     found = supervisor.run(
         [],
         on_exit=on_exit,
         on_start=lambda spec: None,
-        on_give_up=lambda state: (given_up if given_up is not None else []).append(state.global_rank),
+        on_give_up=lambda state, why: ([] if given_up is None else given_up).append((state.global_rank, why)),
         look=lambda: None,
         sleep=workers.sleep,
     )
@@ -135,11 +136,52 @@ def test_who_dies_while_another_is_started_again_comes_back_too() -> None:
 OVER = "ringweave.errors.MembershipError: job is over: 1 workers are left, expected at least 2."
 
 
+NEVER_JOINED = "time after time it has died before it could join the others"
+
+
+def test_a_slot_whose_device_fails_again_and_again_is_given_up_and_the_others_finish() -> None:
+    """CUDA errors are exceptions: the third one on one slot ended the run, and all healthy workers with it."""
+    script: list[tuple[float, int, str | int | None]] = [(10.0, 1, 1), (900.0, 0, None), (900.0, 2, None)]
+    workers, given_up = Workers(3, script, doomed={1: 1}), list[tuple[int, str]]()
+    says = {1: "torch.AcceleratorError: CUDA error: unspecified launch failure"}
+    states = supervise(workers, 3, members={"0.0", "1.0", "1.1", "1.2", "2.0"}, says=says, given_up=given_up)
+    assert given_up == [(1, "3 times in a row it has failed by itself")]
+    assert (workers.stops, len(workers.started)) == ([], 2)
+    assert [state.global_rank for state in states] == [0, 2]
+    assert all(state.exit and state.exit.is_good for state in states)
+
+
+def test_a_device_that_fails_once_an_hour_is_worth_having_back() -> None:
+    script: list[tuple[float, int, str | int | None]] = [(100.0 * number, 1, 1) for number in range(1, 9)]
+    workers, given_up = Workers(2, [*script, (950.0, 0, None), (950.0, 1, None)]), list[tuple[int, str]]()
+    states = supervise(workers, 2, given_up=given_up)
+    assert (given_up, len(workers.started)) == ([], 8)
+    assert [state.global_rank for state in states] == [0, 1]
+
+
+def test_a_mistake_in_the_script_ends_the_run_at_once_with_all_that_failed_of_it() -> None:
+    """Nobody is started again three times first, to hear that the job is over."""
+    workers = Workers(3, [(10.0, 0, 1), (10.3, 2, 1), (10.5, 1, 1)])
+    states = supervise(workers, 3, members={"0.0", "1.0", "2.0"})
+    assert (workers.now_s < 12, workers.started) == (True, [])
+    assert [state.global_rank for state in states] == [0, 1, 2]
+    assert all(state.exit and state.exit.exit_code == 1 for state in states)
+
+
+def test_a_mistake_that_comes_later_to_some_ends_what_was_started_again_meanwhile() -> None:
+    workers = Workers(2, [(10.0, 0, 1), (14.0, 1, 1)])
+    states = supervise(workers, 2, members={"0.0", "1.0"})
+    assert [name for _, name in workers.started] == ["0.1"]
+    assert workers.stops == [signal.SIGTERM], "the newcomer has nobody to read the state from"
+    first = [state.exit for state in states if state.exit and not state.exit.stopped]
+    assert [each.exit_code for each in first] == [1], "what the user hears of"
+
+
 def test_a_slot_that_dies_whenever_it_is_started_is_given_up_and_the_others_finish() -> None:
     """It was started again every 30 s for as long as the run went on."""
-    workers, given_up = Workers(2, [(10.0, 1, "SIGSEGV"), (900.0, 0, None)], doomed={1: "SIGSEGV"}), list[int]()
+    workers, given_up = Workers(2, [(10.0, 1, "SIGSEGV"), (900.0, 0, None)], doomed={1: "SIGSEGV"}), list[tuple[int, str]]()
     states = supervise(workers, 2, members={"0.0", "1.0"}, given_up=given_up)
-    assert given_up == [1]
+    assert given_up == [(1, NEVER_JOINED)]
     assert len(workers.started) == 10
     assert [state.global_rank for state in states] == [0], "the job was done without it"
 
@@ -155,7 +197,7 @@ def test_a_run_whose_job_is_over_starts_nobody_again_and_has_failed() -> None:
 
 def test_a_run_of_which_only_slots_are_left_that_were_given_up_has_failed() -> None:
     script: list[tuple[float, int, str | int | None]] = [(10.0, 0, "SIGSEGV"), (10.0, 1, "SIGBUS")]
-    workers, given_up = Workers(2, script, doomed={0: "SIGSEGV", 1: "SIGBUS"}), list[int]()
+    workers, given_up = Workers(2, script, doomed={0: "SIGSEGV", 1: "SIGBUS"}), list[tuple[int, str]]()
     states = supervise(workers, 2, members={"0.0", "1.0"}, given_up=given_up)
-    assert given_up == [0, 1]
+    assert given_up == [(0, NEVER_JOINED), (1, NEVER_JOINED)]
     assert [state.exit.signal_name for state in states if state.exit] == ["SIGSEGV", "SIGBUS"]

@@ -2,12 +2,13 @@
 
 import signal
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ringweave import environment
 from ringweave.launch.causes import Death
 from ringweave.launch.elastic.restarting import Ended, Restarts, Verdict
+from ringweave.launch.elastic.rolls import Roll
 from ringweave.launch.launcher import WorkerState
 from ringweave.launch.local.launcher import LocalLauncher
 from ringweave.launch.supervision import POLL_S, Patience, Supervision
@@ -36,12 +37,12 @@ class ElasticSupervisor:
         restarts: Restarts,
         *,
         death_of: Callable[[WorkerState], Death | None],
-        members: Callable[[], Collection[str]],
+        roll: Callable[[], Roll],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`members` names all that have been so far; before the first, a worker that fails ends the run as any does."""
+        """`roll` says who has been a member so far; before the first, a worker that fails ends the run as any does."""
         self._launcher, self._group, self._restarts = launcher, group, restarts
-        self._death_of, self._members, self._clock = death_of, members, clock
+        self._death_of, self._roll, self._clock = death_of, roll, clock
         self._supervision = Supervision(Patience(interrupt_s=INTERRUPT_S))
         self._started_s = dict.fromkeys(range(group.world_size), clock())
         self._incarnations = dict.fromkeys(range(group.world_size), 0)
@@ -56,7 +57,7 @@ class ElasticSupervisor:
         *,
         on_exit: Callable[[WorkerState], None],
         on_start: Callable[[WorkerSpec], None],
-        on_give_up: Callable[[WorkerState], None],
+        on_give_up: Callable[[WorkerState, str], None],
         look: Callable[[], None],
         sleep: Callable[[float], None] = time.sleep,
     ) -> Sequence[WorkerState]:
@@ -66,7 +67,7 @@ class ElasticSupervisor:
             interrupts: Grows with every SIGINT and SIGTERM that this process receives.
             on_exit: Called for each worker that is seen to have ended.
             on_start: Called for each worker that was started again.
-            on_give_up: Called for each that will not be started again, though the others go on.
+            on_give_up: Called for each that will not be started again, though the others go on, with the reason.
             look: Called at every look: what else has to be kept alive.
             sleep: Waits between two looks.
 
@@ -80,8 +81,8 @@ class ElasticSupervisor:
             for state in [each for each in states if each.exit and each.global_rank not in self._seen]:
                 self._seen.add(state.global_rank)
                 on_exit(state)
-                if self._judge(state, now_s) == "give up":
-                    on_give_up(state)
+                if self._judge(state, states, now_s) == "give up":
+                    on_give_up(state, self._restarts.why_given_up(state.global_rank))
             may_start = not interrupts and not self._failed
             due = self._restarts.take_due(now_s) if may_start else ()
             for slot in due:
@@ -97,22 +98,40 @@ class ElasticSupervisor:
                 self._launcher.stop(how)
             sleep(POLL_S)
 
-    def _judge(self, state: WorkerState, now_s: float) -> Verdict:
-        slot, death, members = state.global_rank, self._death_of(state), self._members()
-        if not members:
+    def _judge(self, state: WorkerState, states: Sequence[WorkerState], now_s: float) -> Verdict:
+        slot, death, roll = state.global_rank, self._death_of(state), self._roll()
+        if not roll.members:
             if death is not None:
                 self._failed.add(slot)
             return "rest"
-        was_member = _member(slot, self._incarnations[slot]) in members
-        ended = Ended(death=death, lived_s=now_s - self._started_s[slot], was_member=was_member)
-        verdict = self._restarts.decide(slot, ended, now_s)
+        name, others = self._name(slot), [each for each in states if each.global_rank != slot]
+        ended = Ended(
+            death=death,
+            lived_s=now_s - self._started_s[slot],
+            was_member=name in roll.members,
+            has_trained=name in roll.trained,
+        )
+        trains = {each.global_rank: not each.exit and self._name(each.global_rank) in roll.trained for each in others}
+        verdict = self._restarts.decide(slot, ended, now_s, trains)
         if verdict == "fail":
-            self._failed.add(slot)
+            self._fail(slot)
         elif death is not None:
             self._excused.add(slot)
         if verdict == "give up" or (verdict == "rest" and not (ended.is_finished or ended.has_left)):
             self._hopeless.add(slot)
         return verdict
+
+    def _fail(self, slot: int) -> None:
+        """All who trained have failed by themselves: those count that are not started again yet, this slot's the last.
+
+        Those that were given up before did not end the run.
+        """
+        self._failed.add(slot)
+        self._excused = {each for each in self._excused if each not in self._restarts.pending}
+        self._hopeless.clear()
+
+    def _name(self, slot: int) -> str:
+        return _member(slot, self._incarnations[slot])
 
     def _counted(self, states: Sequence[WorkerState]) -> Sequence[WorkerState]:
         """Those that say how it ended: without a good end a job that is over has failed, whoever was excused before."""
