@@ -13,13 +13,15 @@ from typing import Any, TextIO
 
 from ringweave import environment, telemetry
 from ringweave.environment import WorkerEnvironment
-from ringweave.jobs.requests.request import MODES
+from ringweave.jobs.requests.request import MODES, SERVED
 from ringweave.launch import causes, orders, records, reports, run_dirs, supervision
 from ringweave.launch.books import Books
 from ringweave.launch.causes import Death
 from ringweave.launch.elastic.coordinating import JobCoordinators
+from ringweave.launch.elastic.places import with_further
 from ringweave.launch.elastic.restarting import Attempts, Restarts
 from ringweave.launch.elastic.rolls import Roll, roll
+from ringweave.launch.elastic.scaling import Desk, Limits
 from ringweave.launch.elastic.supervising import ElasticSupervisor, name_member
 from ringweave.launch.launcher import WorkerState
 from ringweave.launch.local.launcher import Around, LocalLauncher
@@ -43,6 +45,8 @@ class Request:
     cluster: Cluster
     cluster_text: str
     """The cluster file's text, as it is kept in the run directory."""
+    places: Cluster | None = None
+    """The cluster with a device more for each worker that may come later; None where there is no place for any."""
     cluster_path: str | None
     """Where the user's cluster file is; None if there is none."""
     run_dir: RunDir
@@ -116,6 +120,8 @@ def _attempt(
     crew = _coordinators(request, server, give_up)
     helpers = [each for each in (server, crew) if each is not None]
     group = _lay_out(request, server, crew)
+    num_cpus, places = len(os.sched_getaffinity(0)), request.places or request.cluster
+    slots = with_further(group, places.nodes, num_cpus=num_cpus)
     _announce(request, group, attempt, stderr)
     place = {"server": {"node": server.node, "address": server.address} if server else None}
     books = Books(request.run_dir, group, _first_record(request, group, attempt) | place)
@@ -133,11 +139,11 @@ def _attempt(
         ):
             launcher.start(group)
             books.workers_started(launcher.pid)
-            states = _supervise(request, launcher, group, helpers, books, interrupts, stderr)
+            states = _supervise(request, launcher, slots, helpers, books, interrupts, stderr)
     except BaseException as error:
         books.close(outcome="failed", exit_code=1, cause=str(error) or type(error).__name__)
         raise
-    ending = reports.conclude([_death(launcher, group, state) for state in states if _is_bad(state)], interrupts)
+    ending = reports.conclude([_death(launcher, slots, state) for state in states if _is_bad(state)], interrupts)
     wall_s = books.close(outcome=ending.outcome, exit_code=ending.exit_code, cause=ending.cause)
     if server:
         stderr.write(server.to_text())
@@ -166,6 +172,7 @@ def _supervise(
         Restarts(),
         death_of=lambda state: _death(launcher, group, state) if _is_bad(state) else None,
         roll=lambda: _roll(request.run_dir),
+        desk=_desk(request, request.elastic, group, stderr),
     )
     return supervisor.run(
         interrupts,
@@ -174,6 +181,16 @@ def _supervise(
         on_give_up=lambda state, why: _give_up(_death(launcher, group, state), why, request.run_dir, stderr),
         look=look,
     )
+
+
+def _desk(request: Request, bounds: Bounds, slots: WorkerGroup, stderr: TextIO) -> Desk:
+    """Where another number of workers is asked for; rings stay as they were formed, of those of the begin."""
+    num_workers = sum(node.num_devices for node in request.cluster.nodes)
+    why = "the devices of its cluster file"
+    if request.mode in SERVED:
+        slots, why = replace(slots, workers=slots.workers[:num_workers]), "the workers that its rings were formed of"
+    limits = Limits(bounds=bounds, num_places=slots.world_size, why=why)
+    return Desk(request.run_dir, limits, num_workers, lambda text: stderr.write(f"ringweave: {text}.\n"))
 
 
 def _server(request: Request, give_up: Callable[[str], object]) -> JobServer | None:

@@ -132,6 +132,22 @@ class Restarts:
             return f"{num_own} times in a row it has failed by itself"
         return "time after time it has died before it could join the others"
 
+    @property
+    def is_over(self) -> bool:
+        """Nobody is started any more."""
+        return self._is_over
+
+    def forget(self, slot: int) -> None:
+        """What happened to a slot so far counts no more, and nothing of it is due."""
+        for kept in (self._own_failures, self._fruitless, self._quick, self._due_s):
+            kept.pop(slot, None)
+        self._gone.discard(slot)
+
+    def begin(self, slot: int, now_s: float) -> None:
+        """Have a slot started at once, as if nothing had ever happened to it."""
+        self.forget(slot)
+        self._due_s[slot] = now_s
+
     def take_due(self, now_s: float) -> Sequence[int]:
         """Slots that are to be started now; each once."""
         due = sorted(slot for slot, at_s in self._due_s.items() if at_s <= now_s)
