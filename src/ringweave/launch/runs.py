@@ -17,6 +17,7 @@ from ringweave.jobs.requests.request import MODES, SERVED
 from ringweave.launch import causes, orders, records, reports, run_dirs, supervision
 from ringweave.launch.books import Books
 from ringweave.launch.causes import Death
+from ringweave.launch.elastic import entry
 from ringweave.launch.elastic.coordinating import JobCoordinators
 from ringweave.launch.elastic.places import with_further
 from ringweave.launch.elastic.restarting import Attempts, Restarts
@@ -240,7 +241,7 @@ def _lay_out(request: Request, server: JobServer | None, crew: JobCoordinators |
     first_index, _ = orders.deal([node.num_devices for node in nodes], request.order)[0]
     group = lay_out(
         nodes,
-        request.program.argv(sys.executable),
+        request.program.argv(sys.executable, entry=entry.__file__ if request.elastic else None),
         request.site.meeting(nodes[first_index].name),
         num_cpus=len(os.sched_getaffinity(0)),
         common=WorkerEnvironment(
