@@ -24,8 +24,7 @@ def command(workers: int, as_json: bool, run_dir: str) -> int:
     found = scaling.ask(RunDir(root=Path(run_dir).absolute()), workers)
     if as_json:
         document = dataclasses.asdict(found)
-        del document["refused"]
-        click.echo(json.dumps(document))
+        click.echo(json.dumps({key: document[key] for key in ("workers", "before", "starting", "leaving")}))
     else:
         click.echo(scaling.describe(found))
     return 0

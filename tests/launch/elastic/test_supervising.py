@@ -179,7 +179,10 @@ def test_a_mistake_that_comes_later_to_some_ends_what_was_started_again_meanwhil
 
 def test_a_slot_that_dies_whenever_it_is_started_is_given_up_and_the_others_finish() -> None:
     """It was started again every 30 s for as long as the run went on."""
-    workers, given_up = Workers(2, [(10.0, 1, "SIGSEGV"), (900.0, 0, None)], doomed={1: "SIGSEGV"}), list[tuple[int, str]]()
+    workers, given_up = (
+        Workers(2, [(10.0, 1, "SIGSEGV"), (900.0, 0, None)], doomed={1: "SIGSEGV"}),
+        list[tuple[int, str]](),
+    )
     states = supervise(workers, 2, members={"0.0", "1.0"}, given_up=given_up)
     assert given_up == [(1, NEVER_JOINED)]
     assert len(workers.started) == 10

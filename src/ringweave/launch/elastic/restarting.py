@@ -90,7 +90,7 @@ class Restarts:
             slot: Its number.
             ended: How.
             now_s: Seconds on the clock of `take_due`.
-            others: The other slots of the run -> a worker runs there that trains. A mistake in the script ends them all.
+            others: The other slots -> a worker runs there that trains: it has not met a mistake in the script yet.
 
         Returns:
             It is started again, left at rest, given up while the others go on, or the run fails with it.

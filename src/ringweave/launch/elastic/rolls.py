@@ -17,7 +17,7 @@ class Roll:
 
 
 def roll(events: Iterable[Event]) -> Roll:
-    """What the events of one attempt say. In the first epoch of a job, or of a ring, all are newcomers, and begin it."""
+    """What the events of one attempt say. In the first epoch of a job or a ring all are newcomers, and begin it."""
     members, trained = set[str](), set[str]()
     for event in events:
         if event["kind"] == "epoch_begun":

@@ -83,7 +83,7 @@ class Desk:
         self._path.unlink(missing_ok=True)
 
     def take(self) -> int | None:
-        """Workers that are asked for now, once for each request; None where nothing is, or nothing that is a request."""
+        """Workers that are asked for now, once for each request; None where there is none, or none that can be read."""
         try:
             text = self._path.read_text(encoding="utf-8")
             self._path.unlink()

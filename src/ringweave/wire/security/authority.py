@@ -18,7 +18,7 @@ from ringweave.wire.security.identities import Identity
 
 LIFETIME = timedelta(days=3650)
 """Longer than any job: who comes late in one shows its certificate to servers that have theirs since its begin, and
-nobody renews them. What bounds their use is the job itself, with which all who trust the authority end (decision 0048)."""
+nobody renews them. What bounds their use is the job, with which all who trust the authority end (decision 0048)."""
 _BACKDATED = timedelta(hours=1)
 """How far the clock of a node may be behind that of the authority's."""
 _TOKEN_BYTES = 32
