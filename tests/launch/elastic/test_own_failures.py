@@ -22,8 +22,8 @@ TRAINS = """
     data = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=12, shuffle=True)
     model, optimizer, loader = ringweave.prepare(model, optimizer, data)
 
-    def train(after_step):
-        for epoch in loader.epochs(100000):
+    def train(after_step, num_epochs=100000):
+        for epoch in loader.epochs(num_epochs):
             for given, wanted in loader:
                 optimizer.zero_grad()
                 loss = nn.functional.mse_loss(model(given), wanted)
@@ -43,10 +43,14 @@ BROKEN_DEVICE = """
         if slot == "1" and (life != "0" or steps == 4):
             raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
         alone = alone + 1 if steps > 4 and len(loader.members) == 2 else 0
-        ready = torch.tensor(float(os.path.exists("given-up"))) if alone >= 8 else None
-        if ready is not None:
+        ready = torch.tensor(float(os.path.exists("given-up")))
+        if alone < 8:
+            return False
+        try:
             dist.all_reduce(ready)
-        return ready is not None and ready.item() == 2
+        except RuntimeError:  # slot 1 has come and failed once more
+            return False
+        return ready.item() == 2
 
     train(look)
     print("finished", repr(sum(float(each.detach().double().sum()) for each in model.parameters())), flush=True)
@@ -78,14 +82,12 @@ OWN_COLLECTIVE = """
     def look(loss):
         global steps, missed
         steps += 1
-        if slot == "2" and steps == 6:
+        if slot == "2" and life == "0" and steps == 6:
             os.kill(os.getpid(), signal.SIGKILL)
         missed += mean(loss) is None
-        return steps == 30
 
-    if life == "0":
-        train(look)
-        print("finished", missed, flush=True)
+    train(look, 5)
+    print("finished", missed, flush=True)
 """
 
 
@@ -119,4 +121,7 @@ def test_a_broken_device_is_given_up_and_the_others_train_on(start, script, tmp_
 def test_a_metric_of_the_scripts_own_costs_one_value_where_its_failure_is_caught(start, script) -> None:
     run = start("--elastic", "1:3", "--workers", "3", "--mode", "sync", script(TRAINS + OWN_COLLECTIVE))
     assert run.wait_ended() == 0, run.stderr + run.stdout
-    assert run.stdout.count("finished") == 2
+    missed = {line.split()[0]: int(line.split()[-1]) for line in run.stdout.splitlines() if "finished" in line}
+    assert {"[0]", "[1]"} <= missed.keys()
+    assert max(missed["[0]"], missed["[1]"]) >= 1, "it was killed while the others were in its collective"
+    assert run.record["outcome"] == "done"
