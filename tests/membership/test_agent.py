@@ -1,5 +1,7 @@
 """Members' agents and two coordinators over real connections, without anything that trains."""
 
+from datetime import timedelta
+
 import pytest
 
 from ringweave import wire
@@ -10,6 +12,7 @@ from ringweave.membership.rules.records import Decree, Standing
 from ringweave.membership.rules.settings import Bounds, Settings
 from ringweave.membership.rules.signs import Beat
 from ringweave.testing.elastic import Headquarters, patient
+from ringweave.wire.security.authority import utc_now
 from tests.membership.waiting import wait_until
 
 
@@ -38,8 +41,8 @@ class Still:
 class Job:
     """So many members, a coordinator and its standby."""
 
-    def __init__(self, num_members: int) -> None:
-        authority = wire.Authority("test")
+    def __init__(self, num_members: int, authority: wire.Authority | None = None) -> None:
+        authority = authority or wire.Authority("test")
         wanted = Settings(bounds=Bounds(least=1, most=4), expected=num_members, recovery_s=60.0, silence=patient(60.0))
         self.headquarters = [Headquarters(authority, wanted, is_standby=is_standby) for is_standby in (False, True)]
         places = [("127.0.0.1", each.port) for each in self.headquarters]
@@ -85,6 +88,24 @@ def test_who_has_finished_is_known_to_have() -> None:
     wait_until(lambda: job.headquarters[0].service.ended != "")
     assert job.headquarters[0].service.ended == "all workers are done"
     assert [why for _, why in job.headquarters[0].lost] in (["", ""], ["", "all workers are done"])
+    job.close()
+
+
+def test_thirty_days_after_the_begin_a_newcomer_is_let_in_and_members_can_go_to_the_standby() -> None:
+    """Coordinators and members show what they got at the begin; certificates of seven days let nobody in any more."""
+    now = [utc_now() - timedelta(days=30)]
+    authority = wire.Authority("test", clock=lambda: now[0])
+    job, newcomer = Job(2, authority), Still("2.0")
+    now[0] = utc_now()
+    places = [("127.0.0.1", each.port) for each in job.headquarters]
+    agent = Agent("2.0", places, wire.Tls(authority.issue("worker", "2.0")), newcomer, Beat).start()
+    wait_until(lambda: bool(newcomer.decrees))
+    assert newcomer.decrees[0].members == ("0.0", "1.0", "2.0")
+    job.headquarters[0].close()
+    agent.accuse(newcomer.decrees[0].ballot, [])
+    wait_until(lambda: bool(job.headquarters[1].decrees))
+    assert [each.outs for each in (*job.members, newcomer)] == [[], [], []]
+    agent.close()
     job.close()
 
 

@@ -26,15 +26,18 @@ def command(counts: str | None, cluster_path: str | None, options: RunOptions) -
     the rank in front of each line. When a worker fails the others are ended, and the first cause is reported.
     A run directory that was used before keeps the earlier run's files in its folder attempts/.
     """
-    cluster, text = _cluster(counts, cluster_path)
-    return options.run(cluster, text, cluster_path, ThisMachine())
+    cluster, text, places = _cluster(counts, cluster_path, options)
+    return options.run(cluster, text, cluster_path, ThisMachine(), places=places)
 
 
-def _cluster(counts: str | None, path: str | None) -> tuple[topology.Cluster, str]:
-    """The cluster, and the text of its file."""
+def _cluster(
+    counts: str | None, path: str | None, options: RunOptions
+) -> tuple[topology.Cluster, str, topology.Cluster | None]:
+    """The cluster, the text of its file, and the cluster with places for workers that may come later."""
     if counts is not None and path is not None:
         raise UsageError("--workers and --cluster: both given, expected one of them. The cluster file says how many.")
     if path is not None:
-        return topology.load(path), Path(path).read_text(encoding="utf-8")
-    cluster = topology.one_machine(workers.parse_counts(counts if counts is not None else "1"))
-    return cluster, topology.dumps(cluster)
+        return topology.load(path), Path(path).read_text(encoding="utf-8"), None
+    parsed = workers.parse_counts(counts if counts is not None else "1")
+    places = topology.one_machine(options.places(parsed))
+    return topology.one_machine(parsed), topology.dumps(places), places

@@ -3,7 +3,7 @@
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -13,13 +13,14 @@ import click
 
 from ringweave.errors import UsageError, explain
 from ringweave.launch import orders, run_dirs, runs, workers
+from ringweave.launch.elastic.places import spread
 from ringweave.launch.local.sites import Site
 from ringweave.launch.orders import Order
 from ringweave.launch.run_dirs import RunDir
 from ringweave.launch.workers import Program
 from ringweave.membership.rules import settings
 from ringweave.membership.rules.settings import Bounds
-from ringweave.topology import Cluster
+from ringweave.topology import Cluster, rules
 
 RUN_SETTINGS = {"allow_interspersed_args": False}
 
@@ -51,15 +52,35 @@ class RunOptions:
     elastic: str | None
     has_standby: bool
 
+    def places(self, counts: Sequence[int]) -> list[int]:
+        """Places for workers on each node: those of the begin, and of an elastic run those that may come.
+
+        Raises:
+            UsageError: The bounds are none.
+        """
+        most = settings.parse(self.elastic).most if self.elastic else 0
+        return spread(counts, most, most=rules.MAX_DEVICES)
+
     def run(
-        self, cluster: Cluster, cluster_text: str, cluster_path: str | None, site: Site, *, tells_cluster: bool = True
+        self,
+        cluster: Cluster,
+        cluster_text: str,
+        cluster_path: str | None,
+        site: Site,
+        *,
+        tells_cluster: bool = True,
+        places: Cluster | None = None,
     ) -> int:
-        """Run the program on a cluster, whose file its workers are told or not; the exit code."""
+        """Run the program on a cluster, whose file its workers are told or not; the exit code.
+
+        `places` is the cluster with places for workers that may come later.
+        """
         request = runs.Request(
             program=self.program,
             cluster=cluster,
             cluster_text=cluster_text,
             cluster_path=cluster_path,
+            places=places,
             run_dir=_run_dir(self.run_dir, self.program.target),
             schedule=self.schedule,
             tuning=self.tuning,
@@ -128,7 +149,7 @@ _OPTIONS = (
         "--elastic",
         metavar="MIN:MAX",
         help="Go on when workers die, as long as MIN are left, and start them again; MAX is the most that there may "
-        "be. For scripts with ringweave.prepare; others start again from their checkpoint.",
+        "be (see ringweave scale). For scripts with ringweave.prepare; others start again from their checkpoint.",
     ),
     click.option(
         "--standby",

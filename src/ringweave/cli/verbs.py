@@ -22,6 +22,7 @@ class Verb:
 
 VERBS: Mapping[str, Verb] = {
     "run": Verb(module="run", help="Run a PyTorch program on several workers.", answers=False),
+    "scale": Verb(module="scale", help="Give an elastic run more or fewer workers.", answers=True),
     "lab": Verb(
         module="lab",
         help="Bring a cluster file up on this machine: namespaces, limited links.",

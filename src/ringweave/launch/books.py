@@ -33,11 +33,12 @@ class Books:
 
     def workers_started(self, pid: Callable[[int], int]) -> None:
         """All workers have been started; `pid` knows the process of a global rank."""
-        for worker in self._nodes.values():
+        for worker in list(self._nodes.values()):
             self.worker_started(worker, pid(worker.global_rank))
 
     def worker_started(self, worker: WorkerSpec, pid: int) -> None:
-        """A worker has been started, for the first time or again."""
+        """A worker has been started, for the first time or again; it may be one more than there were."""
+        self._nodes[worker.global_rank] = worker
         self._log.write(
             "worker_started", rank=worker.global_rank, node=worker.node, local_rank=worker.local_rank, pid=pid
         )

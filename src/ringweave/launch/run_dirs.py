@@ -7,6 +7,7 @@ RUN_DIR/cluster.yaml        the cluster it ran on
 RUN_DIR/logs/rank-0.log     what each worker printed
 RUN_DIR/logs/server.log     what the parameter server printed, if there was one
 RUN_DIR/logs/server-1.log   what its standby printed, if there was one
+RUN_DIR/scale.json          what `ringweave scale` asks of it, until it is taken
 RUN_DIR/claims/             which of the two led, claim by claim
 RUN_DIR/attempts/1/         run.json, cluster.yaml and logs of the first attempt, once there is a second
 ```
@@ -42,6 +43,11 @@ class RunDir:
     def events(self) -> Path:
         """Path of the event log."""
         return self.root / "events.jsonl"
+
+    @property
+    def scale(self) -> Path:
+        """Where an elastic run is asked for another number of workers."""
+        return self.root / "scale.json"
 
     @property
     def cluster(self) -> Path:
@@ -116,6 +122,21 @@ def taken(run_dir: RunDir) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def is_taken(run_dir: RunDir) -> bool:
+    """Whether a `ringweave run` holds the directory now."""
+    try:
+        descriptor = os.open(run_dir.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def begin_attempt(run_dir: RunDir, cluster_text: str) -> int:

@@ -13,12 +13,16 @@ from typing import Any, TextIO
 
 from ringweave import environment, telemetry
 from ringweave.environment import WorkerEnvironment
-from ringweave.jobs.requests.request import MODES
+from ringweave.jobs.requests.request import MODES, SERVED
 from ringweave.launch import causes, orders, records, reports, run_dirs, supervision
 from ringweave.launch.books import Books
 from ringweave.launch.causes import Death
+from ringweave.launch.elastic import entry
 from ringweave.launch.elastic.coordinating import JobCoordinators
+from ringweave.launch.elastic.places import with_further
 from ringweave.launch.elastic.restarting import Attempts, Restarts
+from ringweave.launch.elastic.rolls import Roll, roll
+from ringweave.launch.elastic.scaling import Desk, Limits
 from ringweave.launch.elastic.supervising import ElasticSupervisor, name_member
 from ringweave.launch.launcher import WorkerState
 from ringweave.launch.local.launcher import Around, LocalLauncher
@@ -42,6 +46,8 @@ class Request:
     cluster: Cluster
     cluster_text: str
     """The cluster file's text, as it is kept in the run directory."""
+    places: Cluster | None = None
+    """The cluster with a device more for each worker that may come later; None where there is no place for any."""
     cluster_path: str | None
     """Where the user's cluster file is; None if there is none."""
     run_dir: RunDir
@@ -86,7 +92,7 @@ def run(request: Request, *, environ: Mapping[str, str], stdout: TextIO, stderr:
             begun_s = time.monotonic()
             ending = _attempt(request, environ, output, stderr, interrupts)
             first = causes.first_cause(ending.deaths)
-            if request.elastic is None or ending.outcome != "failed" or first is None or _members(request.run_dir):
+            if request.elastic is None or ending.outcome != "failed" or first is None or _roll(request.run_dir).members:
                 return ending
             hopeless = attempts.why_no_other(first, time.monotonic() - begun_s)
             if hopeless:
@@ -115,6 +121,8 @@ def _attempt(
     crew = _coordinators(request, server, give_up)
     helpers = [each for each in (server, crew) if each is not None]
     group = _lay_out(request, server, crew)
+    num_cpus, places = len(os.sched_getaffinity(0)), request.places or request.cluster
+    slots = with_further(group, places.nodes, num_cpus=num_cpus)
     _announce(request, group, attempt, stderr)
     place = {"server": {"node": server.node, "address": server.address} if server else None}
     books = Books(request.run_dir, group, _first_record(request, group, attempt) | place)
@@ -132,11 +140,11 @@ def _attempt(
         ):
             launcher.start(group)
             books.workers_started(launcher.pid)
-            states = _supervise(request, launcher, group, helpers, books, interrupts, stderr)
+            states = _supervise(request, launcher, slots, helpers, books, interrupts, stderr)
     except BaseException as error:
         books.close(outcome="failed", exit_code=1, cause=str(error) or type(error).__name__)
         raise
-    ending = reports.conclude([_death(launcher, group, state) for state in states if _is_bad(state)], interrupts)
+    ending = reports.conclude([_death(launcher, slots, state) for state in states if _is_bad(state)], interrupts)
     wall_s = books.close(outcome=ending.outcome, exit_code=ending.exit_code, cause=ending.cause)
     if server:
         stderr.write(server.to_text())
@@ -164,15 +172,26 @@ def _supervise(
         group,
         Restarts(),
         death_of=lambda state: _death(launcher, group, state) if _is_bad(state) else None,
-        members=lambda: _members(request.run_dir),
+        roll=lambda: _roll(request.run_dir),
+        desk=_desk(request, request.elastic, group, stderr),
     )
     return supervisor.run(
         interrupts,
         on_exit=books.worker_exited,
         on_start=lambda worker: books.worker_started(worker, launcher.pid(worker.global_rank)),
-        on_give_up=lambda state: _give_up(_death(launcher, group, state), request.run_dir, stderr),
+        on_give_up=lambda state, why: _give_up(_death(launcher, group, state), why, request.run_dir, stderr),
         look=look,
     )
+
+
+def _desk(request: Request, bounds: Bounds, slots: WorkerGroup, stderr: TextIO) -> Desk:
+    """Where another number of workers is asked for; rings stay as they were formed, of those of the begin."""
+    num_workers = sum(node.num_devices for node in request.cluster.nodes)
+    why = "the devices of its cluster file"
+    if request.mode in SERVED:
+        slots, why = replace(slots, workers=slots.workers[:num_workers]), "the workers that its rings were formed of"
+    limits = Limits(bounds=bounds, num_places=slots.world_size, why=why)
+    return Desk(request.run_dir, limits, num_workers, lambda text: stderr.write(f"ringweave: {text}.\n"))
 
 
 def _server(request: Request, give_up: Callable[[str], object]) -> JobServer | None:
@@ -203,18 +222,17 @@ def _running(helpers: Sequence[JobServer | JobCoordinators], environ: Mapping[st
         yield
 
 
-def _members(run_dir: RunDir) -> frozenset[str]:
+def _roll(run_dir: RunDir) -> Roll:
     """Workers of this attempt that have become members of a job: once there are some, those that are left go on."""
-    events = telemetry.read_last_attempt(run_dir.events)
-    return frozenset(name for event in events if event["kind"] == "epoch_begun" for name in event["members"])
+    return roll(telemetry.read_last_attempt(run_dir.events))
 
 
-def _give_up(death: Death, run_dir: RunDir, stderr: TextIO) -> None:
+def _give_up(death: Death, why: str, run_dir: RunDir, stderr: TextIO) -> None:
     """Say that a worker is not started again, while the others go on."""
     log = f"{_shown(run_dir.root)}/logs/rank-{death.global_rank}.log"
     stderr.write(
-        f"ringweave: rank {death.global_rank} on node {death.node} is given up: time after time it has died before it "
-        f"could join the others, this time it {death.reason}. They go on without it. See what it lacks in {log}.\n"
+        f"ringweave: rank {death.global_rank} on node {death.node} is given up: {why}, this time it {death.reason}. "
+        f"The others go on without it. See what it lacks in {log}.\n"
     )
 
 
@@ -223,7 +241,7 @@ def _lay_out(request: Request, server: JobServer | None, crew: JobCoordinators |
     first_index, _ = orders.deal([node.num_devices for node in nodes], request.order)[0]
     group = lay_out(
         nodes,
-        request.program.argv(sys.executable),
+        request.program.argv(sys.executable, entry=entry.__file__ if request.elastic else None),
         request.site.meeting(nodes[first_index].name),
         num_cpus=len(os.sched_getaffinity(0)),
         common=WorkerEnvironment(

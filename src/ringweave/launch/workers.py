@@ -54,9 +54,13 @@ class Program:
     is_command: bool = False
     """The target is a program of its own, found on the PATH: no interpreter stands before it."""
 
-    def argv(self, python: str) -> tuple[str, ...]:
-        """The command line, with the given interpreter."""
-        return tuple(self.words()) if self.is_command else (python, *self.words())
+    def argv(self, python: str, *, entry: str | None = None) -> tuple[str, ...]:
+        """The command line, with the given interpreter, and the file that it runs first if there is one.
+
+        A command of its own has neither.
+        """
+        before = (python,) if entry is None else (python, entry)
+        return tuple(self.words()) if self.is_command else (*before, *self.words())
 
     def words(self) -> list[str]:
         """What is typed, after the interpreter if it needs one."""

@@ -46,6 +46,18 @@ KINDS: Mapping[str, Kind] = {
             "stopped": "true if it ended after the launcher had begun to stop the workers",
         },
     ),
+    "workers_asked": Kind(
+        meaning="An elastic run was asked for another number of workers, by `ringweave scale`, and has answered.",
+        written_by="launcher",
+        fields={
+            "asked": "the request's own word",
+            "workers": "how many workers there shall be: ranks 0, 1, .. up to that number",
+            "before": "how many there were to be until then",
+            "starting": "ranks whose processes were started",
+            "leaving": "ranks that were asked to leave after their train step",
+            "refused": "why nothing was done, in words; empty where something was",
+        },
+    ),
     "run_ended": Kind(
         meaning="All workers have ended and nothing of them is left.",
         written_by="launcher",

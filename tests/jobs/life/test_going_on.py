@@ -6,6 +6,7 @@ import pytest
 
 from ringweave.jobs.life import actions
 from ringweave.jobs.life.failing import SETTLE_S
+from ringweave.jobs.life.going_on import SAME_S
 from ringweave.jobs.life.observing import Cause, Phase
 from ringweave.jobs.life.states import JobState
 from ringweave.testing.places import FakePlace
@@ -114,7 +115,7 @@ def test_who_is_interrupted_beside_a_loss_is_called_back() -> None:
     assert (retries(place), record_of(place).round) == ([0, 1, 0], 2)
 
 
-def test_a_script_that_fails_of_a_loss_is_replaced_and_one_that_fails_later_fails_the_job() -> None:
+def test_a_script_that_fails_of_a_lost_place_is_replaced_without_a_charge() -> None:
     place = running(*THREE, least=3)
     place.end((1, 1), Cause.PLACE, "its agent was killed")
     lives.settle(place)
@@ -126,20 +127,115 @@ def test_a_script_that_fails_of_a_loss_is_replaced_and_one_that_fails_later_fail
         place.pass_time()
         lives.settle(place)
     assert [known.attempt for known in record_of(place).nodes] == [1, 2, 2]
-    place.end((0, 1), Cause.PROGRAM, "ValueError")
+
+
+ECC = "rank 4 raised torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered"
+
+
+def fail_script(place: FakePlace, *keys: tuple[int, int], text: str = ECC) -> None:
+    """Their scripts fail, and nothing else is seen in time."""
+    for key in keys:
+        place.end(key, Cause.PROGRAM, text)
+    lives.settle(place)
     place.clock_s += SETTLE_S
     lives.settle(place)
+
+
+def come_back(place: FakePlace) -> None:
+    for _ in range(4):
+        place.pass_time()
+        lives.settle(place)
+
+
+def test_a_device_that_fails_is_its_nodes_loss_and_the_others_train_on() -> None:
+    """It raises an exception, so the job failed at once, with every healthy node."""
+    place = running(*THREE, least=6)
+    fail_script(place, (1, 1))
+    record = record_of(place)
+    assert (record.state, record.round, retries(place)) == (JobState.RUNNING, 1, [0, 1, 0])
+    assert str(record.reason) == (
+        f"node n1 failed ({ECC}), retry 1 of 1; the others train on, and node n1 can join them when "
+        "replaced. Nothing to do; ringweave logs text --node n1 shows why it failed."
+    )
+    come_back(place)
+    assert [known.attempt for known in record_of(place).nodes] == [1, 2, 1]
+    assert (record_of(place).reason, place.broken_rules) == (None, [])
+
+
+def test_a_device_that_fails_more_often_than_it_may_is_given_up_and_the_others_finish() -> None:
+    place = running(*THREE, least=3, max_retries=2)
+    for attempt in (1, 2, 3):
+        fail_script(place, (1, attempt))
+        come_back(place)
+    record = record_of(place)
+    assert (record.state, record.round, retries(place)) == (JobState.RUNNING, 1, [0, 2, 0])
+    assert record.nodes[1].is_given_up
+    assert place.created.count((1, 4)) == 0
+    lives.end_all(place)
+    lives.settle(place)
+    assert record_of(place).outcome is JobState.SUCCEEDED
+
+
+def test_a_mistake_that_ends_the_script_on_all_nodes_fails_the_job_at_once() -> None:
+    place = running(*THREE, least=3)
+    fail_script(place, (0, 1), (1, 1), (2, 1), text="rank 0 raised KeyError: 'label'")
+    record = record_of(place)
+    assert (record.outcome, retries(place)) == (JobState.FAILED, [0, 0, 0])
+    assert record.outcome_reason is not None
+    assert record.outcome_reason.text == (
+        "the script failed on nodes n0, n1, n2: rank 0 raised KeyError: 'label'; trying again would not mend it"
+    )
+
+
+@pytest.mark.parametrize("later_s", [SETTLE_S / 2, SETTLE_S, 30.0])
+def test_a_mistake_that_some_nodes_come_to_later_fails_the_job_then(later_s: float) -> None:
+    """What was replaced meanwhile cannot go on alone, and has not shown that it would not fail of the same."""
+    place = running(*THREE, least=3)
+    fail_script(place, (0, 1), text="KeyError")
+    if later_s > SETTLE_S:
+        come_back(place)
+        assert record_of(place).reason is None
+    place.clock_s += later_s
+    fail_script(place, (1, 1), (2, 1), text="KeyError")
+    record = record_of(place)
+    assert (record.outcome, retries(place)) == (JobState.FAILED, [1, 0, 0])
+    assert record.outcome_reason is not None
+    assert record.outcome_reason.code == "ProgramFailed"
+
+
+def test_a_replacement_that_has_trained_for_long_goes_on_alone_when_others_fail() -> None:
+    place = running(*THREE, least=3)
+    fail_script(place, (0, 1))
+    come_back(place)
+    place.clock_s += SAME_S
+    fail_script(place, (1, 1), (2, 1))
+    assert (record_of(place).outcome, record_of(place).round, retries(place)) == (None, 1, [1, 1, 1])
+
+
+def test_with_too_few_left_a_device_that_fails_costs_a_round_and_not_the_job() -> None:
+    place = running(*THREE, least=6)
+    place.end((1, 1), Cause.PLACE, "its agent was killed")
+    lives.settle(place)
+    place.clock_s += 10 * SETTLE_S
+    fail_script(place, (2, 1))
+    record = record_of(place)
+    assert (record.outcome, record.round, retries(place)) == (None, 2, [0, 1, 1])
+
+
+def test_in_other_jobs_a_script_that_fails_fails_the_job() -> None:
+    place = running(*THREE)
+    fail_script(place, (1, 1))
     assert record_of(place).outcome is JobState.FAILED
 
 
-def test_a_script_that_fails_again_and_again_at_an_unknown_time_is_not_excused_for_ever() -> None:
+def test_a_script_that_fails_at_an_unknown_time_is_charged_and_not_excused_for_ever() -> None:
     place = running(*THREE, least=3)
     place.end((1, 1), Cause.PLACE, "its agent was killed")
     lives.settle(place)
     change(place, (2, 1), phase=Phase.FAILED, cause=Cause.PROGRAM, exit_code=1, ended_s=None)
     place.clock_s += SETTLE_S
     lives.settle(place)
-    assert record_of(place).outcome is JobState.FAILED
+    assert (record_of(place).outcome, retries(place)) == (None, [0, 1, 1])
 
 
 def test_once_a_node_has_finished_nobody_is_replaced_and_the_job_ends_with_the_last() -> None:

@@ -34,13 +34,51 @@ def test_who_dies_again_at_once_waits_longer_but_not_for_ever() -> None:
     assert delays_s == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0]
 
 
-def test_who_fails_by_itself_three_times_in_a_row_is_given_up() -> None:
+OWN = ended(code=1, line="torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered", lived_s=20.0)
+OTHERS_TRAIN = {1: True, 2: True}
+
+
+def test_a_slot_that_fails_by_itself_three_times_in_a_row_is_given_up_while_others_train() -> None:
     restarts = Restarts()
-    own = ended(code=1, line="ValueError: no such column")
-    assert [restarts.decide(0, own, 0.0) for _ in range(3)] == ["again", "again", "fail"]
+    assert [restarts.decide(0, OWN, 0.0, OTHERS_TRAIN) for _ in range(3)] == ["again", "again", "give up"]
+    assert restarts.why_given_up(0) == "3 times in a row it has failed by itself"
     restarts = Restarts()
-    verdicts = [restarts.decide(0, each, 0.0) for each in (own, own, ended("SIGKILL"), own, own)]
+    verdicts = [restarts.decide(0, each, 0.0, OTHERS_TRAIN) for each in (OWN, OWN, ended("SIGKILL"), OWN, OWN)]
     assert verdicts == ["again"] * 5, "another kind of death in between"
+
+
+def test_who_has_trained_for_long_begins_a_row_anew() -> None:
+    """A device that fails once a day was the end of the training on the third day."""
+    restarts, once_a_day = Restarts(), replace(OWN, lived_s=86400.0)
+    assert [restarts.decide(0, once_a_day, 0.0, OTHERS_TRAIN) for _ in range(10)] == ["again"] * 10
+    restarts, without_a_step = Restarts(), replace(OWN, lived_s=86400.0, has_trained=False)
+    assert [restarts.decide(0, without_a_step, 0.0, OTHERS_TRAIN) for _ in range(3)] == ["again", "again", "give up"]
+
+
+def test_a_mistake_in_the_script_which_ends_all_fails_the_run_with_the_last_of_them() -> None:
+    restarts = Restarts()
+    assert restarts.decide(0, OWN, 0.0, {1: True, 2: True}) == "again"
+    assert restarts.decide(1, OWN, 0.0, {0: False, 2: True}) == "again"
+    assert restarts.decide(2, OWN, 0.0, {0: False, 1: False}) == "fail"
+
+
+@pytest.mark.parametrize(
+    ("before", "verdict"),
+    [(ended("SIGKILL"), "again"), (ended(code=1, line=FENCED), "again"), (ended(code=LEFT_CODE), "fail")],
+)
+def test_where_another_slot_did_not_fail_by_itself_it_is_started_first(before: Ended, verdict: str) -> None:
+    """Whether the job is over without those who had its state, the coordinator says; who was asked to go stays away."""
+    restarts = Restarts()
+    restarts.decide(1, before, 0.0, {0: True})
+    assert restarts.decide(0, OWN, 0.0, {1: False}) == verdict
+
+
+def test_the_last_slot_fails_the_run_though_others_were_given_up_for_another_reason() -> None:
+    restarts = Restarts()
+    for _ in range(10):
+        restarts.decide(1, replace(ended("SIGSEGV"), was_member=False), 0.0, {0: True})
+    assert restarts.why_given_up(1) == "time after time it has died before it could join the others"
+    assert restarts.decide(0, OWN, 0.0, {1: False}) == "fail"
 
 
 @pytest.mark.parametrize("how", [ended("SIGSEGV", lived_s=1.0), ended(code=1, line=FENCED, lived_s=1.0)])
@@ -57,7 +95,7 @@ def test_who_dies_ten_times_in_a_row_before_it_is_a_member_is_given_up(how: Ende
 
 def test_who_was_put_out_comes_back() -> None:
     restarts = Restarts()
-    assert [restarts.decide(0, ended(code=1, line=FENCED), 0.0) for _ in range(5)] == ["again"] * 5
+    assert [restarts.decide(0, ended(code=1, line=FENCED), 0.0, OTHERS_TRAIN) for _ in range(5)] == ["again"] * 5
 
 
 def test_who_has_left_or_finished_rests_and_so_does_who_comes_too_late() -> None:

@@ -6,7 +6,9 @@ from typing import cast
 
 from ringweave import environment
 from ringweave.launch.causes import Death
-from ringweave.launch.elastic.restarting import Restarts
+from ringweave.launch.elastic.restarting import LEFT_CODE, Restarts
+from ringweave.launch.elastic.rolls import Roll
+from ringweave.launch.elastic.scaling import Desk
 from ringweave.launch.elastic.supervising import ElasticSupervisor
 from ringweave.launch.launcher import Exit, WorkerState
 from ringweave.launch.local.launcher import LocalLauncher
@@ -33,10 +35,11 @@ class Workers:
     """
 
     def __init__(
-        self, num_slots: int, script: list[tuple[float, int, str | int | None]], doomed: Mapping[int, str] = {}
+        self, num_slots: int, script: list[tuple[float, int, str | int | None]], doomed: Mapping[int, str | int] = {}
     ) -> None:
         self.now_s = 0.0
         self.stops: list[signal.Signals] = []
+        self.asked: list[tuple[float, int, signal.Signals]] = []
         self.started: list[tuple[float, str]] = []
         self._script, self._doomed = sorted(script, key=lambda each: each[0]), doomed
         self._exits: dict[int, Exit | None] = dict.fromkeys(range(num_slots))
@@ -57,6 +60,11 @@ class Workers:
         if worker.global_rank in self._doomed:
             self._end(worker.global_rank, self._doomed[worker.global_rank], stopped=False)
 
+    def ask(self, slot: int, how: signal.Signals) -> None:
+        self.asked.append((self.now_s, slot, how))
+        if how is signal.SIGKILL:
+            self._end(slot, how.name, stopped=False)
+
     def stop(self, how: signal.Signals) -> None:
         self.stops.append(how)
         for slot in [slot for slot, found in self._exits.items() if found is None]:
@@ -68,6 +76,28 @@ class Workers:
         self._exits[slot] = Exit(exit_code=code, signal_name=signal_name, time_s=self.now_s, stopped=stopped)
 
 
+class Asked:
+    """Stands where the desk of a run does: asked for numbers of workers at given times."""
+
+    def __init__(self, workers: Workers, begin: int, *requests: tuple[float, int]) -> None:
+        self.workers, self._clock, self._requests = begin, workers, list(requests)
+        self.granted: list[tuple[int, list[int], list[int]]] = []
+        self.refused: list[str] = []
+
+    def take(self) -> int | None:
+        due = self._requests and self._requests[0][0] <= self._clock.now_s
+        return self._requests.pop(0)[1] if due else None
+
+    def refuse(self, workers: int, why_not_now: str) -> bool:
+        del workers
+        self.refused += [why_not_now] if why_not_now else []
+        return bool(why_not_now)
+
+    def grant(self, workers: int, *, starting: list[int], leaving: list[int]) -> None:
+        self.workers = workers
+        self.granted.append((workers, starting, leaving))
+
+
 def supervise(
     workers: Workers,
     num_slots: int,
@@ -75,7 +105,8 @@ def supervise(
     *,
     members: Collection[str] = AnyMember(),
     says: Mapping[int, str] = {},
-    given_up: list[int] | None = None,
+    given_up: list[tuple[int, str]] | None = None,
+    desk: "Asked | None" = None,
 ) -> list[WorkerState]:
     specs = tuple(WorkerSpec(global_rank=slot, local_rank=slot, node="a", environ={}) for slot in range(num_slots))
     group = WorkerGroup(argv=("python",), workers=specs)
@@ -92,14 +123,15 @@ def supervise(
         group,
         Restarts(),
         death_of=death_of,
-        members=lambda: members,
+        roll=lambda: Roll(members=cast(frozenset[str], members), trained=cast(frozenset[str], members)),
+        desk=cast(Desk, desk),
         clock=lambda: workers.now_s,
     )
     found = supervisor.run(
         [],
         on_exit=on_exit,
         on_start=lambda spec: None,
-        on_give_up=lambda state: (given_up if given_up is not None else []).append(state.global_rank),
+        on_give_up=lambda state, why: ([] if given_up is None else given_up).append((state.global_rank, why)),
         look=lambda: None,
         sleep=workers.sleep,
     )
@@ -135,11 +167,55 @@ def test_who_dies_while_another_is_started_again_comes_back_too() -> None:
 OVER = "ringweave.errors.MembershipError: job is over: 1 workers are left, expected at least 2."
 
 
+NEVER_JOINED = "time after time it has died before it could join the others"
+
+
+def test_a_slot_whose_device_fails_again_and_again_is_given_up_and_the_others_finish() -> None:
+    """CUDA errors are exceptions: the third one on one slot ended the run, and all healthy workers with it."""
+    script: list[tuple[float, int, str | int | None]] = [(10.0, 1, 1), (900.0, 0, None), (900.0, 2, None)]
+    workers, given_up = Workers(3, script, doomed={1: 1}), list[tuple[int, str]]()
+    says = {1: "torch.AcceleratorError: CUDA error: unspecified launch failure"}
+    states = supervise(workers, 3, members={"0.0", "1.0", "1.1", "1.2", "2.0"}, says=says, given_up=given_up)
+    assert given_up == [(1, "3 times in a row it has failed by itself")]
+    assert (workers.stops, len(workers.started)) == ([], 2)
+    assert [state.global_rank for state in states] == [0, 2]
+    assert all(state.exit and state.exit.is_good for state in states)
+
+
+def test_a_device_that_fails_once_an_hour_is_worth_having_back() -> None:
+    script: list[tuple[float, int, str | int | None]] = [(100.0 * number, 1, 1) for number in range(1, 9)]
+    workers, given_up = Workers(2, [*script, (950.0, 0, None), (950.0, 1, None)]), list[tuple[int, str]]()
+    states = supervise(workers, 2, given_up=given_up)
+    assert (given_up, len(workers.started)) == ([], 8)
+    assert [state.global_rank for state in states] == [0, 1]
+
+
+def test_a_mistake_in_the_script_ends_the_run_at_once_with_all_that_failed_of_it() -> None:
+    """Nobody is started again three times first, to hear that the job is over."""
+    workers = Workers(3, [(10.0, 0, 1), (10.3, 2, 1), (10.5, 1, 1)])
+    states = supervise(workers, 3, members={"0.0", "1.0", "2.0"})
+    assert (workers.now_s < 12, workers.started) == (True, [])
+    assert [state.global_rank for state in states] == [0, 1, 2]
+    assert all(state.exit and state.exit.exit_code == 1 for state in states)
+
+
+def test_a_mistake_that_comes_later_to_some_ends_what_was_started_again_meanwhile() -> None:
+    workers = Workers(2, [(10.0, 0, 1), (14.0, 1, 1)])
+    states = supervise(workers, 2, members={"0.0", "1.0"})
+    assert [name for _, name in workers.started] == ["0.1"]
+    assert workers.stops == [signal.SIGTERM], "the newcomer has nobody to read the state from"
+    first = [state.exit for state in states if state.exit and not state.exit.stopped]
+    assert [each.exit_code for each in first] == [1], "what the user hears of"
+
+
 def test_a_slot_that_dies_whenever_it_is_started_is_given_up_and_the_others_finish() -> None:
     """It was started again every 30 s for as long as the run went on."""
-    workers, given_up = Workers(2, [(10.0, 1, "SIGSEGV"), (900.0, 0, None)], doomed={1: "SIGSEGV"}), list[int]()
+    workers, given_up = (
+        Workers(2, [(10.0, 1, "SIGSEGV"), (900.0, 0, None)], doomed={1: "SIGSEGV"}),
+        list[tuple[int, str]](),
+    )
     states = supervise(workers, 2, members={"0.0", "1.0"}, given_up=given_up)
-    assert given_up == [1]
+    assert given_up == [(1, NEVER_JOINED)]
     assert len(workers.started) == 10
     assert [state.global_rank for state in states] == [0], "the job was done without it"
 
@@ -155,7 +231,61 @@ def test_a_run_whose_job_is_over_starts_nobody_again_and_has_failed() -> None:
 
 def test_a_run_of_which_only_slots_are_left_that_were_given_up_has_failed() -> None:
     script: list[tuple[float, int, str | int | None]] = [(10.0, 0, "SIGSEGV"), (10.0, 1, "SIGBUS")]
-    workers, given_up = Workers(2, script, doomed={0: "SIGSEGV", 1: "SIGBUS"}), list[int]()
+    workers, given_up = Workers(2, script, doomed={0: "SIGSEGV", 1: "SIGBUS"}), list[tuple[int, str]]()
     states = supervise(workers, 2, members={"0.0", "1.0"}, given_up=given_up)
-    assert given_up == [0, 1]
+    assert given_up == [(0, NEVER_JOINED), (1, NEVER_JOINED)]
     assert [state.exit.signal_name for state in states if state.exit] == ["SIGSEGV", "SIGBUS"]
+
+
+def test_further_slots_are_started_when_they_are_asked_for_and_leave_when_they_are_not() -> None:
+    script: list[tuple[float, int, str | int | None]] = [
+        (40.0, 3, LEFT_CODE),
+        (41.0, 2, "SIGTERM"),
+        (90.0, 0, None),
+        (90.0, 1, None),
+    ]
+    workers = Workers(2, script)
+    desk = Asked(workers, 2, (10.0, 4), (30.0, 2))
+    states = supervise(workers, 4, desk=desk)
+    assert [name for _, name in workers.started] == ["2.0", "3.0"]
+    assert [(slot, how) for _, slot, how in workers.asked] == [(2, signal.SIGTERM), (3, signal.SIGTERM)]
+    assert desk.granted == [(4, [2, 3], []), (2, [], [2, 3])]
+    assert (workers.stops, [state.global_rank for state in states]) == ([], [0, 1])
+
+
+def test_who_is_asked_for_again_while_it_leaves_comes_back() -> None:
+    script: list[tuple[float, int, str | int | None]] = [(20.0, 1, LEFT_CODE), (60.0, 0, None), (60.0, 1, None)]
+    workers = Workers(2, script)
+    supervise(workers, 2, desk=Asked(workers, 2, (10.0, 1), (15.0, 2)))
+    assert [name for _, name in workers.started] == ["1.1"]
+
+
+def test_a_slot_that_was_given_up_is_started_again_when_it_is_asked_for() -> None:
+    script: list[tuple[float, int, str | int | None]] = [(10.0, 1, 1), (11.5, 1, 1), (14.0, 1, 1)]
+    workers, given_up = Workers(2, [*script, (60.0, 0, None), (60.0, 1, None)]), list[tuple[int, str]]()
+    desk = Asked(workers, 2, (40.0, 2))
+    states = supervise(workers, 2, given_up=given_up, desk=desk, members={"0.0", "1.0", "1.1", "1.2"})
+    assert [slot for slot, _ in given_up] == [1]
+    assert desk.granted == [(2, [1], [])]
+    assert [name for _, name in workers.started][-1] == "1.3"
+    assert [state.global_rank for state in states] == [0, 1]
+
+
+def test_who_does_not_leave_is_killed_in_the_end() -> None:
+    workers = Workers(2, [(900.0, 0, None)])
+    supervise(workers, 2, desk=Asked(workers, 2, (10.0, 1)))
+    assert [(slot, how) for _, slot, how in workers.asked] == [(1, signal.SIGTERM), (1, signal.SIGKILL)]
+    assert 310 <= workers.asked[1][0] < 311
+
+
+def test_before_the_first_epoch_and_at_the_end_workers_neither_come_nor_go() -> None:
+    workers = Workers(1, [(60.0, 0, None)])
+    desk = Asked(workers, 1, (10.0, 2))
+    supervise(workers, 2, desk=desk, members=frozenset())
+    assert len(desk.refused) == 1
+    assert "expected workers that have called ringweave.prepare. Wait until the event epoch_begun" in desk.refused[0]
+    workers = Workers(2, [(10.0, 0, None), (60.0, 1, None)])
+    desk = Asked(workers, 2, (20.0, 3))
+    supervise(workers, 3, desk=desk)
+    assert desk.refused == ["run: 'at its end', expected one that trains. Start it again with more workers."]
+    assert workers.started == []

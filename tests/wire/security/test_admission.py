@@ -8,7 +8,7 @@ import pytest
 from ringweave import wire
 from ringweave.errors import DeadlineError, RefusedError, UsageError, WireError
 from ringweave.telemetry import EventLog, read
-from ringweave.wire.security.authority import utc_now
+from ringweave.wire.security.authority import LIFETIME, utc_now
 from tests.wire.parts import Add, Events, connect, serving, trust, wait_until
 
 
@@ -67,6 +67,28 @@ def test_an_expired_certificate_is_refused(authority: wire.Authority, events: Ev
         refused(server, expired, r"'SSLV3_ALERT_CERTIFICATE_EXPIRED', .*Issue new credentials, and look at the clocks")
         assert "certificate has expired" in events.wait_reason("certificate")["text"]
         connect(server, trust(aging, "worker", "1")).close()
+
+
+@pytest.mark.parametrize("days", [30, 300])
+def test_in_a_job_that_has_run_for_long_old_and_new_certificates_are_let_in(days: int) -> None:
+    now = [utc_now() - timedelta(days=days)]
+    authority = wire.Authority("job1", clock=lambda: now[0])
+    of_the_begin, spare = trust(authority, "server", "0"), trust(authority, "worker", "0")
+    now[0] = utc_now()
+    with serving(of_the_begin) as server:
+        for worker in (spare, trust(authority, "worker", "1")):
+            with connect(server, worker) as client:
+                assert client.call(Add(), [b"\x01\x02"], timeout_s=60).message.total == 3
+
+
+def test_a_certificate_older_than_any_job_is_refused(events: Events) -> None:
+    now = [utc_now() - LIFETIME - timedelta(days=1)]
+    authority = wire.Authority("job1", clock=lambda: now[0])
+    expired = trust(authority, "worker", "0")
+    now[0] = utc_now()
+    with serving(trust(authority, "server", "0"), record=events) as server:
+        refused(server, expired, r"'SSLV3_ALERT_CERTIFICATE_EXPIRED', .*Issue new credentials, and look at the clocks")
+        assert "certificate has expired" in events.wait_reason("certificate")["text"]
 
 
 def test_no_certificate_is_refused(authority: wire.Authority, events: Events) -> None:

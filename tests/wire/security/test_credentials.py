@@ -36,7 +36,7 @@ def test_a_certificate_names_job_role_and_name_and_ends_soon(authority: wire.Aut
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.UniformResourceIdentifier) == ["ringweave://job1/worker/3"]
     left = certificate.not_valid_after_utc - utc_now()
-    assert timedelta(days=6) < left <= timedelta(days=7)
+    assert timedelta(days=3649) < left <= timedelta(days=3650)
     assert not certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
 
 

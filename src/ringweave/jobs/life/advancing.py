@@ -147,10 +147,11 @@ def _after_failures(job: Job, record: Record, observed: Observed, groups: Groups
     verdict = failing.judge(failing.to_judge(job, record, groups), record, observed, now)
     if record.blame is not None and not any(ended.charged for ended in verdict.ends.values()):
         verdict = replace(verdict, ends=verdict.ends | _paid(job, record, groups, record.blame))
-    nodes = list(record.nodes)
-    for node, ended in verdict.ends.items():
-        nodes[node] = _failed(nodes[node], ended, job.request.nodes[node].max_retries)
-    record = replace(record, nodes=tuple(nodes))
+    is_mistake = going_on.is_mistake(job, _judged(job, record, verdict.ends), observed, groups, now)
+    if verdict.program_failed and not is_mistake:
+        charged = {node: replace(verdict.ends[node], charged=True) for node in verdict.program_failed}
+        verdict = replace(verdict, ends=verdict.ends | charged, program_failed=())
+    record = _judged(job, record, verdict.ends)
     if verdict.program_failed:
         why = telling.failed("ProgramFailed", job, verdict.program_failed, verdict.ends)
         return _ended(record, JobState.FAILED, why, now)
@@ -170,12 +171,24 @@ def _after_failures(job: Job, record: Record, observed: Observed, groups: Groups
     return _finished_too_early(job, record, groups)
 
 
+def _judged(job: Job, record: Record, ends: dict[int, Ended]) -> Record:
+    """With these ends of attempts."""
+    nodes = list(record.nodes)
+    for node, ended in ends.items():
+        nodes[node] = _failed(nodes[node], ended, job.request.nodes[node].max_retries)
+    return replace(record, nodes=tuple(nodes))
+
+
 def _gone_on(job: Job, record: Record, charged: dict[int, Ended], spent: tuple[int, ...], now: float) -> Record:
     """Some are lost and the others go on; to the end, without those that may not be tried again."""
     nodes = tuple(
         replace(known, is_given_up=node in spent or known.is_given_up) for node, known in enumerate(record.nodes)
     )
-    return replace(record, nodes=nodes, loss=Loss(text=telling.failures(job, record, charged), at_s=now))
+    scripts = {node for node, ended in charged.items() if ended.cause is Cause.PROGRAM}
+    if record.loss is not None and now - record.loss.at_s < going_on.SAME_S:
+        scripts |= set(record.loss.scripts)
+    text = telling.failures(job, record, charged)
+    return replace(record, nodes=nodes, loss=Loss(text=text, at_s=now, scripts=tuple(sorted(scripts))))
 
 
 def _has_to_gather(record: Record, verdict: failing.Verdict, observed: Observed) -> bool:

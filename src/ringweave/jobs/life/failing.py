@@ -4,7 +4,8 @@ When a node dies the others die of it, often earlier and with an exit code. So a
 the script, as in `launch/causes.py`, and one of the script is believed only when no other cause has shown up in time.
 A lost machine may look alive for a minute. So where all blame another and one has said nothing, nobody pays yet: all
 are called back to the gate, and who does not come turns out to be the one.
-In an elastic job the others go on without a node that was lost; who cannot after all follows from that.
+In an elastic job the others go on without a node that was lost; who cannot after all follows from that. There a script
+that fails on some nodes while others train on is taken for a broken device, which raises an exception too.
 """
 
 from collections.abc import Iterator
@@ -48,7 +49,7 @@ class Verdict:
     ends: dict[int, Ended]
     """Node -> how its attempt ended, for those that are to be replaced or that failed for good."""
     program_failed: tuple[int, ...] = ()
-    """Nodes whose script failed; the job fails with them."""
+    """Nodes whose script failed; the job fails with them, unless it is elastic and others train on."""
     blame: Blame | None = None
     """All blame another, and one that could be it has not answered: another round, for which nobody has paid yet."""
     follows: Loss | None = None
@@ -136,9 +137,11 @@ def _followers(found: list[Failure]) -> dict[int, Ended]:
 
 
 def _is_shaken(failure: Failure, record: Record) -> bool:
-    """A script that failed within moments of a loss which the others go on without: of that, for all that is known."""
+    """A script that failed within moments of a lost place which the others go on without: of that, most likely."""
     loss = record.loss
-    return failure.cause is Cause.PROGRAM and loss is not None and abs(failure.ended_s - loss.at_s) < SETTLE_S
+    if failure.cause is not Cause.PROGRAM or loss is None or loss.scripts:
+        return False
+    return abs(failure.ended_s - loss.at_s) < SETTLE_S
 
 
 def _round(failure: Failure, record: Record) -> int:

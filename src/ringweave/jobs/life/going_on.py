@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from ringweave.jobs.life.observing import Cause, Group, Observed, Phase
 from ringweave.jobs.life.records import Job, Record
 
+SAME_S = 60.0
+"""A replacement that came since another script failed has not shown yet that it can train."""
 Groups = Mapping[tuple[int, int], Group]
 
 
@@ -24,6 +26,26 @@ def can_go_on(job: Job, record: Record, observed: Observed, groups: Groups) -> b
         return False
     left = sum(job.counts[group.node] for group in current if group.phase is Phase.RUNNING and not group.leaving)
     return left >= job.request.elastic.min
+
+
+def is_mistake(job: Job, record: Record, observed: Observed, groups: Groups, now: float) -> bool:
+    """Whether a script that has failed on some nodes is taken to be wrong, rather than a device of theirs to be broken.
+
+    A device that fails raises an exception, as a mistake does; but a mistake ends the script on all nodes, and soon.
+
+    Args:
+        job: Any job; in one that is not elastic nobody trains on.
+        record: With the ends of those that were just judged.
+        observed: What its place holds; before the gate was open nobody trains.
+        groups: The same groups, by node and attempt.
+        now: On the clock of the record's loss.
+    """
+    if job.request.elastic is None or observed.gate < record.round or is_through(job, record, groups):
+        return True
+    loss = record.loss
+    failed_too = loss.scripts if loss is not None and now - loss.at_s < SAME_S else ()
+    current = [group for group in _current(job, record, groups) if group.node not in failed_too]
+    return not any(group.phase is Phase.RUNNING and not group.leaving for group in current)
 
 
 def is_through(job: Job, record: Record, groups: Groups) -> bool:

@@ -69,6 +69,8 @@ class Loss:
     """Who failed and how, in words. Who cannot go on after all follows from it, and pays nothing."""
     at_s: float
     """When it was decided that the others go on."""
+    scripts: tuple[int, ...] = ()
+    """Nodes whose script had failed, of this loss and of those shortly before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from ringweave.launch.causes import Death
@@ -18,6 +19,7 @@ NOBODY_DECIDES = f"{MEMBERSHIP}this worker is no member any more: no coordinator
 _NO_MEMBER = f"{MEMBERSHIP}this worker is no member"
 
 Verdict = Literal["again", "rest", "fail", "give up"]
+_NOBODY_ELSE: Mapping[int, bool] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +31,8 @@ class Ended:
     lived_s: float
     was_member: bool = True
     """It came so far that it was a member of its job, if only for a moment."""
+    has_trained: bool = True
+    """It came so far that it had part in a train step of its job."""
 
     @property
     def is_finished(self) -> bool:
@@ -51,21 +55,25 @@ class Restarts:
         most_own_failures: int = 3,
         most_fruitless: int = 10,
         longest_delay_s: float = 30.0,
+        useful_s: float = 60.0,
     ) -> None:
         """Nothing has happened yet.
 
         Args:
             delay_s: Before a worker is started again.
-            most_own_failures: A worker that fails by itself so often in a row will fail again, and the run fails.
+            most_own_failures: A worker that fails by itself so often in a row will fail again: its device is broken,
+                for all that is known, since a mistake in the script ends the others as well. It is given up.
             most_fruitless: One that dies so often in a row before it is a member will never be one, whatever ends it:
                 it is given up, and the others go on. Two to three minutes with these delays: what a machine lacks for
                 longer somebody has to mend. Who is killed later than that may come back for ever.
             longest_delay_s: Before one that dies soon, again and again.
+            useful_s: Who has trained and lived for so long was of use: failures before are none in a row with its own.
         """
-        self._delay_s, self._longest_delay_s = delay_s, longest_delay_s
+        self._delay_s, self._longest_delay_s, self._useful_s = delay_s, longest_delay_s, useful_s
         self._most, self._most_fruitless = most_own_failures, most_fruitless
         self._own_failures: dict[int, int] = {}
         self._fruitless: dict[int, int] = {}
+        self._gone: set[int] = set()
         self._quick: dict[int, int] = {}
         self._due_s: dict[int, float] = {}
         self._is_over = False
@@ -75,10 +83,17 @@ class Restarts:
         """Slot -> when it is to be started again."""
         return self._due_s
 
-    def decide(self, slot: int, ended: Ended, now_s: float) -> Verdict:
+    def decide(self, slot: int, ended: Ended, now_s: float, others: Mapping[int, bool] = _NOBODY_ELSE) -> Verdict:
         """What becomes of a slot whose worker has ended.
 
-        It is started again, left at rest, given up while the others go on, or the run fails with it.
+        Args:
+            slot: Its number.
+            ended: How.
+            now_s: Seconds on the clock of `take_due`.
+            others: The other slots -> a worker runs there that trains: it has not met a mistake in the script yet.
+
+        Returns:
+            It is started again, left at rest, given up while the others go on, or the run fails with it.
         """
         if ended.is_finished:
             self._is_over = True  # the training is at its end: who starts now comes too late
@@ -90,20 +105,48 @@ class Restarts:
             self._is_over = True  # for all: nobody who starts now is let in
             self._due_s.clear()
         if ended.has_left or self._is_over:
+            self._gone.add(slot)
             return "rest"
-        if self._fails_by_itself(ended.death, said):
-            self._own_failures[slot] = self._own_failures.get(slot, 0) + 1
-            if self._own_failures[slot] >= self._most:
-                return "fail"
-        else:
-            self._own_failures[slot] = 0
+        is_own = self._fails_by_itself(ended.death, said)
+        before = 0 if ended.has_trained and ended.lived_s >= self._useful_s else self._own_failures.get(slot, 0)
+        self._own_failures[slot] = before + 1 if is_own else 0
+        if is_own and self._fail_all(others):
+            return "fail"
         self._fruitless[slot] = 0 if ended.was_member else self._fruitless.get(slot, 0) + 1
-        if self._fruitless[slot] >= self._most_fruitless:
+        if self._own_failures[slot] >= self._most or self._fruitless[slot] >= self._most_fruitless:
+            self._gone.add(slot)
             return "give up"
         self._quick[slot] = self._quick.get(slot, 0) + 1 if ended.lived_s < 2 * self._longest_delay_s else 0
         delay_s = min(self._longest_delay_s, self._delay_s * 2 ** min(self._quick[slot], 10) / 2)
         self._due_s[slot] = now_s + max(self._delay_s, delay_s)
         return "again"
+
+    def _fail_all(self, others: Mapping[int, bool]) -> bool:
+        """Nobody trains any more, and whoever may come back has failed by itself too."""
+        return not any(others.values()) and all(self._own_failures.get(each) or each in self._gone for each in others)
+
+    def why_given_up(self, slot: int) -> str:
+        """What a slot that was given up has done time after time, in words."""
+        num_own = self._own_failures.get(slot, 0)
+        if num_own >= self._most:
+            return f"{num_own} times in a row it has failed by itself"
+        return "time after time it has died before it could join the others"
+
+    @property
+    def is_over(self) -> bool:
+        """Nobody is started any more."""
+        return self._is_over
+
+    def forget(self, slot: int) -> None:
+        """What happened to a slot so far counts no more, and nothing of it is due."""
+        for kept in (self._own_failures, self._fruitless, self._quick, self._due_s):
+            kept.pop(slot, None)
+        self._gone.discard(slot)
+
+    def begin(self, slot: int, now_s: float) -> None:
+        """Have a slot started at once, as if nothing had ever happened to it."""
+        self.forget(slot)
+        self._due_s[slot] = now_s
 
     def take_due(self, now_s: float) -> Sequence[int]:
         """Slots that are to be started now; each once."""

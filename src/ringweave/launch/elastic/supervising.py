@@ -2,12 +2,15 @@
 
 import signal
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ringweave import environment
+from ringweave.errors import explain
 from ringweave.launch.causes import Death
 from ringweave.launch.elastic.restarting import Ended, Restarts, Verdict
+from ringweave.launch.elastic.rolls import Roll
+from ringweave.launch.elastic.scaling import Desk
 from ringweave.launch.launcher import WorkerState
 from ringweave.launch.local.launcher import LocalLauncher
 from ringweave.launch.supervision import POLL_S, Patience, Supervision
@@ -15,6 +18,10 @@ from ringweave.launch.workers import WorkerGroup, WorkerSpec
 
 INTERRUPT_S = 10.0
 """Between a user's SIGTERM and SIGKILL: members finish their step before they leave."""
+
+_LEAVE_S = 300.0
+"""Between SIGTERM and SIGKILL for a worker that is not asked for any more: its train step may be long, or a newcomer
+be about to become level, for which the others wait before somebody goes."""
 
 
 def name_member(worker: WorkerSpec, incarnation: int) -> WorkerSpec:
@@ -36,15 +43,28 @@ class ElasticSupervisor:
         restarts: Restarts,
         *,
         death_of: Callable[[WorkerState], Death | None],
-        members: Callable[[], Collection[str]],
+        roll: Callable[[], Roll],
+        desk: Desk | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`members` names all that have been so far; before the first, a worker that fails ends the run as any does."""
+        """Begins with workers that have been started.
+
+        Args:
+            launcher: Has started them.
+            group: They, and behind them those that may be asked for.
+            restarts: Says what becomes of a slot.
+            death_of: How a worker died.
+            roll: Who has been a member so far; before the first, a worker that fails ends the run as any does.
+            desk: Where another number of workers is asked for; None where nobody can.
+            clock: Must be the launcher's.
+        """
         self._launcher, self._group, self._restarts = launcher, group, restarts
-        self._death_of, self._members, self._clock = death_of, members, clock
+        self._death_of, self._roll, self._clock = death_of, roll, clock
+        self._desk, self._wanted = desk, desk.workers if desk else group.world_size
         self._supervision = Supervision(Patience(interrupt_s=INTERRUPT_S))
-        self._started_s = dict.fromkeys(range(group.world_size), clock())
-        self._incarnations = dict.fromkeys(range(group.world_size), 0)
+        self._started_s = dict.fromkeys(range(self._wanted), clock())
+        self._incarnations = dict.fromkeys(range(self._wanted), 0)
+        self._leaving: dict[int, float] = {}
         self._seen: set[int] = set()
         self._failed: set[int] = set()
         self._excused: set[int] = set()
@@ -56,7 +76,7 @@ class ElasticSupervisor:
         *,
         on_exit: Callable[[WorkerState], None],
         on_start: Callable[[WorkerSpec], None],
-        on_give_up: Callable[[WorkerState], None],
+        on_give_up: Callable[[WorkerState, str], None],
         look: Callable[[], None],
         sleep: Callable[[float], None] = time.sleep,
     ) -> Sequence[WorkerState]:
@@ -65,8 +85,8 @@ class ElasticSupervisor:
         Args:
             interrupts: Grows with every SIGINT and SIGTERM that this process receives.
             on_exit: Called for each worker that is seen to have ended.
-            on_start: Called for each worker that was started again.
-            on_give_up: Called for each that will not be started again, though the others go on.
+            on_start: Called for each worker that was started, again or for the first time.
+            on_give_up: Called for each that will not be started again, though the others go on, with the reason.
             look: Called at every look: what else has to be kept alive.
             sleep: Waits between two looks.
 
@@ -80,9 +100,10 @@ class ElasticSupervisor:
             for state in [each for each in states if each.exit and each.global_rank not in self._seen]:
                 self._seen.add(state.global_rank)
                 on_exit(state)
-                if self._judge(state, now_s) == "give up":
-                    on_give_up(state)
+                if self._judge(state, states, now_s) == "give up":
+                    on_give_up(state, self._restarts.why_given_up(state.global_rank))
             may_start = not interrupts and not self._failed
+            self._look_at_desk(states, now_s, is_ending=not may_start)
             due = self._restarts.take_due(now_s) if may_start else ()
             for slot in due:
                 on_start(self._start_again(slot, now_s))
@@ -97,22 +118,80 @@ class ElasticSupervisor:
                 self._launcher.stop(how)
             sleep(POLL_S)
 
-    def _judge(self, state: WorkerState, now_s: float) -> Verdict:
-        slot, death, members = state.global_rank, self._death_of(state), self._members()
-        if not members:
+    def _judge(self, state: WorkerState, states: Sequence[WorkerState], now_s: float) -> Verdict:
+        slot, death, roll = state.global_rank, self._death_of(state), self._roll()
+        if not roll.members:
             if death is not None:
                 self._failed.add(slot)
             return "rest"
-        was_member = _member(slot, self._incarnations[slot]) in members
-        ended = Ended(death=death, lived_s=now_s - self._started_s[slot], was_member=was_member)
-        verdict = self._restarts.decide(slot, ended, now_s)
+        if self._leaving.pop(slot, None) is not None or slot >= self._wanted:
+            if slot < self._wanted:  # it was asked for again meanwhile
+                self._restarts.begin(slot, now_s)
+            self._excused.add(slot)
+            return "rest"
+        name, others = self._name(slot), [each for each in states if each.global_rank not in (slot, *self._away)]
+        ended = Ended(
+            death=death,
+            lived_s=now_s - self._started_s[slot],
+            was_member=name in roll.members,
+            has_trained=name in roll.trained,
+        )
+        trains = {each.global_rank: not each.exit and self._name(each.global_rank) in roll.trained for each in others}
+        verdict = self._restarts.decide(slot, ended, now_s, trains)
         if verdict == "fail":
-            self._failed.add(slot)
+            self._fail(slot)
         elif death is not None:
             self._excused.add(slot)
         if verdict == "give up" or (verdict == "rest" and not (ended.is_finished or ended.has_left)):
             self._hopeless.add(slot)
         return verdict
+
+    @property
+    def _away(self) -> range:
+        """Slots that are not asked for any more."""
+        return range(self._wanted, self._group.world_size)
+
+    def _look_at_desk(self, states: Sequence[WorkerState], now_s: float, *, is_ending: bool) -> None:
+        """See whether another number of workers is asked for, and have those end that do not leave."""
+        for slot in [slot for slot, until_s in self._leaving.items() if now_s > until_s]:
+            self._launcher.ask(slot, signal.SIGKILL)
+            self._leaving[slot] = float("inf")
+        workers = self._desk.take() if self._desk else None
+        if self._desk is None or workers is None or self._desk.refuse(workers, self._why_not(is_ending=is_ending)):
+            return
+        running = {each.global_rank for each in states if not each.exit}
+        leaving = sorted(slot for slot in running - self._leaving.keys() if slot >= workers)
+        absent = [slot for slot in range(workers) if slot not in running]
+        self._wanted = workers
+        for slot in leaving:
+            self._launcher.ask(slot, signal.SIGTERM)
+            self._leaving[slot] = now_s + _LEAVE_S
+        for slot in self._away:
+            self._restarts.forget(slot)
+        for slot in absent:
+            self._restarts.begin(slot, now_s)
+        self._desk.grant(workers, starting=absent, leaving=leaving)
+
+    def _why_not(self, *, is_ending: bool) -> str:
+        """Why workers can neither come nor go now; empty where they can."""
+        if is_ending or self._restarts.is_over:
+            return explain("run", got="at its end", expected="one that trains", do="Start it again with more workers")
+        if not self._roll().members:
+            do = "Wait until the event epoch_begun is in its events.jsonl; scripts without prepare keep their workers"
+            return explain("run", got="no member yet", expected="workers that have called ringweave.prepare", do=do)
+        return ""
+
+    def _fail(self, slot: int) -> None:
+        """All who trained have failed by themselves: those count that are not started again yet, this slot's the last.
+
+        Those that were given up before did not end the run.
+        """
+        self._failed.add(slot)
+        self._excused = {each for each in self._excused if each not in self._restarts.pending}
+        self._hopeless.clear()
+
+    def _name(self, slot: int) -> str:
+        return _member(slot, self._incarnations[slot])
 
     def _counted(self, states: Sequence[WorkerState]) -> Sequence[WorkerState]:
         """Those that say how it ended: without a good end a job that is over has failed, whoever was excused before."""
@@ -122,7 +201,7 @@ class ElasticSupervisor:
         return [state for state in states if state.global_rank not in left_out]
 
     def _start_again(self, slot: int, now_s: float) -> WorkerSpec:
-        self._incarnations[slot] += 1
+        self._incarnations[slot] = self._incarnations.get(slot, -1) + 1
         worker = name_member(self._group.workers[slot], self._incarnations[slot])
         self._launcher.restart(worker, self._group.argv)
         self._started_s[slot] = now_s

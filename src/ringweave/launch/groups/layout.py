@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ringweave import topology
 from ringweave.environment import WorkerEnvironment
+from ringweave.launch.elastic import entry
 from ringweave.launch.groups.config import Config
 from ringweave.launch.groups.posts import Opening
 from ringweave.launch.run_dirs import RunDir
@@ -78,7 +79,7 @@ def workers_of(
         server=f"{opening.server.host}:{opening.server.port}" if opening.server else None,
     )
     cluster = cluster_of(config, opening.addresses)
-    argv = program.argv(python)
+    argv = program.argv(python, entry=entry.__file__ if config.least is not None else None)
     group = lay_out(cluster.nodes, argv, opening.meeting, num_cpus=cpus * config.world_size, common=common)
     name = config.node(index).name
     return replace(group, workers=tuple(worker for worker in group.workers if worker.node == name))

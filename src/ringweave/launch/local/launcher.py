@@ -116,15 +116,16 @@ class LocalLauncher(Launcher):
         self._pump.start()
 
     def restart(self, worker: WorkerSpec, argv: tuple[str, ...]) -> None:
-        """Start a worker in the place of one of the same rank that has ended; nothing is left of that one then.
+        """Start a further worker, or one in the place of one of the same rank that has ended; of that nothing is left.
 
         Raises:
             LaunchError: It could not be started.
         """
-        before = self._processes[worker.global_rank]
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(before.pid, signal.SIGKILL)
-        before.wait()
+        before = self._processes.get(worker.global_rank)
+        if before is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(before.pid, signal.SIGKILL)
+            before.wait()
         self._exits.pop(worker.global_rank, None)
         self._start_one(worker, argv)
 
@@ -146,6 +147,11 @@ class LocalLauncher(Launcher):
         for process in self._processes.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, how)
+
+    def ask(self, global_rank: int, how: signal.Signals) -> None:
+        """Send a signal to one worker that runs, and to nothing that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._processes[global_rank].pid, how)
 
     def logs(self, global_rank: int, num_lines: int) -> list[str]:
         """The last lines of the worker's log file; all that it printed is there once it has ended."""

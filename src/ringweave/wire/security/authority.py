@@ -16,8 +16,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from ringweave.wire.security.credentials import Credentials
 from ringweave.wire.security.identities import Identity
 
-LIFETIME = timedelta(days=7)
-"""Longer than most jobs, so that a reconnection late in one is not refused; a longer job issues again."""
+LIFETIME = timedelta(days=3650)
+"""Longer than any job: who comes late in one shows its certificate to servers that have theirs since its begin, and
+nobody renews them. What bounds their use is the job, with which all who trust the authority end (decision 0048)."""
 _BACKDATED = timedelta(hours=1)
 """How far the clock of a node may be behind that of the authority's."""
 _TOKEN_BYTES = 32
