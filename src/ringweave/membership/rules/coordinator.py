@@ -12,15 +12,19 @@ from ringweave.membership.rules import quorum, reasons
 from ringweave.membership.rules.electing import Election, Rejoining
 from ringweave.membership.rules.presence import Presence
 from ringweave.membership.rules.records import Ballot, Decree, Order, Proposal, Standing, slot_of, without_doubles
-from ringweave.membership.rules.rhythm import Delays
+from ringweave.membership.rules.rhythm import ANSWERS, Delays
 from ringweave.membership.rules.settings import Settings
 from ringweave.membership.rules.signs import Beat
 
 _STOPPED_S = 0.5
 """Between two ticks: more means that this process itself was stopped or starved."""
-_AWAY_S = 2.5
-"""Between two ticks: more means that members may have gone to another coordinator meanwhile. A call that is not
-answered within three seconds makes them go."""
+_AWAY_S = 0.75 * ANSWERS.least_s
+"""Between two ticks, or two signs of a member: after more it may have gone to another coordinator meanwhile, and this
+one has heard no goodbye."""
+_AFTER_S = 2.5
+"""After which all has been heard of what has happened meanwhile."""
+_STILL_S = 0.5
+"""A training that stands still for so long while all wait may be broken."""
 _MOST_ACCUSATIONS = 3
 """Without a reduction in between."""
 
@@ -131,6 +135,7 @@ class Coordinator:
             self._refuse(member, "it lost its connection to the coordinator, and the others went on")
             return
         self._presence.enter(member, now_s)
+        self._presence.beat(member, rejoining.beat, now_s)
         self._election.vote(rejoining, now_s)
         if not self.is_active and self._election.is_won:
             self._take_over(now_s)
@@ -166,10 +171,12 @@ class Coordinator:
     def lose(self, member: str, now_s: float) -> None:
         """Its process has hung up without a goodbye: it has ended, for a process that lives takes its leave.
 
-        Not so if this process was away itself: who could not take leave of it may be going on elsewhere.
+        Not so if this process was away itself, or had not heard of the member before: who could not take leave of it
+        may be going on elsewhere.
         """
         is_away = now_s - self._delays.last_s > _AWAY_S or now_s < self._away_until_s
-        if not self.is_active or is_away:
+        heard_s = self._presence.heard_s(member)
+        if not self.is_active or is_away or (heard_s is not None and now_s - heard_s > _AWAY_S):
             self.part(member)
         elif member in self._presence.here:
             self._lose(member, "its connection to the coordinator broke")
@@ -219,7 +226,7 @@ class Coordinator:
         if delay_s > _STOPPED_S:  # that the others were silent meanwhile proves nothing
             self._presence.excuse(now_s)
         if delay_s > _AWAY_S:  # what has happened since is heard of only now
-            self._away_until_s = now_s + _AWAY_S
+            self._away_until_s = now_s + _AFTER_S
         for member, reason in self._presence.late(now_s, self._grace_s):
             self._lose(member, reason, is_silent=True)
         self._consider(now_s)
@@ -243,7 +250,7 @@ class Coordinator:
         """See whether something is to be decided."""
         if self.ended or not self.is_active:
             return
-        if self._election.is_waiting(now_s, self._settings.recovery_s, self._presence.here):
+        if self._is_waiting_for_rest(now_s):
             return
         for member in self._election.take_absent(self._presence.here):
             self._lose(member, reasons.WITHOUT_IT, is_silent=True)
@@ -254,6 +261,21 @@ class Coordinator:
             self._consider_change(now_s, is_broken=is_broken)
         if self._proposal is not None:
             self._consider_begin(self._proposal, now_s)
+
+    def _is_waiting_for_rest(self, now_s: float) -> bool:
+        """Whether those who have not asked this one to take over get more time.
+
+        Where the others get on that costs nothing, and shows that all are there. Else those who are missing are given
+        up as soon as they would have been without a change of coordinators. Where somebody knows that the epoch is
+        broken, all stand still meanwhile.
+        """
+        if not self._election.is_waiting(now_s, self._settings.recovery_s, self._presence.here):
+            return False
+        if self._election.take_unsettled() and self._proposal is None:
+            self._propose(now_s, is_urgent=True)
+        is_broken = self._proposal is not None or self._presence.stands_still(_STILL_S)
+        least_s = self._settings.silence.least_s + self._delays.grace_s
+        return not (is_broken and self._election.is_waiting_in_vain(now_s, least_s))
 
     def _consider_change(self, now_s: float, *, is_broken: bool) -> None:
         num_here, least = len(self._presence.here), self._settings.bounds.least

@@ -1,11 +1,13 @@
 """How a standby comes to decide: the members of the newest epoch ask it to, and most of them have to."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ringweave.membership.rules.records import BEFORE_ALL, Ballot, Decree, Standing, slot_of
+from ringweave.membership.rules.signs import Beat
 
 _FACTOR = 3.0
+_FACTOR_BROKEN = 2.0
 _MOST_S = 15.0
 """How long those who have not voted yet are waited for, beside the time that it took the others."""
 
@@ -23,7 +25,11 @@ class Rejoining:
     promised: Ballot = BEFORE_ALL
     """The greatest ballot that it knows of."""
     is_settled: bool = True
-    """It was not about to change epochs."""
+    """It was not about to change epochs, and does not know that its epoch is broken."""
+    lost_s: float = 0.0
+    """Seconds since it last heard of a coordinator that decides."""
+    beat: Beat = field(default_factory=Beat)
+    """Its sign of life, as it asks."""
 
 
 class Election:
@@ -36,7 +42,7 @@ class Election:
         self._starting: dict[int, int] = {}
         self._sure_s = 0.0
         self._first_s: float | None = None
-        self._last_s = 0.0
+        self._last_s = self._lost_at_s = 0.0
 
     @property
     def decree(self) -> Decree | None:
@@ -90,8 +96,9 @@ class Election:
     def vote(self, rejoining: Rejoining, now_s: float) -> None:
         """A member asks."""
         if self._first_s is None:
-            self._first_s = now_s
+            self._first_s, self._lost_at_s = now_s, 0.0
         self._last_s = now_s
+        self._lost_at_s = max(self._lost_at_s, now_s - rejoining.lost_s)
         self._voters[rejoining.standing.member] = rejoining
         self._unread.append(rejoining)
 
@@ -109,7 +116,19 @@ class Election:
         """Whether members of the epoch may still come: for so long, and longer where those before came far apart."""
         if self._first_s is None or not self._missing - set(present):
             return False
-        return now_s - self._last_s <= min(_MOST_S, max(least_s, _FACTOR * (self._last_s - self._first_s)))
+        return now_s - self._last_s <= min(_MOST_S, max(least_s, _FACTOR * self._spread_s))
+
+    def is_waiting_in_vain(self, now_s: float, least_s: float) -> bool:
+        """Whether those who are missing have had time enough, where the others get on no more without them.
+
+        All lost their coordinator in the same moment, and have been as silent as a member may be since then.
+        """
+        is_silent = now_s - self._lost_at_s > least_s
+        return is_silent and now_s - self._last_s > min(_MOST_S, _FACTOR_BROKEN * self._spread_s)
+
+    @property
+    def _spread_s(self) -> float:
+        return self._last_s - (self._last_s if self._first_s is None else self._first_s)
 
     def take_followed(self) -> set[str]:
         """Who is waited for, and cannot come: its slot is about to be given to another process; each once."""

@@ -77,6 +77,15 @@ class Presence:
         if member in self.here:
             self.here[member].observe(beat, now_s)
 
+    def heard_s(self, member: str) -> float | None:
+        """When one that is here was last heard of."""
+        signs = self.here.get(member)
+        return None if signs is None else signs.heard_s
+
+    def stands_still(self, least_s: float) -> bool:
+        """All who are here have waited for others for so long, and none has got on."""
+        return bool(self.here) and all(signs.still_s >= least_s for signs in self.here.values())
+
     def excuse(self, now_s: float) -> None:
         """Nobody is to blame for what was not heard so far."""
         for signs in self.here.values():

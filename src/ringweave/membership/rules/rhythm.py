@@ -24,6 +24,9 @@ class Tolerance:
 SILENCE = Tolerance(factor=3.0, least_s=1.2, most_s=10.0)
 """Between two heartbeats. They come from a thread of their own, so a long gap is a busy machine's, not the model's. A
 member that stands still holds the others up for that long, and while they regroup: some tenths of a second."""
+ANSWERS = Tolerance(factor=3.0, least_s=1.0, most_s=3.0)
+"""Between two answers of the coordinator to heartbeats: then a member asks the other one. Less than `SILENCE`, so that
+it can, before the one that it has left would put it out; to ask without need costs nothing."""
 STANDSTILL = Tolerance(factor=8.0, least_s=5.0, most_s=3600.0)
 """Between two signs of progress of the thread that trains, while it computes and others wait for it."""
 
@@ -80,6 +83,11 @@ class Rhythm:
         if self._num_gaps < _ENOUGH:
             return tolerance.most_s
         return min(tolerance.most_s, max(tolerance.least_s, tolerance.factor * self._longest_s))
+
+    @property
+    def due_s(self) -> float:
+        """When that is for the next sign."""
+        return self._last_s + self.deadline_s
 
     def is_late(self, now_s: float, grace_s: float = 0.0) -> bool:
         """Whether the next sign is overdue, and by more than the grace."""

@@ -18,6 +18,8 @@ class Beat:
     """It waits for the other members, so that it stands still is not its fault."""
     cpu_s: float = 0.0
     """Seconds that the process has computed, or wanted to. Who evaluates or saves makes no progress, but is at work."""
+    still_s: float = 0.0
+    """For so long it has waited for the other members without getting on."""
 
 
 class Signs:
@@ -28,14 +30,22 @@ class Signs:
         self._steps = Rhythm(STANDSTILL, now_s)
         self._last = Beat()
         self._looked_s = now_s
+        self.heard_s = now_s
+        """When it was last heard of, whatever excuses it since."""
 
     @property
     def is_waiting(self) -> bool:
         """It said so."""
         return self._last.is_waiting
 
+    @property
+    def still_s(self) -> float:
+        """For so long it had waited for the others without getting on, when it was last heard of."""
+        return self._last.still_s
+
     def observe(self, beat: Beat, now_s: float) -> None:
         """A heartbeat has come."""
+        self.heard_s = now_s
         self._beats.observe(now_s)
         used_s, passed_s = beat.cpu_s - self._last.cpu_s, now_s - self._looked_s
         if beat.progress != self._last.progress:
