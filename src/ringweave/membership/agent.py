@@ -9,6 +9,7 @@ from typing import Protocol
 from ringweave import wire
 from ringweave.errors import WireError
 from ringweave.membership.asking import Question
+from ringweave.membership.connecting import Connector
 from ringweave.membership.messages import Accuse, Enter, Heartbeat, Leave, Listen, Stand, Told
 from ringweave.membership.rules.contact import Contact
 from ringweave.membership.rules.electing import Rejoining
@@ -28,6 +29,8 @@ _DOUBT_S = 0.5
 """After which it asks the one that it has left whether it decides after all."""
 _BREATH_S = 0.1
 _MOMENT_S = 0.005
+_IN_DOUBT = 0.5
+"""Of the time that an answer may take: with less left the other coordinator is connected to, just in case."""
 _MORE_PATIENCE = 2.0
 """With each address that does not answer: on a busy machine connecting takes longer than an answer."""
 
@@ -70,7 +73,7 @@ class Agent:
 
         `enter` says whose membership is meant; None is the job's.
         """
-        self._addresses, self._trust = list(addresses), trust
+        self._connector = Connector(addresses, trust)
         self._enter_as = enter or Enter()
         self._participant, self._beat, self._clock = participant, beat, clock
         self._follower = Follower(member)
@@ -180,6 +183,7 @@ class Agent:
                         self._check_silence(client)
                         continue
                     asked[1].wait()
+                    self._connector.forget()
                     with self._lock:
                         self._contact.note_answer(self._clock(), decides=self._decides)
                 asked = client, client.start(Heartbeat(beat=self._last_beat), timeout_s=2 * CALL_S)
@@ -193,9 +197,11 @@ class Agent:
 
     def _check_silence(self, client: wire.Client) -> None:
         with self._lock:
-            is_lost = self._contact.is_lost(self._clock())
-        if is_lost:
+            left_s, patience_s = self._contact.left_s(self._clock()), self._contact.patience_s
+        if left_s == 0.0:
             self._drop(client)
+        elif self._decides and left_s < _IN_DOUBT * patience_s:
+            self._connector.prepare(self._at + 1, patience_s)
 
     def _listen(self) -> None:
         serial = 0
@@ -272,8 +278,7 @@ class Agent:
 
     def _enter(self, patience_s: float) -> wire.Client | None:
         """Become a member there, or go on as one; None if it is a standby that does not decide (yet)."""
-        limits, (host, port) = wire.Limits(handshake_s=patience_s), self._address(self._at)
-        client = wire.Client.connect(host, port, self._trust, role="coordinator", limits=limits, timeout_s=patience_s)
+        client = self._connector.connect(self._at, patience_s)
         try:
             client.call(self._enter_as.model_copy(update={"rejoining": self._rejoining()}), timeout_s=patience_s)
             with self._lock:
@@ -290,14 +295,8 @@ class Agent:
     def _is_led_by(self, client: wire.Client, patience_s: float) -> bool:
         """Whether it decides, or comes to do so while this member waits; unless the one before decides after all."""
         since_s, decree = self._clock(), self._decree
-        least_term = decree.ballot[0] if decree else 0
-        with Question(
-            self._address(self._at + 1),
-            self._trust,
-            part=self._enter_as.part,
-            least_term=least_term,
-            patience_s=patience_s,
-        ) as before:
+        least_term, part = decree.ballot[0] if decree else 0, self._enter_as.part
+        with Question(self._connector, self._at + 1, part=part, least_term=least_term, patience_s=patience_s) as before:
             while self._clock() - since_s < _TAKE_OVER_S and not before.is_yes:
                 told = client.call(Listen(serial=0), timeout_s=2 * CALL_S).message
                 assert isinstance(told, Told), "the class of the reply"
@@ -311,9 +310,6 @@ class Agent:
                     before.start_once()
                 self._stop.wait(_BREATH_S)
         return False
-
-    def _address(self, at: int) -> tuple[str, int]:
-        return self._addresses[at % len(self._addresses)]
 
     @property
     def _patience_s(self) -> float:

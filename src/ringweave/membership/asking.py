@@ -3,8 +3,8 @@
 import threading
 from contextlib import suppress
 
-from ringweave import wire
 from ringweave.errors import WireError
+from ringweave.membership.connecting import Connector
 from ringweave.membership.messages import JOB, Ask, Count
 
 _EVERY_S = 0.5
@@ -13,19 +13,17 @@ _EVERY_S = 0.5
 class Question:
     """Asked again and again, in a thread of its own, since who waits for an election must not miss its end."""
 
-    def __init__(
-        self, place: tuple[str, int], trust: wire.Trust, *, part: str, least_term: int, patience_s: float
-    ) -> None:
+    def __init__(self, connector: Connector, at: int, *, part: str, least_term: int, patience_s: float) -> None:
         """Asks nothing yet.
 
         Args:
-            place: Where the coordinator listens.
-            trust: How it is made sure of.
+            connector: Connects to coordinators.
+            at: Number of the one that is asked.
             part: Of the job, whose membership is meant.
             least_term: Of an earlier term it is of the past.
             patience_s: How long an answer may take.
         """
-        self._place, self._trust, self._part, self._least_term = place, trust, part, least_term
+        self._connector, self._at, self._part, self._least_term = connector, at, part, least_term
         self._patience_s = patience_s
         self._ended, self._is_yes = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -56,11 +54,7 @@ class Question:
             self._ended.wait(_EVERY_S)
 
     def _ask(self) -> bool:
-        host, port = self._place
-        limits, timeout_s = wire.Limits(handshake_s=self._patience_s), self._patience_s
-        with wire.Client.connect(
-            host, port, self._trust, role="coordinator", limits=limits, timeout_s=timeout_s
-        ) as client:
+        with self._connector.connect_anew(self._at, self._patience_s) as client:
             count = client.call(Ask(), timeout_s=self._patience_s).message
         assert isinstance(count, Count), "the class of the reply"
         term = count.parts.get(self._part, 0) if self._part != JOB else count.term if count.is_active else 0

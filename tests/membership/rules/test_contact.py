@@ -17,27 +17,25 @@ def answered(every_s: float, seconds: float, *, late_s: float = 0.0) -> tuple[Co
 
 def test_a_coordinator_that_always_answered_at_once_is_lost_after_a_second() -> None:
     contact, now_s = answered(0.2, 10.0)
-    assert not contact.is_lost(now_s + 0.99)
-    assert contact.is_lost(now_s + 1.01)
-    assert contact.left_s(now_s + 0.4) == pytest.approx(0.6)
+    assert [round(contact.left_s(now_s + after_s), 6) for after_s in (0.0, 0.4, 0.9, 1.0)] == [0.9, 0.5, 0.0, 0.0]
 
 
 def test_one_that_takes_its_time_has_more() -> None:
     contact, now_s = answered(0.6, 10.0)
-    assert not contact.is_lost(now_s + 1.75)
-    assert contact.is_lost(now_s + 1.85)
+    assert contact.left_s(now_s + 1.75) > 0
+    assert contact.left_s(now_s + 1.85) == 0
 
 
 def test_one_that_nothing_is_known_of_has_three_seconds() -> None:
     contact = Contact(0.0)
-    assert not contact.is_lost(2.9)
-    assert contact.is_lost(3.1)
+    assert contact.left_s(2.9) > 0
+    assert contact.left_s(3.1) == 0
 
 
 def test_who_gets_the_processor_late_itself_blames_nobody() -> None:
     quick, now_s = answered(0.2, 10.0)
     quick.look(Beat(), now_s + 1.1)
-    assert not quick.is_lost(now_s + 1.1), "the answer may have been there for long"
+    assert quick.left_s(now_s + 1.1) > 0, "the answer may have been there for long"
     busy, now_s = answered(0.2, 10.0, late_s=0.3)
     assert busy.patience_s == pytest.approx(3 * 0.8 + 4 * 0.25)
 
@@ -45,8 +43,8 @@ def test_who_gets_the_processor_late_itself_blames_nobody() -> None:
 def test_another_coordinator_is_not_blamed_for_the_silence_of_the_one_before() -> None:
     contact, now_s = answered(0.2, 10.0)
     contact.begin(now_s + 5.0)
-    assert not contact.is_lost(now_s + 5.9)
-    contact.note_answer(now_s + 5.9, decides=False)
+    assert contact.left_s(now_s + 5.8) > 0
+    contact.note_answer(now_s + 5.8, decides=False)
     assert contact.lost_s(now_s + 6.0) == pytest.approx(6.0), "since one that decides was heard of"
 
 

@@ -66,15 +66,40 @@ class RandomWorld(RuleBasedStateMachine):
     def cut(self, data: st.DataObject, index: int) -> None:
         self.world.cut.add((self._member(data).name, index))
 
+    @rule(data=st.data(), index=st.integers(0, 1), is_mute=st.booleans())
+    def cut_one_way(self, data: st.DataObject, index: int, is_mute: bool) -> None:
+        (self.world.mute if is_mute else self.world.deaf).add((self._member(data).name, index))
+
     @rule()
     def mend(self) -> None:
-        self.world.cut.clear()
+        for cut in (self.world.cut, self.world.mute, self.world.deaf):
+            cut.clear()
+
+    @rule(data=st.data(), is_stuck=st.booleans())
+    def hang(self, data: st.DataObject, is_stuck: bool) -> None:
+        self._member(data).is_stuck = is_stuck
+
+    @rule(data=st.data())
+    def accuse(self, data: st.DataObject) -> None:
+        """Rightly or wrongly: who hears that a connection broke does not know why."""
+        member = self._member(data)
+        others = sorted(set(member.decree.members if member.decree else ()) - {member.name})
+        self.world.accuse(member, data.draw(st.lists(st.sampled_from(others), unique=True)) if others else [])
+
+    @rule(more=st.integers(1, 3))
+    def end_training(self, more: int) -> None:
+        """The script has so many train steps, as it turns out: no member has begun with more."""
+        world = self.world
+        if world.limit is None and world.members:
+            world.limit = more + max(each.standing.committed for each in world.members.values())
 
     @rule(data=st.data())
     def join(self, data: st.DataObject) -> None:
         slot, _ = slot_of(self._member(data).name)
         incarnation = sum(1 for name in self.world.members if slot_of(name)[0] == slot)
-        if incarnation < 3:  # a launcher starts another process of a slot only when the one before has ended
+        if (
+            incarnation < 3 and not self.world.is_over
+        ):  # a launcher starts another process of a slot only when the one before has ended
             self.world.members[f"{slot}.{incarnation - 1}"].is_dead = True
             self.world.enter(f"{slot}.{incarnation}")
 
@@ -108,12 +133,16 @@ class RandomWorld(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Once nothing fails any more, training goes on, or the job has ended for a reason, or nobody is left."""
-        world = self.world
-        world.cut.clear()
-        world.is_down = [False, False]
-        for member in world.members.values():
-            member.is_paused = False
+        self.world.heal()
         self._go_on(400)
+        self._check_liveness()
+
+    def _check_liveness(self) -> None:
+        world = self.world
+        if world.limit is not None:
+            left = [each.name for each in world.members.values() if each.can_act]
+            assert not left, f"all are through, or know that there is no more to do:\n{world.describe()}"
+            return
         left = [each for each in world.members.values() if each.can_act]
         before = {each.name: each.standing.committed for each in left}
         self._go_on(40)
@@ -127,6 +156,7 @@ class RandomWorld(RuleBasedStateMachine):
         """Nothing fails any more, and everything is delivered in order."""
         for number in range(num_rounds):
             self.world.tick()
+            self.world.look_around()
             for member in self.world.members.values():
                 if number % 20 == 0 and member.can_act and not self.world.coordinators[member.at].is_active:
                     self.world.rejoin(member)
@@ -147,14 +177,21 @@ class RandomNodes(RandomWorld):
     def lose_node(self, data: st.DataObject, index: int) -> None:
         slots = sorted({slot_of(name)[0] for name in self.world.members})
         gone = data.draw(st.sets(st.sampled_from(slots)))
-        if all(sum(1 for name in self.world.members if slot_of(name)[0] == slot) < 3 for slot in gone):
+        is_many = any(sum(1 for name in self.world.members if slot_of(name)[0] == slot) > 2 for slot in gone)
+        if not is_many and not self.world.is_over:
             self.world.lose_node(index, sorted(gone))
 
     def teardown(self) -> None:
-        """Where neither coordinator knows anything members may have to give up; nothing else is wrong till then."""
-        self.world.cut.clear()
-        self.world.is_down = [False, False]
-        self._go_on(200)
+        """Where neither coordinator knows anything members have to give up; those in their place go on, or begin."""
+        world = self.world
+        world.heal()
+        self._go_on(400)
+        for member in list(world.members.values()):
+            slot, incarnation = slot_of(member.name)
+            if member.reason == "no coordinator" and not world.is_over:
+                world.enter(f"{slot}.{incarnation + 1}")
+        self._go_on(400)
+        self._check_liveness()
 
 
 TestRandomWorld = RandomWorld.TestCase

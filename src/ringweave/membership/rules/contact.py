@@ -40,10 +40,6 @@ class Contact:
         """For so long an answer may take; on a busy machine longer."""
         return self._answers.deadline_s + self._delays.grace_s
 
-    def is_lost(self, now_s: float) -> bool:
-        """The coordinator is silent beyond what is usual."""
-        return self._answers.is_late(now_s, self._delays.grace_s)
-
     def left_s(self, now_s: float) -> float:
-        """Seconds until it would be lost."""
+        """Seconds until the coordinator is lost: silent beyond what is usual; 0 if it is."""
         return max(0.0, self._answers.due_s + self._delays.grace_s - now_s)

@@ -14,15 +14,10 @@ from ringweave.membership.rules.presence import Presence
 from ringweave.membership.rules.records import Ballot, Decree, Order, Proposal, Standing, slot_of, without_doubles
 from ringweave.membership.rules.rhythm import ANSWERS, Delays
 from ringweave.membership.rules.settings import Settings
-from ringweave.membership.rules.signs import Beat
+from ringweave.membership.rules.signs import MAY_GO_S, SURE_AFTER_S, Beat
 
 _STOPPED_S = 0.5
 """Between two ticks: more means that this process itself was stopped or starved."""
-_AWAY_S = 0.75 * ANSWERS.least_s
-"""Between two ticks, or two signs of a member: after more it may have gone to another coordinator meanwhile, and this
-one has heard no goodbye."""
-_AFTER_S = 2.5
-"""After which all has been heard of what has happened meanwhile."""
 _STILL_S = 0.5
 """A training that stands still for so long while all wait may be broken."""
 _MOST_ACCUSATIONS = 3
@@ -174,9 +169,8 @@ class Coordinator:
         Not so if this process was away itself, or had not heard of the member before: who could not take leave of it
         may be going on elsewhere.
         """
-        is_away = now_s - self._delays.last_s > _AWAY_S or now_s < self._away_until_s
-        heard_s = self._presence.heard_s(member)
-        if not self.is_active or is_away or (heard_s is not None and now_s - heard_s > _AWAY_S):
+        is_away = now_s - self._delays.last_s > MAY_GO_S or now_s < self._away_until_s
+        if not self.is_active or is_away or self._presence.may_have_gone(member, now_s):
             self.part(member)
         elif member in self._presence.here:
             self._lose(member, "its connection to the coordinator broke")
@@ -225,8 +219,8 @@ class Coordinator:
         delay_s = self._delays.observe(now_s)
         if delay_s > _STOPPED_S:  # that the others were silent meanwhile proves nothing
             self._presence.excuse(now_s)
-        if delay_s > _AWAY_S:  # what has happened since is heard of only now
-            self._away_until_s = now_s + _AFTER_S
+        if delay_s > MAY_GO_S:  # what has happened since is heard of only now
+            self._away_until_s = now_s + SURE_AFTER_S
         for member, reason in self._presence.late(now_s, self._grace_s):
             self._lose(member, reason, is_silent=True)
         self._consider(now_s)
@@ -266,16 +260,17 @@ class Coordinator:
         """Whether those who have not asked this one to take over get more time.
 
         Where the others get on that costs nothing, and shows that all are there. Else those who are missing are given
-        up as soon as they would have been without a change of coordinators. Where somebody knows that the epoch is
-        broken, all stand still meanwhile.
+        up as soon as they would have been without a change of coordinators: all lost theirs in the same moment. Those
+        who are there stand still meanwhile.
         """
         if not self._election.is_waiting(now_s, self._settings.recovery_s, self._presence.here):
             return False
-        if self._election.take_unsettled() and self._proposal is None:
+        lost_s = self._election.lost_s(now_s)
+        is_broken = lost_s > ANSWERS.least_s and self._presence.stands_still(_STILL_S)
+        if (self._election.take_unsettled() or is_broken) and self._proposal is None:
             self._propose(now_s, is_urgent=True)
-        is_broken = self._proposal is not None or self._presence.stands_still(_STILL_S)
         least_s = self._settings.silence.least_s + self._delays.grace_s
-        return not (is_broken and self._election.is_waiting_in_vain(now_s, least_s))
+        return self._proposal is None or lost_s <= least_s or not self._election.has_rested(now_s)
 
     def _consider_change(self, now_s: float, *, is_broken: bool) -> None:
         num_here, least = len(self._presence.here), self._settings.bounds.least

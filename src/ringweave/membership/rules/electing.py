@@ -7,7 +7,6 @@ from ringweave.membership.rules.records import BEFORE_ALL, Ballot, Decree, Stand
 from ringweave.membership.rules.signs import Beat
 
 _FACTOR = 3.0
-_FACTOR_BROKEN = 2.0
 _MOST_S = 15.0
 """How long those who have not voted yet are waited for, beside the time that it took the others."""
 
@@ -118,13 +117,13 @@ class Election:
             return False
         return now_s - self._last_s <= min(_MOST_S, max(least_s, _FACTOR * self._spread_s))
 
-    def is_waiting_in_vain(self, now_s: float, least_s: float) -> bool:
-        """Whether those who are missing have had time enough, where the others get on no more without them.
+    def lost_s(self, now_s: float) -> float:
+        """Seconds since any voter heard of a coordinator that decides."""
+        return now_s - self._lost_at_s
 
-        All lost their coordinator in the same moment, and have been as silent as a member may be since then.
-        """
-        is_silent = now_s - self._lost_at_s > least_s
-        return is_silent and now_s - self._last_s > min(_MOST_S, _FACTOR_BROKEN * self._spread_s)
+    def has_rested(self, now_s: float) -> bool:
+        """The last vote came longer ago than it took all of them, so that no other is about to."""
+        return now_s - self._last_s > min(_MOST_S, self._spread_s)
 
     @property
     def _spread_s(self) -> float:

@@ -77,10 +77,9 @@ class Presence:
         if member in self.here:
             self.here[member].observe(beat, now_s)
 
-    def heard_s(self, member: str) -> float | None:
-        """When one that is here was last heard of."""
-        signs = self.here.get(member)
-        return None if signs is None else signs.heard_s
+    def may_have_gone(self, member: str, now_s: float) -> bool:
+        """One that is here may be with another coordinator by now."""
+        return member in self.here and self.here[member].may_have_gone(now_s)
 
     def stands_still(self, least_s: float) -> bool:
         """All who are here have waited for others for so long, and none has got on."""
