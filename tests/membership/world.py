@@ -307,8 +307,9 @@ class World:
             gone = [each for each in known if self.members[each].is_dead]
             if gone and member.through_s is None and member.accused != member.follower.epoch:
                 self.accuse(member, gone)
-            decides = member.is_heard and self.coordinators[member.at].is_active and not self.is_down[member.at]
-            if decides or (known and member.is_settled and member.accused != member.follower.epoch):
+            if (member.is_heard and self.is_led(member)) or (
+                known and member.is_settled and member.accused != member.follower.epoch
+            ):
                 member.alone_s = self.now_s
             elif self.now_s - member.alone_s > SEARCH_S:
                 member.reason = "no coordinator"
@@ -407,6 +408,11 @@ class World:
         self.is_down = [False, False]
         for member in self.members.values():
             member.is_paused = member.is_stuck = False
+
+    def is_led(self, member: Member) -> bool:
+        """The coordinator that it asks decides, and it can know that."""
+        is_reached = (member.name, member.at) not in self.cut | self.mute | self.deaf
+        return is_reached and self.coordinators[member.at].is_active and not self.is_down[member.at]
 
     @property
     def is_over(self) -> bool:

@@ -326,12 +326,14 @@ class Agent:
         decree = replace(self._decree, standings=tuple(map(_in_short, self._decree.standings)), finished=())
         with self._lock:
             lost_s, beat = self._contact.lost_s(self._clock()), self._last_beat
+            patience_s = self._contact.patience_s
         return Rejoining(
             standing=standing,
             decree=decree,
             promised=promised,
             is_settled=self._is_settled and self._accusation is None,
             lost_s=lost_s,
+            patience_s=patience_s,
             beat=beat,
         )
 

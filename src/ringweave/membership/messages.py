@@ -45,8 +45,9 @@ def _sound(beat: Beat) -> Beat:
 
 def _bounded_rejoining(rejoining: Rejoining) -> Rejoining:
     _sound(rejoining.beat)
-    if not 0 <= rejoining.lost_s < math.inf:
-        raise ValueError(f"a coordinator that was lost {rejoining.lost_s} s ago, expected seconds")
+    for what in ("lost_s", "patience_s"):
+        if not 0 <= getattr(rejoining, what) < math.inf:
+            raise ValueError(f"{what} of {getattr(rejoining, what)}, expected seconds")
     known = (*rejoining.decree.standings, *rejoining.decree.finished) if rejoining.decree else ()
     for each in (rejoining.standing, *known):
         _bounded(each)

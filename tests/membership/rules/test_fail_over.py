@@ -58,7 +58,9 @@ def test_whoever_hangs_up_after_a_silence_may_have_gone_elsewhere_without_a_good
     assert (table.coordinator.decree.members == ("2.0",)) == is_dead, "else one of three would go on alone"
 
 
-def taken_over(*, lost_s: float = 0.0, still_s: float = 0.0, is_settled: bool = True) -> tuple[Table, Decree]:
+def taken_over(
+    *, lost_s: float = 0.0, still_s: float = 0.0, is_settled: bool = True, patience_s: float = 0.9
+) -> tuple[Table, Decree]:
     """A standby that two of three members have asked to take over, with the epoch that they are in."""
     decree = Table(3).begin("0.0", "1.0", "2.0")
     table = Table(3, index=1, is_standby=True)
@@ -71,6 +73,7 @@ def taken_over(*, lost_s: float = 0.0, still_s: float = 0.0, is_settled: bool = 
                 promised=decree.ballot,
                 lost_s=lost_s,
                 is_settled=is_settled,
+                patience_s=patience_s,
                 beat=Beat(is_waiting=still_s > 0, still_s=still_s),
             ),
             table.now_s,
@@ -91,6 +94,18 @@ def test_who_was_lost_with_the_coordinator_is_waited_for_from_then_on_if_trainin
     assert table.coordinator.decree is not None
     assert table.coordinator.decree.members == ("1.0", "2.0")
     assert table.coordinator.order_for("0.0").reason == "the others went on without it"
+
+
+def test_where_members_have_learnt_to_be_patient_who_is_missing_has_more_time() -> None:
+    """The machine is busy: whoever is missing may not even know yet that the coordinator is lost."""
+    table, decree = taken_over(lost_s=1.05, still_s=1.0, patience_s=1.8)
+    table.pass_time(0.1)
+    table.stand(holder("1.0"), holder("2.0"))
+    table.pass_time(1.2)
+    assert table.coordinator.decree == decree
+    table.pass_time(0.2)
+    assert table.coordinator.decree is not None
+    assert table.coordinator.decree.members == ("1.0", "2.0")
 
 
 def test_who_knows_that_the_epoch_is_broken_has_all_stand_still_at_once() -> None:

@@ -86,6 +86,31 @@ class RandomWorld(RuleBasedStateMachine):
         others = sorted(set(member.decree.members if member.decree else ()) - {member.name})
         self.world.accuse(member, data.draw(st.lists(st.sampled_from(others), unique=True)) if others else [])
 
+    @rule(data=st.data())
+    def accuse_together(self, data: st.DataObject) -> None:
+        """Nobody can reach one of them."""
+        suspect = self._member(data)
+        for member in self.world.members.values():
+            if member is not suspect and suspect.name in (member.decree.members if member.decree else ()):
+                self.world.accuse(member, [suspect.name])
+
+    @rule(num=st.integers(5, 60))
+    def calm(self, num: int) -> None:
+        """Nothing new fails for a while, and what can arrive does."""
+        self._go_on(num)
+
+    @rule()
+    def lose_coordinator(self) -> None:
+        """The one that decides is out of reach; its members ask the other one."""
+        world = self.world
+        for index in (0, 1):
+            if world.coordinators[index].is_active and not any(world.is_down):
+                world.is_down[index] = True
+                for member in world.members.values():
+                    if member.at == index and member.can_act:
+                        world.rejoin(member)
+                return
+
     @rule(more=st.integers(1, 3))
     def end_training(self, more: int) -> None:
         """The script has so many train steps, as it turns out: no member has begun with more."""
@@ -158,7 +183,7 @@ class RandomWorld(RuleBasedStateMachine):
             self.world.tick()
             self.world.look_around()
             for member in self.world.members.values():
-                if number % 20 == 0 and member.can_act and not self.world.coordinators[member.at].is_active:
+                if number % 20 == 0 and member.can_act and not self.world.is_led(member):
                     self.world.rejoin(member)
             for index in (0, 1):
                 self.world.hear(index)
@@ -217,3 +242,50 @@ def test_half_of_a_job_goes_on_when_the_node_with_the_coordinator_is_lost() -> N
     (ballot,) = world.live_epochs
     assert set(world.decrees[ballot].members) == {"2.0", "3.0", "0.1", "1.1"}
     assert world.members["2.0"].standing.committed > 0
+
+
+def begun(num_members: int) -> RandomWorld:
+    """A job whose members have done some reductions."""
+    random = RandomWorld()
+    random.world = World(num_members)
+    random._go_on(60)
+    return random
+
+
+def test_who_hangs_is_put_out_and_the_others_go_on() -> None:
+    random = begun(3)
+    world = random.world
+    world.members["1.0"].is_stuck = True
+    random._go_on(120)
+    assert world.members["1.0"].reason == "it stood still while others waited for it"
+    (ballot,) = world.live_epochs
+    assert world.decrees[ballot].members == ("0.0", "2.0")
+
+
+def test_whom_the_others_cannot_reach_in_three_epochs_is_put_out_though_it_beats() -> None:
+    random = begun(4)
+    world = random.world
+    for member in world.members.values():
+        member.is_stuck = True  # no reduction is done
+    for name in ("0.0", "1.0", "3.0", "0.0"):  # those of the first epoch count no more: reductions were done in it
+        world.accuse(world.members[name], ["2.0"])
+        random._go_on(8)
+    assert world.members["2.0"].reason == "the others cannot reach it"
+    world.heal()
+    random._go_on(20)
+    (ballot,) = world.live_epochs
+    assert world.decrees[ballot].members == ("0.0", "1.0", "3.0")
+
+
+@pytest.mark.parametrize("rounds", range(8))
+def test_a_training_ends_though_the_coordinator_is_lost_while_its_members_finish(rounds: int) -> None:
+    """The standby does not know who has finished."""
+    random = begun(4)
+    world = random.world
+    world.limit = 1 + max(each.standing.committed for each in world.members.values())
+    random._go_on(rounds)
+    random.lose_coordinator()
+    random._go_on(400)
+    left = [each.name for each in world.members.values() if each.can_act]
+    assert not left, world.describe()
+    assert all(each.has_finished for each in world.members.values()), world.describe()

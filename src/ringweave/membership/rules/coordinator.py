@@ -269,7 +269,8 @@ class Coordinator:
         is_broken = lost_s > ANSWERS.least_s and self._presence.stands_still(_STILL_S)
         if (self._election.take_unsettled() or is_broken) and self._proposal is None:
             self._propose(now_s, is_urgent=True)
-        least_s = self._settings.silence.least_s + self._delays.grace_s
+        busy = max(1.0, self._election.patience_s / ANSWERS.least_s)
+        least_s = busy * self._settings.silence.least_s + self._delays.grace_s
         return self._proposal is None or lost_s <= least_s or not self._election.has_rested(now_s)
 
     def _consider_change(self, now_s: float, *, is_broken: bool) -> None:

@@ -27,6 +27,8 @@ class Rejoining:
     """It was not about to change epochs, and does not know that its epoch is broken."""
     lost_s: float = 0.0
     """Seconds since it last heard of a coordinator that decides."""
+    patience_s: float = 0.0
+    """Seconds after which it took the coordinator for lost, or would have: longer on a busy machine."""
     beat: Beat = field(default_factory=Beat)
     """Its sign of life, as it asks."""
 
@@ -120,6 +122,11 @@ class Election:
     def lost_s(self, now_s: float) -> float:
         """Seconds since any voter heard of a coordinator that decides."""
         return now_s - self._lost_at_s
+
+    @property
+    def patience_s(self) -> float:
+        """Of the most patient voter."""
+        return max((each.patience_s for each in self._voters.values()), default=0.0)
 
     def has_rested(self, now_s: float) -> bool:
         """The last vote came longer ago than it took all of them, so that no other is about to."""
