@@ -2,6 +2,7 @@
 
 import json
 import random
+import threading
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -83,3 +84,43 @@ def test_a_plan_that_is_none_is_a_disagreement(value: bytes) -> None:
     expected = r"plan of the group: .*, expected the plan that rank 0 \(node n\) made\. Run the same ringweave on all"
     with pytest.raises(DisagreementError, match=expected):
         post.receive()
+
+
+class SilentStore:
+    """Its host is cut off: no call returns, until it is reached again."""
+
+    def __init__(self) -> None:
+        self.called, self.is_reached = threading.Event(), threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        self._wait()
+
+    def check(self, keys: list[str]) -> bool:
+        self._wait()
+        return False
+
+    def _wait(self) -> None:
+        self.called.set()
+        self.is_reached.wait(400)
+
+
+def test_who_is_aborted_waits_no_longer_for_a_store_that_is_silent() -> None:
+    """Its reduction would else fail only when the node of the store is reached again."""
+    store = SilentStore()
+    ranks = tuple(Member(rank, Place(f"n{rank}", "127.0.0.1"), ()) for rank in range(2))
+    board = FaultBoard(store, Members(ranks, 1, b""))  # pyrefly: ignore
+    failure = TransferFailedError(0, "reset", hung=False)
+    errors: list[Exception] = []
+
+    def fail() -> None:
+        board.report(Report(doing="allreduce", suspect=0))
+        errors.append(board.explain(failure, "allreduce"))
+
+    failing = threading.Thread(target=fail, daemon=True)
+    failing.start()
+    assert store.called.wait(400)
+    board.give_up()
+    failing.join(400)
+    store.is_reached.set()
+    assert [type(error) for error in errors] == [PeerError]
+    assert str(errors[0]).startswith("allreduce: rank 0 (node n0) is gone (the store of the run is gone as well)")

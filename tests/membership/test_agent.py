@@ -5,6 +5,7 @@ from datetime import timedelta
 import pytest
 
 from ringweave import wire
+from ringweave.membership import agent as agents
 from ringweave.membership.agent import Agent
 from ringweave.membership.messages import Count
 from ringweave.membership.rules.follower import Out
@@ -13,6 +14,7 @@ from ringweave.membership.rules.settings import Bounds, Settings
 from ringweave.membership.rules.signs import Beat
 from ringweave.testing.elastic import Headquarters, patient
 from ringweave.wire.security.authority import utc_now
+from tests.membership.tunnel import Tunnel
 from tests.membership.waiting import wait_until
 
 
@@ -39,16 +41,24 @@ class Still:
 
 
 class Job:
-    """So many members, a coordinator and its standby."""
+    """So many members, a coordinator and its standby; the last member reaches the coordinator through a tunnel."""
 
     def __init__(self, num_members: int, authority: wire.Authority | None = None) -> None:
         authority = authority or wire.Authority("test")
         wanted = Settings(bounds=Bounds(least=1, most=4), expected=num_members, recovery_s=60.0, silence=patient(60.0))
         self.headquarters = [Headquarters(authority, wanted, is_standby=is_standby) for is_standby in (False, True)]
+        self.tunnel = Tunnel(self.headquarters[0].port)
         places = [("127.0.0.1", each.port) for each in self.headquarters]
+        through = [("127.0.0.1", self.tunnel.port), places[1]]
         self.members = [Still(f"{slot}.0") for slot in range(num_members)]
         self.agents = [
-            Agent(each.member, places, wire.Tls(authority.issue("worker", each.member)), each, Beat).start()
+            Agent(
+                each.member,
+                through if each is self.members[-1] else places,
+                wire.Tls(authority.issue("worker", each.member)),
+                each,
+                Beat,
+            ).start()
             for each in self.members
         ]
         wait_until(lambda: all(each.decrees for each in self.members))
@@ -58,6 +68,7 @@ class Job:
             agent.close()
         for each in self.headquarters:
             each.close()
+        self.tunnel.close()
 
 
 def test_an_accusation_that_the_coordinator_did_not_live_to_hear_is_heard_by_the_standby() -> None:
@@ -106,6 +117,34 @@ def test_thirty_days_after_the_begin_a_newcomer_is_let_in_and_members_can_go_to_
     wait_until(lambda: bool(job.headquarters[1].decrees))
     assert [each.outs for each in (*job.members, newcomer)] == [[], [], []]
     agent.close()
+    job.close()
+
+
+def test_who_hears_nothing_any_more_begins_with_the_other_coordinator() -> None:
+    """Nobody hangs up where a node is cut off, or its coordinator stopped."""
+    job = Job(1)
+    job.tunnel.silence()
+    wait_until(lambda: bool(job.headquarters[1].decrees))
+    assert job.tunnel.num_connections == 1, "the one that is silent was not asked again"
+    assert [len(each.decrees) for each in job.members] == [1], "training goes on"
+    job.close()
+
+
+def test_who_went_without_need_comes_back_to_the_coordinator_that_the_others_have_not_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agents, "_TAKE_OVER_S", 400.0)
+    job = Job(2)
+    second = job.headquarters[1]
+    job.tunnel.silence()
+    wait_until(lambda: "1.0" in second.connected())
+    job.tunnel.mend()
+    wait_until(lambda: "1.0" not in second.connected())
+    job.agents[1].accuse(job.members[1].decrees[0].ballot, [])
+    wait_until(lambda: all(len(each.decrees) > 1 for each in job.members))
+    assert {each.decrees[-1].members for each in job.members} == {("0.0", "1.0")}
+    assert job.members[1].decrees[-1].ballot[0] % 2 == 1, "a term of the first one's"
+    assert [each.outs for each in job.members] == [[], []]
     job.close()
 
 

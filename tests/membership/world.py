@@ -13,6 +13,10 @@ from ringweave.membership.rules.settings import Bounds, Settings
 from ringweave.membership.rules.signs import Beat
 
 TICK_S = 0.1
+SAYS_S = 5.0
+"""How long a member that is through tries to say so."""
+SEARCH_S = 30.0
+"""How long one that cannot go on looks for a coordinator."""
 Letter = Callable[[], None]
 
 
@@ -36,11 +40,21 @@ class Member:
     wants_stop: bool = False
     is_dead: bool = False
     is_paused: bool = False
+    is_stuck: bool = False
+    """Its script hangs; its other threads do not."""
+    through_s: float | None = None
+    """When its script was through."""
+    has_finished: bool = False
+    """It was through, and its process has ended."""
+    alone_s: float = 0.0
+    """When it last heard a coordinator that decides, or needed none."""
+    num_signs: int = 0
     reason: str = ""
     at: int = 0
     """The coordinator that it asks."""
     unstood: Ballot | None = None
     accused: Ballot | None = None
+    suspects: tuple[str, ...] = ()
     rejoining: Rejoining | None = None
     num_connections: int = 0
     is_heard: bool = True
@@ -49,6 +63,11 @@ class Member:
     def __post_init__(self) -> None:
         self.follower = Follower(self.name)
         self.standing = Standing(member=self.name)
+
+    @property
+    def is_waiting(self) -> bool:
+        """For the others: it has every sum, or stands still."""
+        return self.is_frozen or self.standing.is_prepared or self.standing.is_following
 
     @property
     def can_act(self) -> bool:
@@ -68,6 +87,13 @@ class World:
         self.is_down = [False, False]
         self.members: dict[str, Member] = {}
         self.cut: set[tuple[str, int]] = set()
+        """(member, coordinator): nothing passes."""
+        self.mute: set[tuple[str, int]] = set()
+        """Nothing that the member says arrives."""
+        self.deaf: set[tuple[str, int]] = set()
+        """Nothing that the coordinator says arrives."""
+        self.limit: int | None = None
+        """The last reduction of the training."""
         self.letters: list[Letter] = []
         self.decrees: dict[Ballot, Decree] = {}
         self.entered: dict[tuple[Ballot, int], set[str]] = {}
@@ -75,7 +101,7 @@ class World:
             self.enter(f"{slot}.0")
 
     def enter(self, name: str) -> None:
-        self.members[name] = Member(name)
+        self.members[name] = Member(name, alone_s=self.now_s)
         self._send(self.members[name], lambda each, now_s: each.join(name, now_s))
 
     def _send(self, member: Member, event: Callable[[Coordinator, float], None], *, is_kernel: bool = False) -> None:
@@ -85,7 +111,7 @@ class World:
         def arrive() -> None:
             if self.coordinators[at] is not process:
                 return  # its connection broke with that one
-            if not self.is_down[at] and (is_kernel or (member.name, at) not in self.cut):
+            if not self.is_down[at] and (is_kernel or (member.name, at) not in self.cut | self.mute):
                 event(self.coordinators[at], self.now_s)
                 self._note_decrees()
 
@@ -115,15 +141,19 @@ class World:
             self._send(member, lambda each, now_s: each.join(member.name, now_s))
         if member.rejoining is not None and not member.is_heard:
             self._ask_back(member, member.rejoining)
-        self._send(member, lambda each, now_s: each.beat(member.name, Beat(), now_s))
+        beat = Beat(progress=member.num_signs, is_waiting=member.is_waiting)
+        self._send(member, lambda each, now_s: each.beat(member.name, beat, now_s))
+        if member.through_s is not None and member.is_heard:
+            self._say_through(member)
         if member.unstood is not None and member.is_frozen and member.forming is None:
             ballot, standing = member.unstood, member.standing
             self._send(member, lambda each, now_s: each.stand(ballot, standing, now_s))
         if member.accused is not None and member.accused == member.follower.epoch:  # said again until there is another
             name, accused = member.name, member.accused
-            self._send(member, lambda each, now_s: each.accuse(name, accused, [], now_s))
+            suspects = list(member.suspects)
+            self._send(member, lambda each, now_s: each.accuse(name, accused, suspects, now_s))
         at = member.at
-        if member.is_heard and not self.is_down[at] and (member.name, at) not in self.cut:
+        if member.is_heard and not self.is_down[at] and (member.name, at) not in self.cut | self.deaf:
             coordinator, connection = self.coordinators[at], member.num_connections
             order = coordinator.order_for(member.name)
             known = coordinator.decree.ballot if coordinator.decree else BEFORE_ALL
@@ -141,7 +171,8 @@ class World:
 
         def arrive(coordinator: Coordinator, now_s: float) -> None:
             coordinator.rejoin(rejoining, now_s)
-            member.is_heard = member.is_heard or connection == member.num_connections
+            is_answered = (member.name, self.coordinators.index(coordinator)) not in self.cut | self.deaf
+            member.is_heard = member.is_heard or (is_answered and connection == member.num_connections)
 
         self._send(member, arrive)
 
@@ -204,8 +235,12 @@ class World:
         if member.forming is not None:
             (self._meet if member.has_ended else self._settle)(member, member.forming)
             return
-        if member.is_frozen or member.decree is None:
+        if member.is_stuck:
             return
+        self._end_training(member)
+        if member.is_frozen or member.decree is None or member.through_s is not None:
+            return
+        member.num_signs += 1
         standing, ballot = member.standing, member.follower.epoch
         number = standing.committed + 1
         together = self.entered.setdefault((ballot, number), set())
@@ -229,10 +264,56 @@ class World:
         member.history, member.is_frozen, member.forming = {}, True, None
         self._accuse(member, self.decrees[member.follower.epoch])
 
-    def _accuse(self, member: Member, decree: Decree) -> None:
-        name, ballot = member.name, decree.ballot
-        member.accused = ballot
-        self._send(member, lambda each, now_s: each.accuse(name, ballot, [], now_s))
+    def accuse(self, member: Member, suspects: Collection[str]) -> None:
+        """It could not reach these members of its epoch, or believes so: what it does there is broken."""
+        if member.can_act and member.decree is not None and member.decree.ballot == member.follower.epoch:
+            self._accuse(member, member.decree, suspects)
+
+    def _accuse(self, member: Member, decree: Decree, suspects: Collection[str] = ()) -> None:
+        name, ballot, told = member.name, decree.ballot, list(suspects)
+        member.accused, member.suspects = ballot, tuple(told)
+        self._send(member, lambda each, now_s: each.accuse(name, ballot, told, now_s))
+
+    def _end_training(self, member: Member) -> None:
+        """Its script is through once it has done the last reduction; then it says so."""
+        standing = member.standing
+        knows = standing.has_state or standing.is_following
+        if knows and standing.committed == self.limit and standing.at_border and member.through_s is None:
+            member.through_s = self.now_s
+
+    def _say_through(self, member: Member) -> None:
+        """Until somebody has heard it, for a while; then its process ends."""
+        standing, at = member.standing, member.at
+
+        def arrive(coordinator: Coordinator, now_s: float) -> None:
+            coordinator.leave(standing, now_s, is_finished=True)
+            if member.can_act and (member.name, at) not in self.cut | self.deaf:
+                self._finish(member)
+
+        self._send(member, arrive)
+        if member.through_s is not None and self.now_s - member.through_s > SAYS_S:
+            self._finish(member)
+
+    def _finish(self, member: Member) -> None:
+        member.has_finished = True
+        self.kill(member)
+
+    def look_around(self) -> None:
+        """What members notice by themselves: who of their epoch is gone, and that no coordinator answers for long."""
+        for member in self.members.values():
+            if not member.can_act:
+                continue
+            known = member.decree.members if member.decree else ()
+            gone = [each for each in known if self.members[each].is_dead]
+            if gone and member.through_s is None and member.accused != member.follower.epoch:
+                self.accuse(member, gone)
+            if (member.is_heard and self.is_led(member)) or (
+                known and member.is_settled and member.accused != member.follower.epoch
+            ):
+                member.alone_s = self.now_s
+            elif self.now_s - member.alone_s > SEARCH_S:
+                member.reason = "no coordinator"
+                self.kill(member)
 
     def _follow(self, member: Member, decree: Decree, number: int, together: set[str]) -> None:
         """It takes part with nothing, wherever its script is; every third reduction finds it level."""
@@ -319,6 +400,24 @@ class World:
         member.rejoining = Rejoining(
             standing=member.standing, decree=member.decree, promised=promised, is_settled=member.is_settled
         )
+
+    def heal(self) -> None:
+        """Nothing fails any more."""
+        for each in (self.cut, self.mute, self.deaf):
+            each.clear()
+        self.is_down = [False, False]
+        for member in self.members.values():
+            member.is_paused = member.is_stuck = False
+
+    def is_led(self, member: Member) -> bool:
+        """The coordinator that it asks decides, and it can know that."""
+        is_reached = (member.name, member.at) not in self.cut | self.mute | self.deaf
+        return is_reached and self.coordinators[member.at].is_active and not self.is_down[member.at]
+
+    @property
+    def is_over(self) -> bool:
+        """Somebody has done all there was to do: nobody is started any more."""
+        return any(each.has_finished for each in self.members.values())
 
     # What must never be.
 

@@ -6,9 +6,13 @@ Assumption: the store outlives the fault. Where it does not, its host is to blam
 """
 
 import json
+import queue
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 from torch.distributed import Store
 
@@ -20,6 +24,10 @@ GRACE_S = 1.0
 """How long survivors of the same fault get to report: they notice within milliseconds of each other."""
 
 _POLL_S = 0.02
+_SILENT_S = 5.0
+"""A store that has not answered for so long has a host that is stopped or cut off: gone, as far as this goes."""
+
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,14 +81,14 @@ class FaultBoard:
     def report(self, report: Report) -> None:
         """Tell the others; says nothing if the store is gone, for then nobody can hear."""
         try:
-            self._store.set(self._key(self._members.group_rank), json.dumps(asdict(report)))
+            self._in_time(lambda: self._store.set(self._key(self._members.group_rank), json.dumps(asdict(report))))
         except RuntimeError:
             return
 
     def explain(self, failure: TransferFailedError, doing: str) -> CommunicationError:
         """Wait for what the others report of the same fault, and name who is to blame."""
         try:
-            reports = self._gather()
+            reports = self._in_time(self._gather)
         except RuntimeError:
             suspects = [0 if failure.peer is None else failure.peer]
             return self._blame(suspects, failure, doing, "the store of the run is gone as well", hung=failure.hung)
@@ -98,6 +106,33 @@ class FaultBoard:
         hung = all(r.hung for r in reports.values() if r.suspect in blamed) if accused & set(blamed) else failure.hung
         more = f"it failed in {theirs.doing}" if theirs else ""
         return self._blame(blamed, failure, doing, more, hung=hung)
+
+    def _in_time(self, call: Callable[[], _Found]) -> _Found:
+        """What comes of a call that asks the store, which may be on a node that is cut off, or stopped.
+
+        In a thread that can be left behind: torch waits for such a store without end.
+
+        Raises:
+            RuntimeError: The store is gone, or silent, or nobody waits for it any more.
+        """
+        found: queue.SimpleQueue[tuple[_Found] | RuntimeError] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                found.put((call(),))
+            except RuntimeError as error:
+                found.put(error)
+
+        threading.Thread(target=run, name="ringweave faults", daemon=True).start()
+        deadline_s, is_last = time.monotonic() + _SILENT_S, False
+        while not is_last:
+            is_last = self._is_given_up or time.monotonic() > deadline_s
+            with suppress(queue.Empty):
+                outcome = found.get(timeout=_POLL_S)
+                if isinstance(outcome, RuntimeError):
+                    raise outcome
+                return outcome[0]
+        raise RuntimeError(f"the store does not answer within {_SILENT_S:g} s, or the group was aborted")
 
     def _others(self) -> list[int]:
         return [r for r in range(self._members.group_size) if r != self._members.group_rank]

@@ -8,22 +8,31 @@ from typing import Protocol
 
 from ringweave import wire
 from ringweave.errors import WireError
+from ringweave.membership.asking import Question
+from ringweave.membership.connecting import Connector
 from ringweave.membership.messages import Accuse, Enter, Heartbeat, Leave, Listen, Stand, Told
+from ringweave.membership.rules.contact import Contact
 from ringweave.membership.rules.electing import Rejoining
 from ringweave.membership.rules.follower import Follower, Form, Freeze, Out
 from ringweave.membership.rules.records import Ballot, Decree, Standing
+from ringweave.membership.rules.rhythm import BEAT_S
 from ringweave.membership.rules.signs import Beat
 
-BEAT_S = 0.25
-"""Each takes a millisecond of a processor that a train step may be waiting for; nobody is missed before 1.2 s."""
 CALL_S = 3.0
-"""An answer that takes longer is none: the coordinator is lost."""
+"""What is said takes no longer, or was not heard. That a coordinator is lost is noticed by heartbeats (`Contact`)."""
 SEARCH_S = 30.0
 """How long a member that cannot go on without a coordinator looks for one. One whose epoch works needs none."""
 _END_S = 5.0
 _TAKE_OVER_S = 4.0
 """How long it waits for a standby to take over, before it asks the other one again."""
+_DOUBT_S = 0.5
+"""After which it asks the one that it has left whether it decides after all."""
 _BREATH_S = 0.1
+_MOMENT_S = 0.005
+_IN_DOUBT = 0.5
+"""Of the time that an answer may take: with less left the other coordinator is connected to, just in case."""
+_MORE_PATIENCE = 2.0
+"""With each address that does not answer: on a busy machine connecting takes longer than an answer."""
 
 
 class Participant(Protocol):
@@ -64,7 +73,7 @@ class Agent:
 
         `enter` says whose membership is meant; None is the job's.
         """
-        self._addresses, self._trust = list(addresses), trust
+        self._connector = Connector(addresses, trust)
         self._enter_as = enter or Enter()
         self._participant, self._beat, self._clock = participant, beat, clock
         self._follower = Follower(member)
@@ -74,6 +83,9 @@ class Agent:
         self._accusation: Accuse | None = None
         self._is_leaving = False
         self._client: wire.Client | None = None
+        self._decides = False
+        self._contact = Contact(clock())
+        self._last_beat = Beat()
         self._at = 0
         self._lock = threading.RLock()
         self._stop = threading.Event()
@@ -156,19 +168,40 @@ class Agent:
                 self._participant.end(Out(reason=f"its agent failed: {error!r}", is_end=False))
 
     def _beat_on(self) -> None:
-        """The answer to each is looked for before the next: nobody is woken for it."""
-        client, answer = None, None
-        while not self._stop.wait(BEAT_S):
+        """One heartbeat after the other; a coordinator that leaves one unanswered for too long is given up."""
+        asked: tuple[wire.Client, wire.Pending] | None = None
+        while not self._stop.wait(self._nap_s(is_asking=asked is not None)):
+            with self._lock:
+                self._last_beat = self._contact.look(self._beat(), self._clock())
+            client = self._client
+            if client is None:
+                asked = None
+                continue
             try:
-                if client is not None and answer is not None:
-                    answer.wait()
-                client, answer = self._client, None
-                if client is not None:
-                    answer = client.start(Heartbeat(beat=self._beat()), timeout_s=CALL_S)
+                if asked is not None and asked[0] is client:
+                    if not asked[1].done:
+                        self._check_silence(client)
+                        continue
+                    asked[1].wait()
+                    self._connector.forget()
+                    with self._lock:
+                        self._contact.note_answer(self._clock(), decides=self._decides)
+                asked = client, client.start(Heartbeat(beat=self._last_beat), timeout_s=2 * CALL_S)
             except WireError:
-                if client is not None:
-                    self._drop(client)
-                client, answer = None, None
+                self._drop(client)
+
+    def _nap_s(self, *, is_asking: bool) -> float:
+        with self._lock:
+            left_s = self._contact.left_s(self._clock()) + _MOMENT_S if is_asking else BEAT_S
+        return min(BEAT_S, left_s)
+
+    def _check_silence(self, client: wire.Client) -> None:
+        with self._lock:
+            left_s, patience_s = self._contact.left_s(self._clock()), self._contact.patience_s
+        if left_s == 0.0:
+            self._drop(client)
+        elif self._decides and left_s < _IN_DOUBT * patience_s:
+            self._connector.prepare(self._at + 1, patience_s)
 
     def _listen(self) -> None:
         serial = 0
@@ -186,7 +219,6 @@ class Agent:
                 continue
             assert isinstance(told, Told), "the class of the reply"
             if not told.is_active:  # it has heard that another one decides
-                self._at += 1
                 self._drop(client)
                 continue
             serial = told.serial
@@ -214,52 +246,75 @@ class Agent:
     def _drop(self, client: wire.Client) -> None:
         with self._lock:
             if self._client is client:
-                self._client = None
+                self._client, self._decides = None, False
         client.close()
 
     def _connect(self) -> wire.Client | None:
-        """Enter at one of the addresses, beginning where it was last; None if the search was ended or has failed."""
+        """Enter at one of the addresses; None if the search was ended or has failed.
+
+        Who has lost a coordinator begins with the other one: it takes over, or the one that was lost is asked again.
+        """
         since_s = self._clock()
         reason = "no coordinator answers"
+        self._at += self._decree is not None
+        patience_s = CALL_S if self._decree is None else self._patience_s
         while not self._stop.is_set() and self._clock() - since_s < SEARCH_S:
             if self._decree is not None and self._is_settled and self._accusation is None:
                 since_s = self._clock()  # training goes on without
-            host, port = self._addresses[self._at % len(self._addresses)]
             try:
-                client = self._enter(host, port)
+                client = self._enter(min(CALL_S, patience_s))
             except WireError as error:
                 reason = str(error)
             else:
                 if client is not None:
                     return client
             self._at += 1
+            patience_s *= _MORE_PATIENCE
             self._stop.wait(_BREATH_S)
         if not self._stop.is_set():
             self._stop.set()
             self._participant.end(Out(reason=f"no coordinator within {SEARCH_S:g} s: {reason}", is_end=False))
         return None
 
-    def _enter(self, host: str, port: int) -> wire.Client | None:
+    def _enter(self, patience_s: float) -> wire.Client | None:
         """Become a member there, or go on as one; None if it is a standby that does not decide (yet)."""
-        limits = wire.Limits(handshake_s=CALL_S)
-        client = wire.Client.connect(host, port, self._trust, role="coordinator", limits=limits, timeout_s=CALL_S)
+        client = self._connector.connect(self._at, patience_s)
         try:
-            client.call(self._enter_as.model_copy(update={"rejoining": self._rejoining()}), timeout_s=CALL_S)
-            self._client = client
-            deadline_s = self._clock() + _TAKE_OVER_S
-            while self._clock() < deadline_s:
-                told = client.call(Listen(serial=0), timeout_s=2 * CALL_S).message
-                assert isinstance(told, Told), "the class of the reply"
-                if told.is_active:
-                    return client
-                if self._decree is None:  # a standby takes nobody in; it takes over what is there
-                    break
-                self._stop.wait(_BREATH_S)
+            client.call(self._enter_as.model_copy(update={"rejoining": self._rejoining()}), timeout_s=patience_s)
+            with self._lock:
+                self._contact.begin(self._clock())
+                self._client = client
+            if self._is_led_by(client, patience_s):
+                return client
         except WireError:
             self._drop(client)
             raise
         self._drop(client)
         return None
+
+    def _is_led_by(self, client: wire.Client, patience_s: float) -> bool:
+        """Whether it decides, or comes to do so while this member waits; unless the one before decides after all."""
+        since_s, decree = self._clock(), self._decree
+        least_term, part = decree.ballot[0] if decree else 0, self._enter_as.part
+        with Question(self._connector, self._at + 1, part=part, least_term=least_term, patience_s=patience_s) as before:
+            while self._clock() - since_s < _TAKE_OVER_S and not before.is_yes:
+                told = client.call(Listen(serial=0), timeout_s=2 * CALL_S).message
+                assert isinstance(told, Told), "the class of the reply"
+                if told.is_active:
+                    with self._lock:
+                        self._decides = True
+                    return True
+                if decree is None:  # a standby takes nobody in; it takes over what is there
+                    return False
+                if self._clock() - since_s > _DOUBT_S:
+                    before.start_once()
+                self._stop.wait(_BREATH_S)
+        return False
+
+    @property
+    def _patience_s(self) -> float:
+        with self._lock:
+            return self._contact.patience_s
 
     def _rejoining(self) -> Rejoining | None:
         """None before the first epoch: then it is a newcomer like any other."""
@@ -269,7 +324,18 @@ class Agent:
         self._follower.forget_coordinator()
         standing = _in_short(self._participant.standing())
         decree = replace(self._decree, standings=tuple(map(_in_short, self._decree.standings)), finished=())
-        return Rejoining(standing=standing, decree=decree, promised=promised, is_settled=self._is_settled)
+        with self._lock:
+            lost_s, beat = self._contact.lost_s(self._clock()), self._last_beat
+            patience_s = self._contact.patience_s
+        return Rejoining(
+            standing=standing,
+            decree=decree,
+            promised=promised,
+            is_settled=self._is_settled and self._accusation is None,
+            lost_s=lost_s,
+            patience_s=patience_s,
+            beat=beat,
+        )
 
 
 def _in_short(standing: Standing) -> Standing:

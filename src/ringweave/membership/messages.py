@@ -1,5 +1,6 @@
 """What members and coordinator say to each other over the wire."""
 
+import math
 from typing import Annotated, ClassVar
 
 import pydantic
@@ -35,7 +36,27 @@ def _bounded(standing: Standing) -> Standing:
     return standing
 
 
+def _sound(beat: Beat) -> Beat:
+    for what in ("cpu_s", "still_s"):
+        if not 0 <= getattr(beat, what) < math.inf:
+            raise ValueError(f"{what} of {getattr(beat, what)}, expected seconds")
+    return beat
+
+
+def _bounded_rejoining(rejoining: Rejoining) -> Rejoining:
+    _sound(rejoining.beat)
+    for what in ("lost_s", "patience_s"):
+        if not 0 <= getattr(rejoining, what) < math.inf:
+            raise ValueError(f"{what} of {getattr(rejoining, what)}, expected seconds")
+    known = (*rejoining.decree.standings, *rejoining.decree.finished) if rejoining.decree else ()
+    for each in (rejoining.standing, *known):
+        _bounded(each)
+    return rejoining
+
+
 BoundedStanding = Annotated[Standing, pydantic.AfterValidator(_bounded)]
+SoundBeat = Annotated[Beat, pydantic.AfterValidator(_sound)]
+BoundedRejoining = Annotated[Rejoining, pydantic.AfterValidator(_bounded_rejoining)]
 
 
 def ring_part(ring: int) -> str:
@@ -48,7 +69,7 @@ class Enter(Message):
 
     kind: ClassVar[str] = "membership.enter"
 
-    rejoining: Rejoining | None = None
+    rejoining: BoundedRejoining | None = None
     part: str = pydantic.Field(default=JOB, pattern=r"^[a-z0-9 ]{0,40}$")
     """Whose membership is meant, where parts of a job have one each; `JOB` is that of the whole job."""
     expected: int = pydantic.Field(default=1, ge=1, le=MAX_MEMBERS)
@@ -81,7 +102,7 @@ class Heartbeat(Message):
 
     kind: ClassVar[str] = "membership.beat"
 
-    beat: Beat
+    beat: SoundBeat
 
 
 class Stand(Message):

@@ -33,7 +33,7 @@ def test_fewer_will_do_when_patience_has_run_out_and_too_few_end_the_job() -> No
 def test_a_death_is_an_urgent_proposal_to_those_who_are_left() -> None:
     table = Table(3)
     first = table.begin("0.0", "1.0", "2.0")
-    table.coordinator.lose("1.0", 1.0)
+    table.coordinator.lose("1.0", 0.5)
     order = table.coordinator.order_for("0.0")
     assert order.proposal is not None
     assert order.proposal.is_urgent
@@ -47,7 +47,7 @@ def test_a_death_is_an_urgent_proposal_to_those_who_are_left() -> None:
 def test_a_newcomer_waits_for_the_border_of_all_others() -> None:
     table = Table(2)
     table.begin("0.0", "1.0")
-    table.coordinator.lose("1.0", 1.0)
+    table.coordinator.lose("1.0", 0.5)
     table.coordinator.join("1.1", 1.0)
     table.stand(holder("0.0", at_border=False), Standing(member="1.1"))
     assert table.coordinator.decree is not None
@@ -65,7 +65,7 @@ def test_more_than_the_most_are_not_let_in() -> None:
     table.begin("0.0", "1.0")
     table.coordinator.join("2.0", 1.0)
     assert table.coordinator.order_for("0.0").proposal is None
-    table.coordinator.lose("1.0", 1.0)
+    table.coordinator.lose("1.0", 0.5)
     table.stand(holder("0.0"), Standing(member="2.0"))
     table.stand(holder("0.0"), Standing(member="2.0"))
     assert table.coordinator.decree is not None
@@ -106,7 +106,7 @@ def test_what_one_has_taken_over_counts_even_if_it_has_finished_however_few_are_
     table = Table(3, least=least)
     table.begin("0.0", "1.0", "2.0")
     table.coordinator.leave(holder("2.0", committed=6), 1.0, is_finished=True)
-    table.coordinator.lose("1.0", 1.0)
+    table.coordinator.lose("1.0", 0.5)
     own = holder("0.0", is_prepared=True, at_border=False)
     table.stand(own)
     assert table.coordinator.decree is not None

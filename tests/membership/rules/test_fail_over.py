@@ -1,7 +1,10 @@
 """Members that go from one coordinator to the other."""
 
+import pytest
+
 from ringweave.membership.rules.electing import Rejoining
 from ringweave.membership.rules.records import Decree, Order
+from ringweave.membership.rules.signs import Beat
 from tests.membership.rules.table import Table, holder
 
 
@@ -35,6 +38,110 @@ def test_whoever_hangs_up_while_the_coordinator_stands_still_is_not_taken_for_de
         assert table.coordinator.present == ("2.0",)
         assert table.coordinator.decree is not None
         assert len(table.coordinator.decree.members) == 3, order
+
+
+@pytest.mark.parametrize(("silent_s", "is_dead"), [(0.6, True), (0.7, False)])
+def test_whoever_hangs_up_after_a_silence_may_have_gone_elsewhere_without_a_goodbye(
+    silent_s: float, is_dead: bool
+) -> None:
+    """Both were cut off for so long that it may have given this coordinator up: its goodbye never came."""
+    table = Table(3)
+    table.begin("0.0", "1.0", "2.0")
+    table.pass_time(3.0, "0.0", "1.0", "2.0")
+    table.pass_time(silent_s, "2.0")
+    for member in ("0.0", "1.0"):
+        table.coordinator.lose(member, table.now_s)
+    assert ("0.0" not in table.coordinator.present) == is_dead
+    table.pass_time(3.0, "2.0")
+    table.stand(holder("2.0"))
+    assert table.coordinator.decree is not None
+    assert (table.coordinator.decree.members == ("2.0",)) == is_dead, "else one of three would go on alone"
+
+
+def taken_over(
+    *, lost_s: float = 0.0, still_s: float = 0.0, is_settled: bool = True, patience_s: float = 0.9
+) -> tuple[Table, Decree]:
+    """A standby that two of three members have asked to take over, with the epoch that they are in."""
+    decree = Table(3).begin("0.0", "1.0", "2.0")
+    table = Table(3, index=1, is_standby=True)
+    table.pass_time(10.0)
+    for member in ("1.0", "2.0"):
+        table.coordinator.rejoin(
+            Rejoining(
+                standing=holder(member),
+                decree=decree,
+                promised=decree.ballot,
+                lost_s=lost_s,
+                is_settled=is_settled,
+                patience_s=patience_s,
+                beat=Beat(is_waiting=still_s > 0, still_s=still_s),
+            ),
+            table.now_s,
+        )
+    assert table.coordinator.term == 2
+    return table, decree
+
+
+def test_who_was_lost_with_the_coordinator_is_waited_for_from_then_on_if_training_stands_still() -> None:
+    table, decree = taken_over(lost_s=1.05, still_s=1.0)
+    table.pass_time(0.1)
+    proposal = table.coordinator.order_for("1.0").proposal
+    assert proposal is not None
+    assert proposal.is_urgent
+    table.stand(holder("1.0"), holder("2.0"))
+    assert table.coordinator.decree == decree, "the third may just be coming"
+    table.pass_time(0.1)
+    assert table.coordinator.decree is not None
+    assert table.coordinator.decree.members == ("1.0", "2.0")
+    assert table.coordinator.order_for("0.0").reason == "the others went on without it"
+
+
+def test_where_members_have_learnt_to_be_patient_who_is_missing_has_more_time() -> None:
+    """The machine is busy: whoever is missing may not even know yet that the coordinator is lost."""
+    table, decree = taken_over(lost_s=1.05, still_s=1.0, patience_s=1.8)
+    table.pass_time(0.1)
+    table.stand(holder("1.0"), holder("2.0"))
+    table.pass_time(1.2)
+    assert table.coordinator.decree == decree
+    table.pass_time(0.2)
+    assert table.coordinator.decree is not None
+    assert table.coordinator.decree.members == ("1.0", "2.0")
+
+
+def test_who_knows_that_the_epoch_is_broken_has_all_stand_still_at_once() -> None:
+    table, decree = taken_over(lost_s=1.0, is_settled=False)
+    assert table.coordinator.order_for("1.0").proposal is not None
+    table.stand(holder("1.0"), holder("2.0"))
+    assert table.coordinator.decree == decree, "the third may be coming"
+    table.pass_time(0.3)
+    assert table.coordinator.decree is not None
+    assert table.coordinator.decree.members == ("1.0", "2.0"), "nobody was asked again"
+
+
+def test_where_training_goes_on_who_is_missing_must_be_there_and_has_more_time() -> None:
+    table, decree = taken_over(lost_s=1.05)
+    table.pass_time(1.4, "1.0", "2.0")
+    assert table.coordinator.order_for("1.0").proposal is None
+    rejoining = Rejoining(standing=holder("0.0"), decree=decree, promised=decree.ballot, lost_s=2.4)
+    table.coordinator.rejoin(rejoining, table.now_s)
+    table.pass_time(3.0, "0.0", "1.0", "2.0")
+    assert table.coordinator.order_for("0.0") == Order(ballot=decree.ballot, decree=decree), "nothing has happened"
+
+
+def test_who_comes_far_apart_is_waited_for_longer_though_training_stands_still() -> None:
+    decree = Table(4).begin("0.0", "1.0", "2.0", "3.0")
+    table = Table(4, index=1, is_standby=True)
+    beat = Beat(is_waiting=True, still_s=1.0)
+    for member in ("1.0", "2.0", "3.0"):
+        table.pass_time(0.5)
+        rejoining = Rejoining(standing=holder(member), decree=decree, promised=decree.ballot, lost_s=1.0, beat=beat)
+        table.coordinator.rejoin(rejoining, table.now_s)
+    table.stand(holder("1.0"), holder("2.0"), holder("3.0"))
+    table.pass_time(0.9)
+    assert table.coordinator.decree == decree
+    table.pass_time(0.2)
+    assert table.coordinator.decree is not None
+    assert table.coordinator.decree.members == ("1.0", "2.0", "3.0")
 
 
 def test_a_coordinator_that_hears_of_a_greater_term_is_a_standby_from_then_on() -> None:

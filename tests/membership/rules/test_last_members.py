@@ -14,7 +14,7 @@ def test_when_nobody_is_left_who_has_the_state_others_begin_again_only_if_it_is_
     table = Table(2, is_kept_elsewhere=is_kept_elsewhere)
     table.begin("0.0", "1.0")
     for member in ("0.0", "1.0"):
-        table.coordinator.lose(member, 1.0)
+        table.coordinator.lose(member, 0.5)
     table.coordinator.join("1.1", 1.0)
     table.stand(Standing(member="1.1"))
     assert table.coordinator.decree is not None
@@ -36,7 +36,7 @@ def test_what_is_kept_elsewhere_waits_for_somebody_for_a_while_and_not_beside_me
     assert table.coordinator.ended.startswith("most of the workers do not answer")
     empty = Table(1, is_kept_elsewhere=True)
     empty.begin("0.0")
-    empty.coordinator.lose("0.0", 1.0)
+    empty.coordinator.lose("0.0", 0.5)
     assert empty.coordinator.ended == ""
     empty.pass_time(25.0)
     assert empty.coordinator.ended == "0 workers are left, expected at least 1, and no other came within 20 s"
@@ -142,9 +142,9 @@ def test_one_that_leaves_while_others_are_waited_for_is_out_once_they_have_come(
 def test_without_the_state_there_is_nothing_to_go_on_with() -> None:
     table = Table(2)
     table.begin("0.0", "1.0")
-    table.coordinator.lose("0.0", 1.0)
+    table.coordinator.lose("0.0", 0.5)
     table.stand(holder("1.0"))
-    table.coordinator.lose("1.0", 2.0)
+    table.coordinator.lose("1.0", 0.6)
     table.coordinator.join("0.1", 2.0)
     table.stand(Standing(member="0.1"))
     assert table.coordinator.ended == "no worker is left that has the parameters: go on from the last checkpoint"
@@ -154,7 +154,7 @@ def test_when_all_of_the_first_epoch_die_nobody_begins_anew_unasked() -> None:
     table = Table(2)
     table.begin("0.0", "1.0")
     for member in ("0.0", "1.0"):
-        table.coordinator.lose(member, 1.0)
+        table.coordinator.lose(member, 0.5)
     for member in ("0.1", "1.1"):
         table.coordinator.join(member, 2.0)
     table.stand(Standing(member="0.1"), Standing(member="1.1"))
@@ -165,7 +165,7 @@ def test_who_is_left_of_an_epoch_that_never_stood_begins_anew() -> None:
     """Without all members no step was done."""
     table = Table(2)
     table.begin("0.0", "1.0")
-    table.coordinator.lose("0.0", 1.0)
+    table.coordinator.lose("0.0", 0.5)
     table.stand(Standing(member="1.0"))
     assert table.coordinator.decree is not None
     assert (table.coordinator.ended, table.coordinator.decree.members) == ("", ("1.0",))

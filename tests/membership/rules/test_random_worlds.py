@@ -66,15 +66,65 @@ class RandomWorld(RuleBasedStateMachine):
     def cut(self, data: st.DataObject, index: int) -> None:
         self.world.cut.add((self._member(data).name, index))
 
+    @rule(data=st.data(), index=st.integers(0, 1), is_mute=st.booleans())
+    def cut_one_way(self, data: st.DataObject, index: int, is_mute: bool) -> None:
+        (self.world.mute if is_mute else self.world.deaf).add((self._member(data).name, index))
+
     @rule()
     def mend(self) -> None:
-        self.world.cut.clear()
+        for cut in (self.world.cut, self.world.mute, self.world.deaf):
+            cut.clear()
+
+    @rule(data=st.data(), is_stuck=st.booleans())
+    def hang(self, data: st.DataObject, is_stuck: bool) -> None:
+        self._member(data).is_stuck = is_stuck
+
+    @rule(data=st.data())
+    def accuse(self, data: st.DataObject) -> None:
+        """Rightly or wrongly: who hears that a connection broke does not know why."""
+        member = self._member(data)
+        others = sorted(set(member.decree.members if member.decree else ()) - {member.name})
+        self.world.accuse(member, data.draw(st.lists(st.sampled_from(others), unique=True)) if others else [])
+
+    @rule(data=st.data())
+    def accuse_together(self, data: st.DataObject) -> None:
+        """Nobody can reach one of them."""
+        suspect = self._member(data)
+        for member in self.world.members.values():
+            if member is not suspect and suspect.name in (member.decree.members if member.decree else ()):
+                self.world.accuse(member, [suspect.name])
+
+    @rule(num=st.integers(5, 60))
+    def calm(self, num: int) -> None:
+        """Nothing new fails for a while, and what can arrive does."""
+        self._go_on(num)
+
+    @rule()
+    def lose_coordinator(self) -> None:
+        """The one that decides is out of reach; its members ask the other one."""
+        world = self.world
+        for index in (0, 1):
+            if world.coordinators[index].is_active and not any(world.is_down):
+                world.is_down[index] = True
+                for member in world.members.values():
+                    if member.at == index and member.can_act:
+                        world.rejoin(member)
+                return
+
+    @rule(more=st.integers(1, 3))
+    def end_training(self, more: int) -> None:
+        """The script has so many train steps, as it turns out: no member has begun with more."""
+        world = self.world
+        if world.limit is None and world.members:
+            world.limit = more + max(each.standing.committed for each in world.members.values())
 
     @rule(data=st.data())
     def join(self, data: st.DataObject) -> None:
         slot, _ = slot_of(self._member(data).name)
         incarnation = sum(1 for name in self.world.members if slot_of(name)[0] == slot)
-        if incarnation < 3:  # a launcher starts another process of a slot only when the one before has ended
+        if (
+            incarnation < 3 and not self.world.is_over
+        ):  # a launcher starts another process of a slot only when the one before has ended
             self.world.members[f"{slot}.{incarnation - 1}"].is_dead = True
             self.world.enter(f"{slot}.{incarnation}")
 
@@ -108,12 +158,16 @@ class RandomWorld(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Once nothing fails any more, training goes on, or the job has ended for a reason, or nobody is left."""
-        world = self.world
-        world.cut.clear()
-        world.is_down = [False, False]
-        for member in world.members.values():
-            member.is_paused = False
+        self.world.heal()
         self._go_on(400)
+        self._check_liveness()
+
+    def _check_liveness(self) -> None:
+        world = self.world
+        if world.limit is not None:
+            left = [each.name for each in world.members.values() if each.can_act]
+            assert not left, f"all are through, or know that there is no more to do:\n{world.describe()}"
+            return
         left = [each for each in world.members.values() if each.can_act]
         before = {each.name: each.standing.committed for each in left}
         self._go_on(40)
@@ -127,8 +181,9 @@ class RandomWorld(RuleBasedStateMachine):
         """Nothing fails any more, and everything is delivered in order."""
         for number in range(num_rounds):
             self.world.tick()
+            self.world.look_around()
             for member in self.world.members.values():
-                if number % 20 == 0 and member.can_act and not self.world.coordinators[member.at].is_active:
+                if number % 20 == 0 and member.can_act and not self.world.is_led(member):
                     self.world.rejoin(member)
             for index in (0, 1):
                 self.world.hear(index)
@@ -147,14 +202,21 @@ class RandomNodes(RandomWorld):
     def lose_node(self, data: st.DataObject, index: int) -> None:
         slots = sorted({slot_of(name)[0] for name in self.world.members})
         gone = data.draw(st.sets(st.sampled_from(slots)))
-        if all(sum(1 for name in self.world.members if slot_of(name)[0] == slot) < 3 for slot in gone):
+        is_many = any(sum(1 for name in self.world.members if slot_of(name)[0] == slot) > 2 for slot in gone)
+        if not is_many and not self.world.is_over:
             self.world.lose_node(index, sorted(gone))
 
     def teardown(self) -> None:
-        """Where neither coordinator knows anything members may have to give up; nothing else is wrong till then."""
-        self.world.cut.clear()
-        self.world.is_down = [False, False]
-        self._go_on(200)
+        """Where neither coordinator knows anything members have to give up; those in their place go on, or begin."""
+        world = self.world
+        world.heal()
+        self._go_on(400)
+        for member in list(world.members.values()):
+            slot, incarnation = slot_of(member.name)
+            if member.reason == "no coordinator" and not world.is_over:
+                world.enter(f"{slot}.{incarnation + 1}")
+        self._go_on(400)
+        self._check_liveness()
 
 
 TestRandomWorld = RandomWorld.TestCase
@@ -180,3 +242,50 @@ def test_half_of_a_job_goes_on_when_the_node_with_the_coordinator_is_lost() -> N
     (ballot,) = world.live_epochs
     assert set(world.decrees[ballot].members) == {"2.0", "3.0", "0.1", "1.1"}
     assert world.members["2.0"].standing.committed > 0
+
+
+def begun(num_members: int) -> RandomWorld:
+    """A job whose members have done some reductions."""
+    random = RandomWorld()
+    random.world = World(num_members)
+    random._go_on(60)
+    return random
+
+
+def test_who_hangs_is_put_out_and_the_others_go_on() -> None:
+    random = begun(3)
+    world = random.world
+    world.members["1.0"].is_stuck = True
+    random._go_on(120)
+    assert world.members["1.0"].reason == "it stood still while others waited for it"
+    (ballot,) = world.live_epochs
+    assert world.decrees[ballot].members == ("0.0", "2.0")
+
+
+def test_whom_the_others_cannot_reach_in_three_epochs_is_put_out_though_it_beats() -> None:
+    random = begun(4)
+    world = random.world
+    for member in world.members.values():
+        member.is_stuck = True  # no reduction is done
+    for name in ("0.0", "1.0", "3.0", "0.0"):  # those of the first epoch count no more: reductions were done in it
+        world.accuse(world.members[name], ["2.0"])
+        random._go_on(8)
+    assert world.members["2.0"].reason == "the others cannot reach it"
+    world.heal()
+    random._go_on(20)
+    (ballot,) = world.live_epochs
+    assert world.decrees[ballot].members == ("0.0", "1.0", "3.0")
+
+
+@pytest.mark.parametrize("rounds", range(8))
+def test_a_training_ends_though_the_coordinator_is_lost_while_its_members_finish(rounds: int) -> None:
+    """The standby does not know who has finished."""
+    random = begun(4)
+    world = random.world
+    world.limit = 1 + max(each.standing.committed for each in world.members.values())
+    random._go_on(rounds)
+    random.lose_coordinator()
+    random._go_on(400)
+    left = [each.name for each in world.members.values() if each.can_act]
+    assert not left, world.describe()
+    assert all(each.has_finished for each in world.members.values()), world.describe()

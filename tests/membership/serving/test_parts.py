@@ -239,6 +239,8 @@ def test_too_few_in_all_rings_together_end_the_job_once_nobody_comes() -> None:
         nonlocal now_s
         for _ in range(int(seconds * 5)):
             now_s += 0.2
+            for name in there:
+                say(name, Heartbeat(beat=Beat()))
             found.tick(lambda: set(there))
 
     wait(100.0, *names)

@@ -12,15 +12,14 @@ from ringweave.membership.rules import quorum, reasons
 from ringweave.membership.rules.electing import Election, Rejoining
 from ringweave.membership.rules.presence import Presence
 from ringweave.membership.rules.records import Ballot, Decree, Order, Proposal, Standing, slot_of, without_doubles
-from ringweave.membership.rules.rhythm import Delays
+from ringweave.membership.rules.rhythm import ANSWERS, Delays
 from ringweave.membership.rules.settings import Settings
-from ringweave.membership.rules.signs import Beat
+from ringweave.membership.rules.signs import MAY_GO_S, SURE_AFTER_S, Beat
 
 _STOPPED_S = 0.5
 """Between two ticks: more means that this process itself was stopped or starved."""
-_AWAY_S = 2.5
-"""Between two ticks: more means that members may have gone to another coordinator meanwhile. A call that is not
-answered within three seconds makes them go."""
+_STILL_S = 0.5
+"""A training that stands still for so long while all wait may be broken."""
 _MOST_ACCUSATIONS = 3
 """Without a reduction in between."""
 
@@ -131,6 +130,7 @@ class Coordinator:
             self._refuse(member, "it lost its connection to the coordinator, and the others went on")
             return
         self._presence.enter(member, now_s)
+        self._presence.beat(member, rejoining.beat, now_s)
         self._election.vote(rejoining, now_s)
         if not self.is_active and self._election.is_won:
             self._take_over(now_s)
@@ -166,10 +166,11 @@ class Coordinator:
     def lose(self, member: str, now_s: float) -> None:
         """Its process has hung up without a goodbye: it has ended, for a process that lives takes its leave.
 
-        Not so if this process was away itself: who could not take leave of it may be going on elsewhere.
+        Not so if this process was away itself, or had not heard of the member before: who could not take leave of it
+        may be going on elsewhere.
         """
-        is_away = now_s - self._delays.last_s > _AWAY_S or now_s < self._away_until_s
-        if not self.is_active or is_away:
+        is_away = now_s - self._delays.last_s > MAY_GO_S or now_s < self._away_until_s
+        if not self.is_active or is_away or self._presence.may_have_gone(member, now_s):
             self.part(member)
         elif member in self._presence.here:
             self._lose(member, "its connection to the coordinator broke")
@@ -218,8 +219,8 @@ class Coordinator:
         delay_s = self._delays.observe(now_s)
         if delay_s > _STOPPED_S:  # that the others were silent meanwhile proves nothing
             self._presence.excuse(now_s)
-        if delay_s > _AWAY_S:  # what has happened since is heard of only now
-            self._away_until_s = now_s + _AWAY_S
+        if delay_s > MAY_GO_S:  # what has happened since is heard of only now
+            self._away_until_s = now_s + SURE_AFTER_S
         for member, reason in self._presence.late(now_s, self._grace_s):
             self._lose(member, reason, is_silent=True)
         self._consider(now_s)
@@ -243,7 +244,7 @@ class Coordinator:
         """See whether something is to be decided."""
         if self.ended or not self.is_active:
             return
-        if self._election.is_waiting(now_s, self._settings.recovery_s, self._presence.here):
+        if self._is_waiting_for_rest(now_s):
             return
         for member in self._election.take_absent(self._presence.here):
             self._lose(member, reasons.WITHOUT_IT, is_silent=True)
@@ -254,6 +255,23 @@ class Coordinator:
             self._consider_change(now_s, is_broken=is_broken)
         if self._proposal is not None:
             self._consider_begin(self._proposal, now_s)
+
+    def _is_waiting_for_rest(self, now_s: float) -> bool:
+        """Whether those who have not asked this one to take over get more time.
+
+        Where the others get on that costs nothing, and shows that all are there. Else those who are missing are given
+        up as soon as they would have been without a change of coordinators: all lost theirs in the same moment. Those
+        who are there stand still meanwhile.
+        """
+        if not self._election.is_waiting(now_s, self._settings.recovery_s, self._presence.here):
+            return False
+        lost_s = self._election.lost_s(now_s)
+        is_broken = lost_s > ANSWERS.least_s and self._presence.stands_still(_STILL_S)
+        if (self._election.take_unsettled() or is_broken) and self._proposal is None:
+            self._propose(now_s, is_urgent=True)
+        busy = max(1.0, self._election.patience_s / ANSWERS.least_s)
+        least_s = busy * self._settings.silence.least_s + self._delays.grace_s
+        return self._proposal is None or lost_s <= least_s or not self._election.has_rested(now_s)
 
     def _consider_change(self, now_s: float, *, is_broken: bool) -> None:
         num_here, least = len(self._presence.here), self._settings.bounds.least

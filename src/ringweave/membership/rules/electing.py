@@ -1,9 +1,10 @@
 """How a standby comes to decide: the members of the newest epoch ask it to, and most of them have to."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ringweave.membership.rules.records import BEFORE_ALL, Ballot, Decree, Standing, slot_of
+from ringweave.membership.rules.signs import Beat
 
 _FACTOR = 3.0
 _MOST_S = 15.0
@@ -23,7 +24,13 @@ class Rejoining:
     promised: Ballot = BEFORE_ALL
     """The greatest ballot that it knows of."""
     is_settled: bool = True
-    """It was not about to change epochs."""
+    """It was not about to change epochs, and does not know that its epoch is broken."""
+    lost_s: float = 0.0
+    """Seconds since it last heard of a coordinator that decides."""
+    patience_s: float = 0.0
+    """Seconds after which it took the coordinator for lost, or would have: longer on a busy machine."""
+    beat: Beat = field(default_factory=Beat)
+    """Its sign of life, as it asks."""
 
 
 class Election:
@@ -36,7 +43,7 @@ class Election:
         self._starting: dict[int, int] = {}
         self._sure_s = 0.0
         self._first_s: float | None = None
-        self._last_s = 0.0
+        self._last_s = self._lost_at_s = 0.0
 
     @property
     def decree(self) -> Decree | None:
@@ -90,8 +97,9 @@ class Election:
     def vote(self, rejoining: Rejoining, now_s: float) -> None:
         """A member asks."""
         if self._first_s is None:
-            self._first_s = now_s
+            self._first_s, self._lost_at_s = now_s, 0.0
         self._last_s = now_s
+        self._lost_at_s = max(self._lost_at_s, now_s - rejoining.lost_s)
         self._voters[rejoining.standing.member] = rejoining
         self._unread.append(rejoining)
 
@@ -109,7 +117,24 @@ class Election:
         """Whether members of the epoch may still come: for so long, and longer where those before came far apart."""
         if self._first_s is None or not self._missing - set(present):
             return False
-        return now_s - self._last_s <= min(_MOST_S, max(least_s, _FACTOR * (self._last_s - self._first_s)))
+        return now_s - self._last_s <= min(_MOST_S, max(least_s, _FACTOR * self._spread_s))
+
+    def lost_s(self, now_s: float) -> float:
+        """Seconds since any voter heard of a coordinator that decides."""
+        return now_s - self._lost_at_s
+
+    @property
+    def patience_s(self) -> float:
+        """Of the most patient voter."""
+        return max((each.patience_s for each in self._voters.values()), default=0.0)
+
+    def has_rested(self, now_s: float) -> bool:
+        """The last vote came longer ago than it took all of them, so that no other is about to."""
+        return now_s - self._last_s > min(_MOST_S, self._spread_s)
+
+    @property
+    def _spread_s(self) -> float:
+        return self._last_s - (self._last_s if self._first_s is None else self._first_s)
 
     def take_followed(self) -> set[str]:
         """Who is waited for, and cannot come: its slot is about to be given to another process; each once."""

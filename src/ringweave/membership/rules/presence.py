@@ -77,6 +77,14 @@ class Presence:
         if member in self.here:
             self.here[member].observe(beat, now_s)
 
+    def may_have_gone(self, member: str, now_s: float) -> bool:
+        """One that is here may be with another coordinator by now."""
+        return member in self.here and self.here[member].may_have_gone(now_s)
+
+    def stands_still(self, least_s: float) -> bool:
+        """All who are here have waited for others for so long, and none has got on."""
+        return bool(self.here) and all(signs.still_s >= least_s for signs in self.here.values())
+
     def excuse(self, now_s: float) -> None:
         """Nobody is to blame for what was not heard so far."""
         for signs in self.here.values():

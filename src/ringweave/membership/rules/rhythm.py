@@ -3,6 +3,9 @@
 from collections import deque
 from dataclasses import dataclass
 
+BEAT_S = 0.25
+"""From one heartbeat to the next. Each takes a millisecond of a processor that a train step may be waiting for; nobody is
+missed before 1.2 s."""
 _DECAY = 0.997
 """Of the longest gap, with each that follows: of heartbeats it is half forgotten after a minute. A machine that was
 busy will be so again."""
@@ -24,6 +27,9 @@ class Tolerance:
 SILENCE = Tolerance(factor=3.0, least_s=1.2, most_s=10.0)
 """Between two heartbeats. They come from a thread of their own, so a long gap is a busy machine's, not the model's. A
 member that stands still holds the others up for that long, and while they regroup: some tenths of a second."""
+ANSWERS = Tolerance(factor=3.0, least_s=0.9, most_s=3.0)
+"""Between two answers of the coordinator to heartbeats: then a member asks the other one. Less than `SILENCE`, so that
+it can, before the one that it has left would put it out; to ask without need costs nothing."""
 STANDSTILL = Tolerance(factor=8.0, least_s=5.0, most_s=3600.0)
 """Between two signs of progress of the thread that trains, while it computes and others wait for it."""
 
@@ -37,8 +43,10 @@ _LONGEST_S = 1.0
 class Delays:
     """How late the one who listens is itself: on a machine that busy, the others' signs are late as well."""
 
-    def __init__(self, now_s: float) -> None:
+    def __init__(self, now_s: float, usual_s: float = _USUAL_S) -> None:
+        """It looks every `usual_s` where it gets the processor when it wants to."""
         self._delays: deque[float] = deque(maxlen=_LOOKS)
+        self._usual_s = usual_s
         self.last_s = now_s
         """When it looked last."""
 
@@ -52,7 +60,7 @@ class Delays:
     @property
     def grace_s(self) -> float:
         """What is added to every deadline."""
-        return _GRACE_FACTOR * max(0.0, max(self._delays, default=0.0) - _USUAL_S)
+        return _GRACE_FACTOR * max(0.0, max(self._delays, default=0.0) - self._usual_s)
 
 
 class Rhythm:
@@ -80,6 +88,11 @@ class Rhythm:
         if self._num_gaps < _ENOUGH:
             return tolerance.most_s
         return min(tolerance.most_s, max(tolerance.least_s, tolerance.factor * self._longest_s))
+
+    @property
+    def due_s(self) -> float:
+        """When that is for the next sign."""
+        return self._last_s + self.deadline_s
 
     def is_late(self, now_s: float, grace_s: float = 0.0) -> bool:
         """Whether the next sign is overdue, and by more than the grace."""

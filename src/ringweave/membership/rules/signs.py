@@ -2,8 +2,12 @@
 
 from dataclasses import dataclass
 
-from ringweave.membership.rules.rhythm import SILENCE, STANDSTILL, Rhythm, Tolerance
+from ringweave.membership.rules.rhythm import ANSWERS, SILENCE, STANDSTILL, Rhythm, Tolerance
 
+MAY_GO_S = 0.75 * ANSWERS.least_s
+"""After a silence that is longer, on either side, a member may be with another coordinator, its goodbye unheard."""
+SURE_AFTER_S = 2.5
+"""Then all has been heard of what has happened meanwhile."""
 _IDLE_FRACTION = 0.1
 """Of a processor: below it a process does nothing but beat."""
 
@@ -18,6 +22,8 @@ class Beat:
     """It waits for the other members, so that it stands still is not its fault."""
     cpu_s: float = 0.0
     """Seconds that the process has computed, or wanted to. Who evaluates or saves makes no progress, but is at work."""
+    still_s: float = 0.0
+    """For so long it has waited for the other members without getting on."""
 
 
 class Signs:
@@ -28,14 +34,23 @@ class Signs:
         self._steps = Rhythm(STANDSTILL, now_s)
         self._last = Beat()
         self._looked_s = now_s
+        self._heard_s = self._sure_s = now_s
 
     @property
     def is_waiting(self) -> bool:
         """It said so."""
         return self._last.is_waiting
 
+    @property
+    def still_s(self) -> float:
+        """For so long it had waited for the others without getting on, when it was last heard of."""
+        return self._last.still_s
+
     def observe(self, beat: Beat, now_s: float) -> None:
         """A heartbeat has come."""
+        if now_s - self._heard_s > MAY_GO_S:
+            self._sure_s = now_s + SURE_AFTER_S
+        self._heard_s = now_s
         self._beats.observe(now_s)
         used_s, passed_s = beat.cpu_s - self._last.cpu_s, now_s - self._looked_s
         if beat.progress != self._last.progress:
@@ -48,6 +63,13 @@ class Signs:
         """The one who listens was away itself: nothing that passed meanwhile counts."""
         self._beats.excuse(now_s)
         self._steps.excuse(now_s)
+
+    def may_have_gone(self, now_s: float) -> bool:
+        """It was not heard of for so long, a moment ago, that it may have gone to another coordinator.
+
+        Its goodbye may be late, or lost, even where a heartbeat from before has come since.
+        """
+        return now_s - self._heard_s > MAY_GO_S or now_s < self._sure_s
 
     def is_silent(self, now_s: float, grace_s: float = 0.0) -> bool:
         """No heartbeat when one was due: the process is stopped, cut off or starved."""

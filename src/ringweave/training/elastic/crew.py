@@ -15,6 +15,7 @@ from ringweave.training.elastic.books import Books
 from ringweave.training.elastic.loader import Place
 from ringweave.training.elastic.rosters import Rosters
 from ringweave.training.elastic.rows import Commit, Row
+from ringweave.training.elastic.standing.notes import check_crew
 from ringweave.training.elastic.state import JobState, lasting
 from ringweave.training.timing import StepTimer
 from ringweave.wire.pacing import Pace
@@ -148,8 +149,11 @@ class JobCrew:
         """Refuse to join a job that has prepared something else; whoever is of the job's opinion goes on.
 
         Raises:
+            TrainingError: One of them says what no member says.
             DisagreementError: For the first thing in which this member differs from the first that has the state.
         """
+        for member, note in zip(decree.members, notes, strict=True):
+            check_crew(member, note)
         first = decree.holders[0] if decree.holders else decree.members[0]
         names = [f"worker {member}" for member in (first, self._facts.member)]
         said = [notes[decree.members.index(member)]["alike"] for member in (first, self._facts.member)]

@@ -1,6 +1,5 @@
 """What becomes of one reduction, or of what is spread: from the first bucket to the commit that all members know of."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -14,6 +13,7 @@ from ringweave.membership.rules.records import Decree
 from ringweave.training.elastic import rows, seams
 from ringweave.training.elastic.kept import Reduction, Room, Said, Spread
 from ringweave.training.elastic.rows import Commit, Row
+from ringweave.training.elastic.standing import notes
 from ringweave.training.elastic.standing.footing import Footing
 
 _T = TypeVar("_T")
@@ -148,8 +148,8 @@ class Counting:
                     footing.reduction = None  # there will be another one
                 return True
         assert reduction is not None, "it was prepared"
-        left = [each.testament for each in (*decree.standings, *decree.finished) if each.testament]
-        said = (Commit.of_words(json.loads(each)) for each in left)
+        left = [each for each in (*decree.standings, *decree.finished) if each.testament]
+        said = (notes.commit_of(each.member, each.testament) for each in left)
         commit = next(each for each in said if each.number == decree.committed)
         with footing.lock:
             if generation != footing.generation:

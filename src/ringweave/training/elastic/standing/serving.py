@@ -1,6 +1,5 @@
 """The session's own thread: it forms the epochs that are ordered, sums what is whole, and decides nothing."""
 
-import json
 import threading
 
 import torch
@@ -9,6 +8,7 @@ from ringweave.errors import MembershipError, RingweaveError, TrainingError
 from ringweave.membership.rules.records import Decree
 from ringweave.training.elastic.joining.backlog import Begun
 from ringweave.training.elastic.joining.entering import Entrance
+from ringweave.training.elastic.standing import notes
 from ringweave.training.elastic.standing.counting import Counting
 from ringweave.training.elastic.standing.following import Following
 from ringweave.training.elastic.standing.footing import Footing
@@ -63,9 +63,9 @@ class Serving:
     def _form(self, decree: Decree, generation: int, num_aborts: int) -> None:
         """End what the epoch before left unfinished, and meet the members of the next."""
         footing = self._footing
-        notes = [json.loads(each.note) for each in decree.standings]
+        told = [notes.note_of(each.member, each.note) for each in decree.standings]
         rank = decree.members.index(footing.member)
-        footing.crew.check(decree, notes)
+        footing.crew.check(decree, told)
         if decree.standings[rank].is_following and not footing.where.is_following:
             error = MembershipError("it begins anew: the state could not be read")
             footing.tell_broken(error, generation, decree)
@@ -73,7 +73,7 @@ class Serving:
         if not self._counting.end(decree, generation):
             return
         entrance = Entrance.of(decree)
-        begun = Begun(decree=decree, notes=notes, is_newcomer=rank in entrance.newcomers)
+        begun = Begun(decree=decree, notes=told, is_newcomer=rank in entrance.newcomers)
         try:
             self._meet(begun, entrance, num_aborts)
         except TrainingError:
@@ -86,14 +86,14 @@ class Serving:
 
     def _meet(self, begun: Begun, entrance: Entrance, num_aborts: int) -> None:
         """Form the groups, and read the state where the others wait for that."""
-        crew, decree, notes = self._footing.crew, begun.decree, begun.notes
+        crew, decree, told = self._footing.crew, begun.decree, begun.notes
         name, rank = _name_of(decree), decree.members.index(self._footing.member)
         if entrance.gives(rank):
             crew.capture()
-        place, is_apart = notes[0]["store"], bool(entrance.followers)
+        place, is_apart = told[0]["store"], bool(entrance.followers)
         self._footing.groups.form(place, name, rank, len(decree.members), num_aborts, is_apart=is_apart)
         if begun.is_newcomer and not entrance.layout:
-            crew.pull(notes, entrance.donor(rank), name)
+            crew.pull(told, entrance.donor(rank), name)
 
     def _begin(self, begun: Begun, entrance: Entrance, generation: int) -> bool:
         """The epoch stands, unless another order came first; whether it does."""

@@ -22,6 +22,7 @@ from ringweave.membership.rules.signs import Beat
 from ringweave.params.messages import Seated
 from ringweave.params.ring.client import RingClient
 from ringweave.training.elastic import seams
+from ringweave.training.elastic.standing import notes
 from ringweave.training.rings.elastic.places import Seat
 
 _LOOK_S = 0.1
@@ -140,7 +141,8 @@ def _wait_seated(
             continue
         done = decree
         try:
-            begin([slot_of(each)[0] for each in decree.members], [json.loads(each.note) for each in decree.standings])
+            said = [notes.said_of(each.member, each.note) for each in decree.standings]
+            begin([slot_of(each)[0] for each in decree.members], said)
         except RemoteError as error:
             was_faster = error.error == TrainingError.__name__ and bool(_seek(client, slot, why_over).rings)
             if not was_faster:  # what the server refuses of one it refuses of all

@@ -1,0 +1,121 @@
+"""What members say to each other through the coordinator, read as if strangers had written it: bounds, a schema."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar
+
+import pydantic
+from pydantic import ConfigDict, Field
+
+from ringweave.errors import RingweaveError, TrainingError, explain
+from ringweave.membership.messages import MAX_MEMBERS, MAX_NOTE, MAX_TESTAMENT
+from ringweave.training.elastic.rows import WIDTH, Commit
+
+_MOST = 2**63
+_FINGERPRINTS = 2**64
+_NUMBER = Annotated[int, Field(ge=0, lt=_MOST)]
+_WORD = Annotated[int, Field(ge=-_MOST, lt=_MOST)]
+_PLACE = Annotated[str, Field(pattern=r"^\S{1,255} [0-9]{1,5}$")]
+_POSITIVE = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_REST = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_ACCOUNT = tuple[_NUMBER, Annotated[int, Field(ge=0, lt=_FINGERPRINTS)]]
+_STRICT = ConfigDict(strict=True, extra="allow")
+_AS_PREPARED = "what ringweave.prepare says"
+
+_Found = TypeVar("_Found")
+
+
+class _Session(pydantic.BaseModel):
+    """What every member's note has."""
+
+    model_config = _STRICT
+
+    store: _PLACE
+
+
+class _Crew(pydantic.BaseModel):
+    """What a member's note has that trains."""
+
+    model_config = _STRICT
+
+    state: _PLACE
+    cap: Annotated[int, Field(ge=1, lt=_MOST)] | None
+    assumed_speed: _POSITIVE
+    alike: dict[str, Any]
+    speed: tuple[_POSITIVE, _REST, Annotated[float, Field(ge=0)]] | None
+    place: tuple[_NUMBER, _NUMBER, _NUMBER, _NUMBER]
+    books: tuple[_ACCOUNT, _ACCOUNT, _ACCOUNT]
+
+
+class _Testament(pydantic.BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    number: _NUMBER
+    members: Annotated[list[str], Field(max_length=MAX_MEMBERS)]
+    rows: list[Annotated[list[_WORD], Field(min_length=WIDTH, max_length=WIDTH)]]
+    used: Annotated[str, Field(pattern=r"^[0-9a-f]+$")]
+
+
+def note_of(member: str, text: str) -> dict[str, Any]:
+    """The note of a member of a session.
+
+    Raises:
+        TrainingError: It is none.
+    """
+    return _read("note", member, text, MAX_NOTE, lambda: _Session.model_validate_json(text).model_dump())
+
+
+def said_of(member: str, text: str) -> dict[str, Any]:
+    """The note of a member that says something else there.
+
+    Raises:
+        TrainingError: It is no JSON object.
+    """
+    adapter = pydantic.TypeAdapter(dict[str, Any])
+    return _read("note", member, text, MAX_NOTE, lambda: adapter.validate_json(text, strict=True))
+
+
+def check_crew(member: str, note: Mapping[str, Any]) -> None:
+    """Make sure that a note has what those who train together have to know.
+
+    Raises:
+        TrainingError: It has not.
+    """
+    text = json.dumps(note)
+    _read("note", member, text, MAX_NOTE + len(text), lambda: _Crew.model_validate_json(text))
+
+
+def commit_of(member: str, text: str) -> Commit:
+    """The testament of a member.
+
+    Raises:
+        TrainingError: It is none.
+    """
+
+    def read() -> Commit:
+        words = _Testament.model_validate_json(text)
+        if len(words.rows) != len(words.members):
+            raise ValueError(f"{len(words.rows)} rows of {len(words.members)} members")
+        if any(row[0] < 0 or row[2] < 0 for row in words.rows):
+            raise ValueError("a negative number of samples")
+        return Commit.of_words(words.model_dump())
+
+    return _read("testament", member, text, MAX_TESTAMENT, read)
+
+
+def _read(what: str, member: str, text: str, most: int, read: Callable[[], _Found]) -> _Found:
+    if len(text) > most:
+        raise _refusal(what, member, f"{len(text)} characters", f"at most {most}")
+    try:
+        return read()
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "all of it"
+        raise _refusal(what, member, f"{where}: {first['msg']}", _AS_PREPARED) from None
+    except (ValueError, OverflowError, RecursionError, RingweaveError) as error:
+        raise _refusal(what, member, str(error) or type(error).__name__, _AS_PREPARED) from None
+
+
+def _refusal(what: str, member: str, got: str, expected: str) -> TrainingError:
+    do = "Run the same ringweave on all workers"
+    return TrainingError(explain(f"{what} of worker {member}", got=got, expected=expected, do=do))

@@ -1,0 +1,63 @@
+import pytest
+
+from ringweave.membership.rules.contact import Contact
+from ringweave.membership.rules.signs import Beat
+
+
+def answered(every_s: float, seconds: float, *, late_s: float = 0.0) -> tuple[Contact, float]:
+    """A contact whose coordinator has answered so often, with looks of its own so late, and when it did last."""
+    contact, now_s = Contact(0.0), 0.0
+    while now_s < seconds:
+        for _ in range(max(1, round(every_s / 0.1))):
+            now_s += 0.1 + late_s
+            contact.look(Beat(), now_s)
+        contact.note_answer(now_s, decides=True)
+    return contact, now_s
+
+
+def test_a_coordinator_that_always_answered_at_once_is_lost_after_a_second() -> None:
+    contact, now_s = answered(0.2, 10.0)
+    assert [round(contact.left_s(now_s + after_s), 6) for after_s in (0.0, 0.4, 0.9, 1.0)] == [0.9, 0.5, 0.0, 0.0]
+
+
+def test_one_that_takes_its_time_has_more() -> None:
+    contact, now_s = answered(0.6, 10.0)
+    assert contact.left_s(now_s + 1.75) > 0
+    assert contact.left_s(now_s + 1.85) == 0
+
+
+def test_one_that_nothing_is_known_of_has_three_seconds() -> None:
+    contact = Contact(0.0)
+    assert contact.left_s(2.9) > 0
+    assert contact.left_s(3.1) == 0
+
+
+def test_who_gets_the_processor_late_itself_blames_nobody() -> None:
+    quick, now_s = answered(0.2, 10.0)
+    quick.look(Beat(), now_s + 1.1)
+    assert quick.left_s(now_s + 1.1) > 0, "the answer may have been there for long"
+    busy, now_s = answered(0.2, 10.0, late_s=0.3)
+    assert busy.patience_s == pytest.approx(3 * 0.8 + 4 * 0.25)
+
+
+def test_another_coordinator_is_not_blamed_for_the_silence_of_the_one_before() -> None:
+    contact, now_s = answered(0.2, 10.0)
+    contact.begin(now_s + 5.0)
+    assert contact.left_s(now_s + 5.8) > 0
+    contact.note_answer(now_s + 5.8, decides=False)
+    assert contact.lost_s(now_s + 6.0) == pytest.approx(6.0), "since one that decides was heard of"
+
+
+def test_how_long_training_has_stood_still_is_counted_while_it_waits() -> None:
+    contact = Contact(0.0)
+    said = [
+        contact.look(Beat(progress=progress, is_waiting=is_waiting), now_s).still_s
+        for now_s, progress, is_waiting in [
+            (1.0, 7, True),
+            (2.0, 7, True),
+            (3.0, 8, True),
+            (4.5, 8, True),
+            (5.0, 8, False),
+        ]
+    ]
+    assert said == [0.0, 1.0, 0.0, 1.5, 0.0]

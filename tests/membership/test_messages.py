@@ -1,0 +1,40 @@
+"""What members say, read by a coordinator: bounds that no honest member meets."""
+
+import math
+
+import pydantic
+import pytest
+
+from ringweave.membership.messages import MAX_LAYOUT, MAX_NOTE, MAX_TESTAMENT, Enter, Heartbeat, Stand
+from ringweave.membership.rules.electing import Rejoining
+from ringweave.membership.rules.records import Decree, Standing
+from ringweave.membership.rules.signs import Beat
+
+SHORT = Standing(member="0.0")
+
+
+@pytest.mark.parametrize(("what", "most"), [("note", MAX_NOTE), ("layout", MAX_LAYOUT), ("testament", MAX_TESTAMENT)])
+def test_long_texts_are_refused_wherever_they_stand(what: str, most: int) -> None:
+    long = Standing(member="0.0", **{what: "x" * (most + 1)})
+    rejoinings = (
+        Rejoining(standing=long, decree=None),
+        Rejoining(standing=SHORT, decree=Decree(ballot=(1, 1), standings=(SHORT, long))),
+        Rejoining(standing=SHORT, decree=Decree(ballot=(1, 1), standings=(SHORT,), finished=(long,))),
+    )
+    expected = f"a {what} of {most + 1} characters, expected at most {most}"
+    with pytest.raises(pydantic.ValidationError, match=expected):
+        Stand(ballot=(1, 1), standing=long)
+    for rejoining in rejoinings:
+        with pytest.raises(pydantic.ValidationError, match=expected):
+            Enter(rejoining=rejoining)
+    assert Enter(rejoining=Rejoining(standing=SHORT, decree=None)).rejoining is not None
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf])
+def test_times_that_are_none_are_refused(seconds: float) -> None:
+    for what in ("lost_s", "patience_s"):
+        with pytest.raises(pydantic.ValidationError, match=f"{what} of {seconds}, expected seconds"):
+            Enter(rejoining=Rejoining(standing=SHORT, decree=None, **{what: seconds}))
+    for what in ("cpu_s", "still_s"):
+        with pytest.raises(pydantic.ValidationError, match=f"{what} of {seconds}, expected seconds"):
+            Heartbeat(beat=Beat(**{what: seconds}))
