@@ -42,7 +42,7 @@ class ParameterService:
 
         Args:
             replica: Knows whether this server leads, and tells the standby; None means that there is none.
-            num_peers: Connections of rings that stand, for the counts.
+            num_peers: Workers that are connected, for the counts.
             clock: Gives seconds.
         """
         self.counts = Counts()
