@@ -29,8 +29,8 @@ class Claims:
             LeadershipError: The folder cannot be read.
         """
         try:
-            paths = sorted(self._folder.glob("claim-*.json"))
-            return _read(paths[-1]) if paths else None
+            names = [each.name for each in self._folder.iterdir() if each.match("claim-*.json")]
+            return _read(self._folder / max(names)) if names else None
         except (OSError, ValueError, TypeError, KeyError) as cause:
             raise self._refusal(cause) from cause
 

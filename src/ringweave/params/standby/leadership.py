@@ -307,10 +307,12 @@ class Leadership:
         """
         for _ in range(_TRIES):
             newest = self._claims.newest()
-            claim = self._succession.alone(newest) if newest is not None else None
-            if newest is None or claim is None:
-                taken = f"server {newest.leader} took over in term {newest.term}" if newest else "claims were lost"
-                self.deposed = f"one that stood still or was cut off, while {taken}"
+            if newest is None:
+                raise _refusal("one whose register has lost all claims", "one that can look who leads")
+            claim = self._succession.alone(newest)
+            if claim is None:
+                taken = f"server {newest.leader} leads without it in term {newest.term}"
+                self.deposed = f"one that died, stood still or was cut off: {taken}"
                 return
             if not self._should_go_on() or self._claim(claim, why):
                 return
