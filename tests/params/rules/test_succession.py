@@ -214,7 +214,7 @@ MOVES = st.tuples(
 
 
 @settings(max_examples=effort.share_of(800))
-@given(st.lists(MOVES, max_size=60))
+@given(st.lists(MOVES, min_size=20, max_size=60))
 def test_whoever_may_go_on_has_all_that_was_acknowledged(moves):
     world = World()
     for push, (what, own) in enumerate(moves):

@@ -78,11 +78,12 @@ def move(world: World, register: Register, what: str, own: int, push: int) -> No
 
 
 @settings(max_examples=effort.share_of(1000))
-@given(st.lists(MOVES, max_size=60))
+@given(st.lists(MOVES, min_size=20, max_size=60))
 def test_whoever_may_go_on_has_all_that_was_acknowledged(moves: list[tuple[str, int]]) -> None:
     register = Register()
     world = World(register)
     try:
+        world.join(1)
         for number, (what, own) in enumerate(moves):
             move(world, register, what, own, number + 2)
             world.check(register.claims[-1])

@@ -24,20 +24,24 @@ class Hearing:
         self._audience, self._lock = Audience(_FRESH_PER_LEASE * lease_s), threading.Lock()
         self._rings: frozenset[int] = frozenset()
         self._received: dict[tuple[wire.Identity, str], float] = {}
+        self._looked_s = clock()
         self._heard_s: dict[wire.Identity, float] = {}
 
     def hear(self, peers: Sequence[PeerStatus], service: ParameterService) -> None:
-        """Look at all connections; again and again."""
+        """Look at all connections, again and again. What is new may have come just after the last look."""
         rings = service.attendance.expected()
         job, now_s = service.job, self._clock()
+        since_s, self._looked_s = self._looked_s, now_s
         received = {(peer.identity, peer.address): peer.traffic["bytes_received"] for peer in peers}
         with self._lock:
             self._rings = frozenset(rings)
             for (peer, address), num_bytes in received.items():
                 if peer.role == "worker" and num_bytes > self._received.get((peer, address), 0):
                     ring = ring_of(job, peer) if job else None
-                    self._heard_s[peer] = now_s
-                    self._audience.heard(-1 if ring is None else ring, now_s, is_elsewhere=self._is_elsewhere(address))
+                    self._heard_s[peer] = since_s
+                    self._audience.heard(
+                        -1 if ring is None else ring, since_s, is_elsewhere=self._is_elsewhere(address)
+                    )
             self._received = received
 
     def reach(self) -> Reach:

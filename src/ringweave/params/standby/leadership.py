@@ -27,8 +27,6 @@ from ringweave.wire.states import Shelf
 STATE = "server"
 """Name under which the leader offers its state."""
 _RENEW_PER_LEASE = 5
-_TRIES = 3
-"""Claims that a server makes in a row, where each comes after one of its own that it did not know to be registered."""
 
 
 class Model(Protocol):
@@ -98,6 +96,11 @@ class Leadership:
     def answers(self) -> bool:
         """Whether it leads, and may say so: it has a standby that it hears, or has claimed to go on alone."""
         return self.leads and self._succession.has_lease(self._clock())
+
+    @property
+    def waits(self) -> bool:
+        """Whether it leads, has lost its standby, and may not go on alone yet."""
+        return self.leads and self._link is None and not self.answers
 
     @property
     def follows(self) -> bool:
@@ -214,7 +217,7 @@ class Leadership:
                 self._is_other_gone = is_gone
                 self._settle("the leader is gone" if is_gone else "the leader is silent")
                 return self.leads
-            if self.leads and self._link is None and not self.answers:
+            if self.waits:
                 self._settle(self._parted)
         return False
 
@@ -233,13 +236,12 @@ class Leadership:
                     self._join(link)
                 self.check()
         except BaseException:
-            with self._changed:
-                self._parted, self._is_other_gone = "the standby was not taken in", True
             link.close()
             raise
 
     def _join(self, link: Link) -> None:
         """The standby has everything. With the lock held."""
+        self._parted, self._is_other_gone = "the standby was not taken in", True  # if the claim fails
         if not self._claim(self._succession.joined(1 - self._succession.own), "a standby has everything"):
             raise _refusal("one that is not sure of its own claims", "one that can take a standby in")
         self._link, self._asked_s = link, None
@@ -305,18 +307,15 @@ class Leadership:
         Raises:
             LeadershipError: The register cannot be used.
         """
-        for _ in range(_TRIES):
-            newest = self._claims.newest()
-            if newest is None:
-                raise _refusal("one whose register has lost all claims", "one that can look who leads")
-            claim = self._succession.alone(newest)
-            if claim is None:
-                taken = f"server {newest.leader} leads without it in term {newest.term}"
-                self.deposed = f"one that died, stood still or was cut off: {taken}"
-                return
-            if not self._should_go_on() or self._claim(claim, why):
-                return
-        self.deposed = "one that came too late: the other server has gone on without it"
+        newest = self._claims.newest()
+        if newest is None:
+            raise _refusal("one whose register has lost all claims", "one that can look who leads")
+        claim = self._succession.alone(newest)
+        if claim is None:
+            taken = f"server {newest.leader} leads without it in term {newest.term}"
+            self.deposed = f"one that died, stood still or was cut off: {taken}"
+        elif self._should_go_on() and not self._claim(claim, why):
+            self.deposed = "one that came too late: the other server has gone on without it"
 
     def _should_go_on(self) -> bool:
         """Whether that is better than to leave it to the other one. With the lock held."""

@@ -73,7 +73,7 @@ class Pair:
                 service.attendance.take_over(self._hearing.lately(peers))
         except LeadershipError as error:  # the register cannot be used just now
             said = str(error)
-        if self.leadership.leads and not self.leadership.answers:
+        if self.leadership.waits:
             said = said or "answers nothing: it hears neither its standby nor the rings that it needs to go on alone"
         if said not in ("", self._said):
             print(f"parameter server: {said}", file=sys.stderr, flush=True)
