@@ -148,12 +148,16 @@ def lost_pushes(steps: Mapping[str, Sequence[Done]]) -> int:
 class Run:
     """The job, and who is in it now."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path, *, flags: Sequence[str] = ()) -> None:
-        """`flags` are further ones of `ringweave run`."""
+    def __init__(
+        self, options: argparse.Namespace, folder: Path, *, flags: Sequence[str] = (), place: Sequence[str] = ()
+    ) -> None:
+        """`flags` are further ones of `ringweave run`; `place` is the command without them, if it is not that one."""
         self._folder = folder
         self.checks = folder / "checks"
-        command = ["ringweave", "run", "--elastic", f"1:{options.workers}", "--workers", str(options.workers)]
+        command = [*(place or ["ringweave", "run", "--workers", str(options.workers)])]
         command += [
+            "--elastic",
+            f"1:{options.workers}",
             "--mode",
             "ps-hra",
             *flags,

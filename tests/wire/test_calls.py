@@ -262,6 +262,32 @@ def test_a_dead_client_cancels_its_calls(authority: wire.Authority) -> None:
         wait_until(lambda: not server.peers())
 
 
+def test_the_end_of_a_peer_with_two_connections_is_told_once_while_its_calls_are_in_the_making(
+    authority: wire.Authority,
+) -> None:
+    entered, done, gone = threading.Semaphore(0), threading.Event(), []
+
+    def stubborn(call: wire.Call) -> wire.Done:
+        entered.release()
+        done.wait(60)
+        return wire.Done()
+
+    handler = wire.Handler(message=Wait, handle=stubborn)
+    with serving(trust(authority, "server", "0"), handler, hung_up=gone.append) as server:
+        worker = trust(authority, "worker", "0")
+        clients = [connect(server, worker) for _ in range(2)]
+        for client in clients:
+            client.start(Wait(), timeout_s=60)
+            assert entered.acquire(timeout=60)
+        for client in clients:
+            client.hang_up()
+        wait_until(lambda: gone)
+        assert gone == [worker.identity]
+        done.set()
+        wait_until(lambda: not server.peers())
+    assert gone == [worker.identity]
+
+
 def test_closing_a_server_lets_calls_finish_and_tells_the_peers(authority: wire.Authority) -> None:
     gate = Gate()
     with serving(trust(authority, "server", "0"), gate.handler) as server:

@@ -271,7 +271,7 @@ class Status(wire.Message):
     received_bytes: Count
     sent_bytes: Count
     most_peers: Count
-    """Most connections at once that belonged to rings."""
+    """Most workers that were connected at once: one for each ring."""
     train_steps: float = pydantic.Field(ge=0, allow_inf_nan=False)
     """Of all rings together: samples pushed, in steps of synchronous training."""
     memory_bytes: Count

@@ -281,7 +281,7 @@ KINDS: Mapping[str, Kind] = {
             "repeats": "pushes that came again and were not applied again",
             "received_bytes": "bytes of pushes received, without frames and encryption",
             "sent_bytes": "bytes of parameters sent, likewise",
-            "most_peers": "most connections that stood at once",
+            "most_peers": "most workers that were connected at once",
             "train_steps": "samples pushed, in steps of synchronous training",
             "memory_bytes": "bytes of tensors held, and of memory that they are received into and sent from",
         },

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,17 +23,42 @@ LIMIT_S = 600.0
 """For servers to start: a process that loads torch takes minutes where dozens of others do so, too."""
 
 
+class Network:
+    """Where servers and rings are: on this machine, all of them."""
+
+    def host(self, index: int) -> str:
+        """Address of a server."""
+        del index
+        return "127.0.0.1"
+
+    def command(self, index: int, argv: list[str]) -> list[str]:
+        """The command line that starts a server."""
+        del index
+        return argv
+
+    def connect(self, ring: int, connect: Callable[[], wire.Client]) -> wire.Client:
+        """Connect from where that ring is."""
+        del ring
+        return connect()
+
+
 class PairOfServers:
     """What `ringweave run` does with servers: starts two, and starts again, by `look`, those that have ended."""
 
     def __init__(
-        self, folder: Path, num_rings: int, *, lease_s: float = 60.0, authority: wire.Authority | None = None
+        self,
+        folder: Path,
+        num_rings: int,
+        *,
+        lease_s: float = 60.0,
+        authority: wire.Authority | None = None,
+        network: Network | None = None,
     ) -> None:
         """`lease_s` is long unless silence is what is tried: a busy machine is silent for seconds.
 
-        `authority` is the job's, if it has one already.
+        `authority` is the job's, if it has one already. `network` is where all of them are; None: on this machine.
         """
-        self._folder, self._lease_s = folder, lease_s
+        self._folder, self._lease_s, self._network = folder, lease_s, network or Network()
         self._authority = authority or wire.Authority("test")
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         self._ports = _two_free_ports()
@@ -54,7 +80,7 @@ class PairOfServers:
     @property
     def address(self) -> str:
         """For workers: `host:port` of both, with a comma between."""
-        return ",".join(f"127.0.0.1:{port}" for port in self._ports)
+        return ",".join(self._address(index) for index in range(2))
 
     def look(self) -> None:
         """Start again what has ended."""
@@ -74,7 +100,8 @@ class PairOfServers:
     def connect(self, index: int, ring: int) -> wire.Client:
         """A connection of that ring to that server."""
         trust = wire.Tls(wire.Credentials.load(self._trust["worker", str(ring)]))
-        return wire.Client.connect("127.0.0.1", self._ports[index], trust, role="server")
+        host, port = self._network.host(index), self._ports[index]
+        return self._network.connect(ring, lambda: wire.Client.connect(host, port, trust, role="server"))
 
     def entered(self, index: int) -> Entered | None:
         """What that server says of itself; None if it does not answer."""
@@ -97,12 +124,16 @@ class PairOfServers:
             time.sleep(_LOOK_S)
         raise TimeoutError(f"no server leads. {self.said()}")
 
+    def newest(self) -> Claim | None:
+        """The newest claim."""
+        return Claims(self._folder / "claims").newest()
+
     def wait_claim(self, num_members: int | None = None, *, after: int = -1) -> Claim:
         """The newest claim, once that comes after another one and names so many members; meanwhile `look`."""
         deadline_s = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline_s:
             self.look()
-            newest = Claims(self._folder / "claims").newest()
+            newest = self.newest()
             if newest is not None and newest.number > after and num_members in (None, len(newest.members)):
                 return newest
             time.sleep(_LOOK_S)
@@ -129,13 +160,17 @@ class PairOfServers:
         return path
 
     def _start(self, index: int) -> "subprocess.Popen[bytes]":
-        argv = [sys.executable, "-m", "ringweave.params.serving.main", "--host", "127.0.0.1"]
+        argv = [sys.executable, "-m", "ringweave.params.serving.main", "--host", self._network.host(index)]
         argv += ["--port", str(self._ports[index]), "--credentials", str(self._trust["server", str(index)])]
-        argv += ["--other", f"127.0.0.1:{self._ports[1 - index]}", "--index", str(index)]
+        argv += ["--other", self._address(1 - index), "--index", str(index)]
         argv += ["--claims", str(self._folder / "claims"), "--lease-s", str(self._lease_s)]
         argv += ["--run-dir", str(self._folder), "--node", "here"]
         with (self._folder / "logs" / f"server-{index}.log").open("ab") as output:
-            return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+            command = self._network.command(index, argv)
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+
+    def _address(self, index: int) -> str:
+        return f"{self._network.host(index)}:{self._ports[index]}"
 
 
 def _two_free_ports() -> list[int]:

@@ -191,7 +191,8 @@ class Server:
     def _note_end(self, session: Session) -> None:
         """Say so if that was all that there was of the peer."""
         with self._lock:
-            has_others = any(other.peer == session.peer for other in self._sessions if other is not session)
+            session.has_ended = True
+            has_others = any(other.peer == session.peer and not other.has_ended for other in self._sessions)
         if session.channel.is_hung_up and not has_others and not self._closing.is_set():
             self._hung_up(session.peer)
 

@@ -41,6 +41,8 @@ class Session:
     ) -> None:
         self.channel = channel
         self.peer = peer
+        self.has_ended = False
+        """The server knows of its end; calls may still be in the making."""
         self._handlers = handlers
         self._budget = budget
         self._complain = complain

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringweave.params.rules.audience import Reach
 from ringweave.params.rules.succession import Claim, Succession
 from tests import effort
 
@@ -60,6 +61,56 @@ def test_who_is_no_member_may_not_go_on():
     assert standby.alone(claim) == Claim(number=2, term=1, leader=1, members=(1,))
 
 
+def test_who_cannot_tell_the_other_one_anything_answers_nothing_before_its_next_claim():
+    leader = joined()
+    leader.heard(1.0)
+    leader.lost()
+    assert not leader.has_lease(1.0)
+    leader.heard(1.5)  # what was still on its way
+    assert not leader.has_lease(1.5)
+    assert leader.claim is not None
+    alone = leader.alone(leader.claim)
+    assert alone is not None
+    leader.claiming()
+    assert not leader.has_lease(1.5)
+    leader.hold(alone, 1.5)
+    assert leader.has_lease(100.0)
+
+
+def test_who_does_not_know_whether_its_claim_is_registered_answers_nothing():
+    leader = Succession(0, lease_s=LEASE_S)
+    leader.hold(leader.first(), 0.0)
+    leader.claiming()  # to take the other one in: the register failed halfway
+    assert not leader.has_lease(0.0)
+
+
+def test_rings_tell_who_should_go_on():
+    leader = joined()
+    claim = leader.claim
+    assert claim is not None
+    standby = Succession(1, lease_s=LEASE_S)
+    standby.hold(claim, 0.0)
+
+    def first_s(server: Succession, reach: Reach, *, is_other_gone: bool = False) -> float | None:
+        times = (0.125 * number for number in range(1, 200))
+        found = (at_s for at_s in times if server.should_go_on(at_s, reach, is_other_gone=is_other_gone))
+        return next(found, None)
+
+    assert first_s(leader, Reach.MOST) == LEASE_S
+    assert first_s(standby, Reach.MOST) == LEASE_S * 1.25
+    doubting = [first_s(server, Reach.SOME) for server in (leader, standby)]
+    assert doubting == [LEASE_S * 3 + 0.125, LEASE_S * 3.75 + 0.125]
+    for server in (leader, standby):
+        assert first_s(server, Reach.NOBODY) is None
+        assert first_s(server, Reach.NOBODY, is_other_gone=True) is None
+        assert first_s(server, Reach.SOME, is_other_gone=True) == 0.125
+        assert first_s(server, Reach.MOST, is_other_gone=True) == 0.125
+
+
+class RegisterFailsError(Exception):
+    """Whether the claim is in it is not known."""
+
+
 @dataclass
 class Server:
     """One server of the world below: what it has applied, and what it believes."""
@@ -69,40 +120,57 @@ class Server:
     log: list[int] = field(default_factory=list)
     has_link: bool = False
     is_deposed: bool = False
-    begun: tuple[str, int] | None = None
-    """A claim that it has decided on and not registered yet."""
 
 
 class World:
-    """Servers that do what `standby.leadership` does, one move after the other."""
+    """Servers that do what `standby.leadership` does, one move after the other; whom rings hear is left to chance."""
 
     def __init__(self) -> None:
         self.register: list[Claim] = []
+        self.failing = ""
         self.servers = [Server(own=own, succession=Succession(own, lease_s=LEASE_S)) for own in (0, 1)]
         self.acknowledged: list[int] = []
         self._claim(self.servers[0], self.servers[0].succession.first())
 
     def _claim(self, server: Server, claim: Claim) -> None:
+        """Register it; who fails finds out later."""
+        server.succession.claiming()
+        if self.failing == "before":
+            raise RegisterFailsError
         if claim.number == len(self.register):
             self.register.append(claim)
+        if self.failing == "after":
+            raise RegisterFailsError
+        if self.register[claim.number] == claim:
             server.succession.hold(claim, 0.0)
-        else:
-            server.is_deposed = True
 
     def move(self, what: str, own: int, push: int) -> None:
         server, other = self.servers[own], self.servers[1 - own]
         leads = server.succession.leads and not server.is_deposed
-        if what == "restart":
+        if what in FAILURES:
+            self.failing = FAILURES[what]
+        elif what == "restart":
             self.servers[own] = Server(own=own, succession=Succession(own, lease_s=LEASE_S))
         elif what == "join" and leads and other.succession.claim is None:
-            other.log = list(server.log)
-            other.succession.hold(self.register[-1], 0.0)
-            self._claim(server, server.succession.joined(other.own))
-            server.has_link = not server.is_deposed
+            self._join(server, other)
         elif what in ("push", "push lost") and leads:
             self._push(server, other, push, is_lost=what == "push lost")
         elif what == "silence" and server.succession.claim is not None and not server.is_deposed:
-            self._go_on(server)
+            self._part(server)
+            self._settle(server)
+
+    def _join(self, server: Server, other: Server) -> None:
+        self._part(server)
+        self._settle(server)
+        if server.is_deposed or not server.succession.has_lease(0.0):
+            return
+        other.log = list(server.log)
+        other.succession.hold(self.register[-1], 0.0)
+        try:
+            self._claim(server, server.succession.joined(other.own))
+        except RegisterFailsError:
+            return
+        server.has_link = len(server.succession.claim.members) == 2 if server.succession.claim else False
 
     def _push(self, server: Server, other: Server, push: int, *, is_lost: bool) -> None:
         if server.has_link:
@@ -110,28 +178,43 @@ class World:
             if follows:
                 other.log.append(push)
             if is_lost or not follows:  # the standby may have it: that is not known
-                server.has_link = False
-                self._go_on(server)
-        if server.succession.leads and not server.is_deposed:
+                self._part(server)
+        if not server.succession.has_lease(0.0):
+            self._settle(server)
+        if server.succession.leads and not server.is_deposed and server.succession.has_lease(0.0):
             server.log.append(push)
             self.acknowledged.append(push)
 
-    def _go_on(self, server: Server) -> None:
-        server.has_link = False
-        claim = server.succession.alone(self.register[-1])
-        if claim is None:
-            server.is_deposed = True
-        else:
-            self._claim(server, claim)
+    def _part(self, server: Server) -> None:
+        if server.has_link:
+            server.has_link = False
+            server.succession.lost()
+
+    def _settle(self, server: Server) -> None:
+        if server.succession.leads and server.succession.has_lease(0.0):
+            return
+        for _ in range(3):
+            claim = server.succession.alone(self.register[-1])
+            if claim is None:
+                server.is_deposed = True
+                return
+            try:
+                self._claim(server, claim)
+            except RegisterFailsError:
+                return
+            if server.succession.leads and server.succession.has_lease(0.0):
+                return
 
 
+FAILURES = {"register fails": "before", "register fails late": "after", "register is repaired": ""}
 MOVES = st.tuples(
-    st.sampled_from(["join", "join", "push", "push", "push lost", "silence", "restart"]), st.integers(0, 1)
+    st.sampled_from(["join", "join", "push", "push", "push lost", "silence", "restart", *FAILURES]),
+    st.integers(0, 1),
 )
 
 
 @settings(max_examples=effort.share_of(800))
-@given(st.lists(MOVES, max_size=60))
+@given(st.lists(MOVES, min_size=20, max_size=60))
 def test_whoever_may_go_on_has_all_that_was_acknowledged(moves):
     world = World()
     for push, (what, own) in enumerate(moves):
@@ -142,6 +225,6 @@ def test_whoever_may_go_on_has_all_that_was_acknowledged(moves):
             if server.succession.claim is None or server.is_deposed:
                 continue  # it has died, and knows that it has nothing
             assert set(world.acknowledged) <= set(server.log)
-        able = [each.own for each in world.servers if each.succession.leads and not each.is_deposed]
-        # One that was stopped and does not know it: it has a standby to ask first, which refuses.
-        assert all(world.servers[each].has_link for each in able if newest.leader != each)
+        able = [each for each in world.servers if each.succession.leads and not each.is_deposed]
+        # One that was stopped and does not know it: it asks its standby first, which refuses, or the register.
+        assert all(each.has_link or not each.succession.has_lease(0.0) for each in able if newest.leader != each.own)

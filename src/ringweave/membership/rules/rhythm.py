@@ -4,8 +4,8 @@ from collections import deque
 from dataclasses import dataclass
 
 BEAT_S = 0.25
-"""From one heartbeat to the next. Each takes a millisecond of a processor that a train step may be waiting for; nobody is
-missed before 1.2 s."""
+"""From one heartbeat to the next. Each takes a millisecond of a processor that a train step may be waiting for; nobody
+is missed before 1.2 s."""
 _DECAY = 0.997
 """Of the longest gap, with each that follows: of heartbeats it is half forgotten after a minute. A machine that was
 busy will be so again."""

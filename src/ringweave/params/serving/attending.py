@@ -47,7 +47,7 @@ class Attendance:
         """A process has hung up without a goodbye: its ring forms anew, or is dead; nobody waits for it meanwhile."""
         with self._desk.changed:
             job = self._desk.job
-            ring = _ring_of(job, peer) if job and peer.role == "worker" else None
+            ring = ring_of(job, peer) if job and peer.role == "worker" else None
             if job is None or ring is None or ring in job.gone:
                 return
             job.ledger.pause(ring)
@@ -65,12 +65,18 @@ class Attendance:
             job = self._desk.job
             if job is None:
                 return
-            here = {_ring_of(job, peer) for peer in connected if peer.role == "worker"} - job.away_s.keys()
+            here = {ring_of(job, peer) for peer in connected if peer.role == "worker"} - job.away_s.keys()
             for ring in set(range(len(job.setup.rings))) - here - job.gone:
                 job.ledger.pause(ring)
                 job.tickets.away(ring)
                 job.away_s[ring] = self._clock()
             self._desk.changed.notify_all()
+
+    def expected(self) -> set[int]:
+        """Rings that are there, as far as is known; none before the job has begun."""
+        with self._desk.changed:
+            job = self._desk.job
+            return set(range(len(job.setup.rings))) - job.gone - job.away_s.keys() if job else set()
 
     def _pause(self, call: Call) -> Done:
         pause: Pause = call.message
@@ -170,6 +176,7 @@ def slot_of(name: str) -> int:
     return int(slot) if slot.isdecimal() else -1
 
 
-def _ring_of(job: Job, peer: Identity) -> int | None:
+def ring_of(job: Job, peer: Identity) -> int | None:
+    """The ring that a worker belongs to; None if none does."""
     slot = slot_of(peer.name)
     return next((index for index, each in enumerate(job.setup.rings) if slot in each), None)

@@ -57,7 +57,7 @@ class Process:
         self.pair = Pair(asked, trust, self._note_claim) if asked.other else None
         replica = self.pair.leadership if self.pair else Alone(asked.term)
         self.service = ParameterService(
-            replica=replica, num_peers=self._num_rings, shelf=self.pair.leadership.shelf if self.pair else None
+            replica=replica, num_peers=self._num_workers, shelf=self.pair.leadership.shelf if self.pair else None
         )
         if asked.resume:
             self.service.resume(snapshots.load(asked.resume))
@@ -82,8 +82,8 @@ class Process:
                 self.pair.begin(self.service, self._stop)
             counted_s = saved_s = time.monotonic()
             while not self._stop.wait(_TICK_S) and not self.service.is_done:
-                if self.pair and self.pair.tick(is_other_connected=self._num_of("server") > 0):
-                    self.service.attendance.take_over([peer.identity for peer in self.server.peers()])
+                if self.pair:
+                    self.pair.tick(self.server.peers(), self.service)
                 now_s = time.monotonic()
                 if now_s - counted_s >= _COUNT_EVERY_S and self.service.version:
                     counted_s = now_s
@@ -99,11 +99,9 @@ class Process:
     def _leads(self) -> bool:
         return self.pair is None or self.pair.leadership.leads
 
-    def _num_rings(self) -> int:
-        return self._num_of("worker")
-
-    def _num_of(self, role: str) -> int:
-        return sum(peer.identity.role == role for peer in self.server.peers())
+    def _num_workers(self) -> int:
+        """That are connected. Where there is a standby each has a second connection, to show that it is there."""
+        return len({peer.identity for peer in self.server.peers() if peer.identity.role == "worker"})
 
     def _note_claim(self, claim: Claim, why: str) -> None:
         others = "with a standby" if len(claim.members) > 1 else "alone"

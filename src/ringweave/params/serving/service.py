@@ -45,7 +45,7 @@ class ParameterService:
 
         Args:
             replica: Knows whether this server leads, and tells the standby; None means that there is none.
-            num_peers: Connections of rings that stand, for the counts.
+            num_peers: Workers that are connected, for the counts.
             clock: Gives seconds.
             shelf: Where state can be read; None makes one.
         """

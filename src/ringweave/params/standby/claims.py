@@ -29,31 +29,28 @@ class Claims:
             LeadershipError: The folder cannot be read.
         """
         try:
-            paths = sorted(self._folder.glob("claim-*.json"))
-            if not paths:
-                return None
-            found = json.loads(paths[-1].read_text(encoding="ascii"))
-            members = tuple(found["members"])
-            return Claim(number=found["number"], term=found["term"], leader=found["leader"], members=members)
+            names = [each.name for each in self._folder.iterdir() if each.match("claim-*.json")]
+            return _read(self._folder / max(names)) if names else None
         except (OSError, ValueError, TypeError, KeyError) as cause:
             raise self._refusal(cause) from cause
 
     def make(self, claim: Claim) -> bool:
-        """Register it; False if there is one of that number already.
+        """Register it; False if there is another one of that number already.
 
         Raises:
             LeadershipError: The folder cannot be written. Whether it is registered is not known then.
         """
         partial = self._folder / f"partial-{os.getpid()}-{claim.leader}-{claim.number}"
+        path = self._folder / f"claim-{claim.number:08d}.json"
         try:
-            partial.write_text(json.dumps(asdict(claim)), encoding="ascii")
             try:
-                os.link(partial, self._folder / f"claim-{claim.number:08d}.json")
+                partial.write_text(json.dumps(asdict(claim)), encoding="ascii")
+                os.link(partial, path)
             except FileExistsError:
-                return False
+                return _read(path) == claim  # by an attempt of which it was not known
             finally:
-                partial.unlink()
-        except OSError as cause:
+                partial.unlink(missing_ok=True)
+        except (OSError, ValueError, TypeError, KeyError) as cause:
             raise self._refusal(cause) from cause
         return True
 
@@ -67,3 +64,9 @@ class Claims:
                 where=str(self._folder),
             )
         )
+
+
+def _read(path: Path) -> Claim:
+    found = json.loads(path.read_text(encoding="ascii"))
+    members = tuple(found["members"])
+    return Claim(number=found["number"], term=found["term"], leader=found["leader"], members=members)

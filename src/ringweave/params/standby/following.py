@@ -51,7 +51,7 @@ class Following:
 
     def _enter(self, call: Call) -> Entered:
         del call
-        return Entered(term=self._leadership.term, leads=self._leadership.leads)
+        return Entered(term=self._leadership.term, leads=self._leadership.answers)
 
     def _admit(self, call: Call) -> Done:
         _check_server(call.peer)

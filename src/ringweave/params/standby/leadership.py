@@ -1,11 +1,12 @@
 """One of a job's two servers: knows whether it leads, tells the other what it is about to acknowledge, takes over.
 
 A server begins with nothing. The first one claims to lead; the other asks it for its state, and follows. A leader that
-misses its standby claims to go on alone; a standby that misses its leader claims to lead. Who comes too late with its
-claim is *deposed*: what it has is worth nothing, it acknowledges nothing, and its process ends, to be started again
-with nothing.
+misses its standby claims to go on alone; a standby that misses its leader claims to lead; either does so once rings
+show that they need it, and answers nothing before. Who comes too late with its claim is *deposed*: what it has is worth
+nothing, it acknowledges nothing, and its process ends, to be started again with nothing.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,8 +14,9 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from ringweave import wire
-from ringweave.errors import LeadershipError, WireError, explain
+from ringweave.errors import DeadlineError, LeadershipError, WireError, explain
 from ringweave.params.messages import Push
+from ringweave.params.rules.audience import Reach
 from ringweave.params.rules.succession import LEASE_S, Claim, Succession
 from ringweave.params.serving.replicas import Fact
 from ringweave.params.standby.claims import Claims
@@ -45,6 +47,7 @@ class Leadership:
         connect: Callable[[], wire.Client],
         *,
         lease_s: float = LEASE_S,
+        reach: Callable[[], Reach] = lambda: Reach.MOST,
         clock: Callable[[], float] = time.monotonic,
         note: Callable[[Claim, str], object] = lambda claim, why: None,
     ) -> None:
@@ -55,15 +58,19 @@ class Leadership:
             claims: The register.
             connect: Connects to the other one.
             lease_s: Silence of the other one that is too long.
+            reach: Tells which rings are heard now.
             clock: Gives seconds.
             note: Is told of the claims that this server makes, and why.
         """
         self.shelf = Shelf()
         self._succession = Succession(own, lease_s=lease_s)
         self._claims, self._connect, self._clock, self._note = claims, connect, clock, note
-        self._lease_s = lease_s
+        self._lease_s, self._reach = lease_s, reach
         self._changed = threading.Condition()
         self._link: Link | None = None
+        self._parted = ""
+        self._is_other_gone = False
+        self._asked_s: float | None = None
         self._is_admitting = False
         self._model: Model | None = None
         self.deposed = ""
@@ -86,14 +93,19 @@ class Leadership:
         return self._succession.leads and not self.deposed
 
     @property
+    def answers(self) -> bool:
+        """Whether it leads, and may say so: it has a standby that it hears, or has claimed to go on alone."""
+        return self.leads and self._succession.has_lease(self._clock())
+
+    @property
+    def waits(self) -> bool:
+        """Whether it leads, has lost its standby, and may not go on alone yet."""
+        return self.leads and self._link is None and not self.answers
+
+    @property
     def follows(self) -> bool:
         """Whether it has all that another one leads with."""
         return self._succession.claim is not None and not self._succession.leads and not self.deposed
-
-    @property
-    def has_standby(self) -> bool:
-        """Whether another one has all that this one leads with."""
-        return self._link is not None
 
     @property
     def term(self) -> int:
@@ -114,13 +126,16 @@ class Leadership:
         """Make sure that this server leads at this moment.
 
         Raises:
-            LeadershipError: It does not.
+            LeadershipError: It does not, or may not answer now, or the register cannot be used.
         """
         with self._changed:
             if self.leads and not self._succession.has_lease(self._clock()):
-                self._look()
+                self._part("the standby is silent", is_gone=False)
+                self._settle(self._parted)
+                if self.leads and not self._succession.has_lease(self._clock()):
+                    raise _refusal("one that hears neither its standby nor the rings that it needs to go on alone")
             if not self.leads:
-                raise _refusal(self.deposed or "a standby", "the server that leads")
+                raise _refusal(self.deposed or "a standby")
 
     def started(self) -> None:
         """See Replica."""
@@ -152,11 +167,13 @@ class Leadership:
             LeadershipError: This server does not lead.
             WireError: The other one was lost meanwhile.
         """
+        with self._changed:
+            self._asked_s = self._clock()
+            if self._link is not None:
+                self._part("the standby is lost", is_gone=True)
         self.check()
-        link, model = self._link, self._model
+        model = self._model
         assert model is not None, "begun"
-        if link is not None:  # it has died and come back
-            self._lose(link)
         with self._changed:
             if self._is_admitting:
                 raise _refusal("one that takes a standby in already", "one that is free")
@@ -188,13 +205,20 @@ class Leadership:
             self._succession.heard(self._clock())
 
     def tick(self, *, is_leader_connected: bool) -> bool:
-        """Time has passed: take over if the leader is gone or silent; whether this server has, just now."""
+        """Time has passed: go on without the other one if it is gone or silent; whether this server has taken over.
+
+        Raises:
+            LeadershipError: The register cannot be used.
+        """
         with self._changed:
-            now_s = self._clock()
-            is_silent = self._succession.is_silent(now_s)
-            if self.follows and (is_silent or not is_leader_connected):
-                self._go_on("the leader is silent" if is_leader_connected else "the leader is gone")
+            is_silent = self._succession.is_silent(self._clock())
+            is_gone = self._is_asked or not is_leader_connected
+            if self.follows and (is_silent or is_gone):
+                self._is_other_gone = is_gone
+                self._settle("the leader is gone" if is_gone else "the leader is silent")
                 return self.leads
+            if self.waits:
+                self._settle(self._parted)
         return False
 
     def close(self) -> None:
@@ -209,13 +233,18 @@ class Leadership:
                 self.shelf.offer(STATE, {STATE: state})
                 link.tell(Copy())
                 with self._changed:
-                    other = 1 - self._succession.own
-                    self._claim(self._succession.joined(other), "a standby has everything")
-                    self._link = link
+                    self._join(link)
                 self.check()
         except BaseException:
             link.close()
             raise
+
+    def _join(self, link: Link) -> None:
+        """The standby has everything. With the lock held."""
+        self._parted, self._is_other_gone = "the standby was not taken in", True  # if the claim fails
+        if not self._claim(self._succession.joined(1 - self._succession.own), "a standby has everything"):
+            raise _refusal("one that is not sure of its own claims", "one that can take a standby in")
+        self._link, self._asked_s = link, None
 
     def _renew(self, link: Link) -> None:
         """Ask again and again, until the link is closed or lost."""
@@ -223,8 +252,8 @@ class Leadership:
             asked_s = self._clock()
             try:
                 link.renew(self._lease_s)
-            except WireError:
-                self._lose(link)
+            except WireError as error:
+                self._lose(link, error)
                 return
             with self._changed:
                 self._succession.heard(asked_s)
@@ -245,50 +274,70 @@ class Leadership:
             asked_s = self._clock()
             try:
                 link.tell(message, buffers)
-            except WireError:
-                self._lose(link)
+            except WireError as error:
+                self._lose(link, error)
             else:
                 with self._changed:
                     self._succession.heard(asked_s)
         self.check()
 
-    def _lose(self, link: Link) -> None:
+    def _lose(self, link: Link, cause: WireError) -> None:
         """The standby is gone, stands still or refuses: go on alone, or not at all."""
-        link.close()
         with self._changed:
             if self._link is link:
-                self._link = None
-                self._go_on("the standby is lost")
+                self._part("the standby is lost", is_gone=not isinstance(cause, DeadlineError))
+                with contextlib.suppress(LeadershipError):  # `check` says so to whoever wants an answer
+                    self._settle(self._parted)
+                return
+        link.close()
 
-    def _look(self) -> None:
-        """The lease is over: whether another one has taken over is in the register. With the lock held."""
-        newest = self._claims.newest()
-        own = self._succession.claim
-        if own is not None and newest is not None and newest.number > own.number:
-            self.deposed = f"one that stood still, while server {newest.leader} took over in term {newest.term}"
-        elif self._link is not None:
-            link, self._link = self._link, None
+    def _part(self, why: str, *, is_gone: bool) -> None:
+        """Tell the standby nothing any more: from then on it may lack what happens. With the lock held."""
+        link, self._link = self._link, None
+        if link is not None:
+            self._parted, self._is_other_gone = why, is_gone
+            self._succession.lost()
             threading.Thread(target=link.close, daemon=True).start()
-            self._go_on("the standby is silent")
 
-    def _go_on(self, why: str) -> None:
-        """Claim to lead alone. With the lock held."""
+    def _settle(self, why: str) -> None:
+        """Claim to go on without the other one, if it has not gone on without this one and rings want it to.
+
+        With the lock held.
+
+        Raises:
+            LeadershipError: The register cannot be used.
+        """
         newest = self._claims.newest()
-        claim = self._succession.alone(newest) if newest is not None else None
+        if newest is None:
+            raise _refusal("one whose register has lost all claims", "one that can look who leads")
+        claim = self._succession.alone(newest)
         if claim is None:
-            self.deposed = "one that the other server goes on without"
-        else:
-            self._claim(claim, why)
+            taken = f"server {newest.leader} leads without it in term {newest.term}"
+            self.deposed = f"one that died, stood still or was cut off: {taken}"
+        elif self._should_go_on() and not self._claim(claim, why):
+            self.deposed = "one that came too late: the other server has gone on without it"
 
-    def _claim(self, claim: Claim, why: str) -> None:
-        """With the lock held."""
+    def _should_go_on(self) -> bool:
+        """Whether that is better than to leave it to the other one. With the lock held."""
+        reach = Reach.MOST if self._is_asked else self._reach()
+        is_gone = self._is_asked or self._is_other_gone
+        return self._succession.should_go_on(self._clock(), reach, is_other_gone=is_gone)
+
+    @property
+    def _is_asked(self) -> bool:
+        """The other one has just asked to be taken in: it has ended meanwhile, and begins with nothing."""
+        return self._asked_s is not None and self._clock() - self._asked_s < self._lease_s
+
+    def _claim(self, claim: Claim, why: str) -> bool:
+        """Register it; False if there is another one of that number. With the lock held."""
+        self._succession.claiming()
         if self._claims.make(claim):
             self._succession.hold(claim, self._clock())
             self._note(claim, why)
-        else:
-            self.deposed = "one that came too late: the other server has gone on without it"
+            return True
+        return False
 
 
-def _refusal(got: str, expected: str) -> LeadershipError:
+def _refusal(got: str, expected: str = "the server that leads") -> LeadershipError:
     do = "Ask the other server"
     return LeadershipError(explain("parameter server", got=got, expected=expected, do=do))

@@ -3,7 +3,7 @@
 import argparse
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ringweave import wire
 from ringweave.errors import LeadershipError, UsageError, explain
@@ -11,8 +11,9 @@ from ringweave.params.rules.succession import Claim
 from ringweave.params.serving.service import ParameterService
 from ringweave.params.standby.claims import Claims
 from ringweave.params.standby.following import Following, follow_on
+from ringweave.params.standby.hearing import Hearing
 from ringweave.params.standby.leadership import Leadership
-from ringweave.wire import Handler
+from ringweave.wire import Handler, PeerStatus
 
 _CONNECT_S = 1.0
 
@@ -32,8 +33,17 @@ class Pair:
             do = "Give the address of the other server and a folder that both can write to"
             raise UsageError(explain("standby", got=got, expected="--other HOST:PORT and --claims DIR", do=do))
         self._address, self._trust = (host, int(port)), trust
-        self.leadership = Leadership(asked.index, Claims(asked.claims), self._connect, lease_s=asked.lease_s, note=note)
+        self._hearing = Hearing(asked.host, asked.lease_s)
+        self.leadership = Leadership(
+            asked.index,
+            Claims(asked.claims),
+            self._connect,
+            lease_s=asked.lease_s,
+            reach=self._hearing.reach,
+            note=note,
+        )
         self._following: Following | None = None
+        self._said = ""
 
     def handlers(self, service: ParameterService) -> list[Handler]:
         """What the wire's server has to know beside the service's."""
@@ -49,21 +59,28 @@ class Pair:
             target=follow_on, args=(following, self.leadership, stop.wait), name="params following", daemon=True
         ).start()
 
-    def tick(self, *, is_other_connected: bool) -> bool:
-        """Time has passed; whether this server has taken over, just now.
+    def tick(self, peers: Sequence[PeerStatus], service: ParameterService) -> None:
+        """Time has passed: take over, go on alone, or leave it to the other one.
 
         Raises:
             LeadershipError: The other one has gone on without this one, which has to end.
         """
-        has_taken_over = False
+        self._hearing.hear(peers, service)
+        is_connected = any(peer.identity.role == "server" for peer in peers)
+        said = ""
         try:
-            has_taken_over = self.leadership.tick(is_leader_connected=is_other_connected)
+            if self.leadership.tick(is_leader_connected=is_connected):
+                service.attendance.take_over(self._hearing.lately(peers))
         except LeadershipError as error:  # the register cannot be used just now
-            print(f"parameter server: {error}", file=sys.stderr, flush=True)
+            said = str(error)
+        if self.leadership.waits:
+            said = said or "answers nothing: it hears neither its standby nor the rings that it needs to go on alone"
+        if said not in ("", self._said):
+            print(f"parameter server: {said}", file=sys.stderr, flush=True)
+        self._said = said
         if self.leadership.deposed:
             got, do = self.leadership.deposed, "Start it again: it follows the one that leads"
             raise LeadershipError(explain("parameter server", got=got, expected="one that is needed", do=do))
-        return has_taken_over
 
     def _connect(self) -> wire.Client:
         return wire.Client.connect(*self._address, self._trust, role="server", timeout_s=_CONNECT_S)

@@ -1,0 +1,225 @@
+"""Which of two servers may answer, when what they tell each other is lost and the register fails."""
+
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringweave.errors import LeadershipError
+from ringweave.params.rules.audience import Reach
+from ringweave.params.rules.succession import Claim
+from ringweave.params.standby.claims import Claims
+from tests import effort
+from tests.params.standby.worlds import LEASE_S, World
+
+
+class Register:
+    """In memory; fails as it is told to."""
+
+    def __init__(self) -> None:
+        self.claims: list[Claim] = []
+        self.fails = ""
+        """`make`: nothing can be written; `answer`: it is written, and said not to be; `all`: nor can it be read."""
+
+    def newest(self) -> Claim | None:
+        if self.fails == "all":
+            raise LeadershipError("no register")
+        return self.claims[-1] if self.claims else None
+
+    def make(self, claim: Claim) -> bool:
+        if self.fails in ("make", "all"):
+            raise LeadershipError("no register")
+        if claim.number == len(self.claims):
+            self.claims.append(claim)
+        if self.fails == "answer":
+            raise LeadershipError("no answer")
+        return self.claims[claim.number] == claim
+
+
+FAILURES = {"register fails": "make", "register is out of reach": "all", "register answers nothing": "answer"}
+LINES = {"cut": "cut", "answers are lost": "answers lost", "mended": ""}
+REACHES = {"rings are heard": Reach.MOST, "few rings are heard": Reach.SOME, "no ring is heard": Reach.NOBODY}
+MOVES = st.tuples(
+    st.sampled_from(
+        [
+            *("join", "join", "push", "push", "push", "push again", "short silence", "long silence", "tick", "restart"),
+            *FAILURES,
+            *("register is repaired", "register is repaired", "mended", "rings are heard"),
+            *LINES,
+            *REACHES,
+        ]
+    ),
+    st.integers(0, 1),
+)
+
+
+def move(world: World, register: Register, what: str, own: int, push: int) -> None:
+    if what in FAILURES or what == "register is repaired":
+        register.fails = FAILURES.get(what, "")
+    elif what in LINES:
+        world.lines = LINES[what]
+    elif what in REACHES:
+        world.servers[own].reach = REACHES[what]
+    elif what in ("push", "push again"):
+        world.push(own, push if what == "push" else push - 1)
+    elif what in ("short silence", "long silence"):
+        world.now_s += LEASE_S * (0.4 if what == "short silence" else 1.3)
+        world.tick(own)
+    elif what == "tick":
+        world.tick(own)
+    elif what == "join":
+        world.join(own)
+    elif not (register.fails and own == 0):  # that one would try to be the first
+        world.restart(own)
+
+
+@settings(max_examples=effort.share_of(1000))
+@given(st.lists(MOVES, min_size=20, max_size=60))
+def test_whoever_may_go_on_has_all_that_was_acknowledged(moves: list[tuple[str, int]]) -> None:
+    register = Register()
+    world = World(register)
+    try:
+        world.join(1)
+        for number, (what, own) in enumerate(moves):
+            move(world, register, what, own, number + 2)
+            world.check(register.claims[-1])
+    finally:
+        world.close()
+
+
+class Disk:
+    """A folder for the register, on a disk that is full or gone for a while."""
+
+    def __init__(self, folder: Path, fill: Callable[[], object], free: Callable[[], object]) -> None:
+        self.folder, self.fill, self.free = folder, fill, free
+
+
+@pytest.fixture(params=["full", "gone"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
+    at = tmp_path / "disk"
+    at.mkdir()
+    if request.param == "gone":
+        away = tmp_path / "away"
+        yield Disk(at / "claims", lambda: at.rename(away), lambda: away.rename(at))
+        return
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(at)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("a small disk can be mounted by root only")
+    try:
+        yield Disk(at / "claims", lambda: _fill(at / "filler"), (at / "filler").unlink)
+    finally:
+        subprocess.run(["umount", "--lazy", str(at)], check=True)
+
+
+def _fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
+@pytest.fixture
+def pair(disk: Disk) -> Iterator[World]:
+    """A leader with a standby, which have applied one push."""
+    world = World(Claims(disk.folder))
+    world.join(1)
+    assert world.push(0, 1)
+    assert world.servers[1].log == [1]
+    yield world
+    world.close()
+
+
+def test_a_leader_whose_claim_fails_acknowledges_nothing(pair: World, disk: Disk) -> None:
+    disk.fill()
+    pair.lines = "cut"
+    for number in range(2, 6):
+        assert not pair.push(0, number), "the standby does not have it"
+        pair.now_s += 0.4 * LEASE_S
+        pair.tick(0)
+    disk.free()
+    pair.tick(1)  # the standby has slept: it looks twice before it believes that
+    pair.now_s += 0.4 * LEASE_S
+    pair.tick(1)
+    pair.now_s += 1.3 * LEASE_S
+    pair.tick(1)
+    assert pair.servers[1].leadership.answers
+    assert not pair.push(0, 6)
+    assert "server 1 leads without it in term 1" in pair.servers[0].leadership.deposed
+    assert pair.push(1, 2)
+    pair.check(pair.register.newest())
+
+
+def test_it_goes_on_alone_once_the_register_can_be_written(pair: World, disk: Disk) -> None:
+    disk.fill()
+    pair.lines = "cut"
+    assert not pair.push(0, 2)
+    pair.now_s += 1.1 * LEASE_S
+    pair.tick(0)
+    assert not pair.push(0, 2)
+    disk.free()
+    assert pair.push(0, 2)
+    pair.now_s += 5 * LEASE_S
+    pair.tick(1)
+    pair.now_s += 5 * LEASE_S
+    pair.tick(1)
+    assert "server 0 leads without it in term 0" in pair.servers[1].leadership.deposed
+    pair.check(pair.register.newest())
+
+
+def test_why_nothing_is_answered_is_said(pair: World, disk: Disk) -> None:
+    leader = pair.servers[0]
+    pair.lines, leader.reach = "cut", Reach.NOBODY
+    pair.now_s += 1.1 * LEASE_S
+    with pytest.raises(LeadershipError, match=r"^parameter server: 'one that hears neither its standby nor"):
+        leader.leadership.check()
+    leader.reach = Reach.MOST
+    disk.fill()
+    with pytest.raises(LeadershipError, match=r"^register of servers: .*(No space left|No such file)"):
+        leader.leadership.check()
+    disk.free()
+    leader.leadership.check()
+
+
+def test_a_register_that_has_lost_its_claims_is_not_believed(pair: World, disk: Disk) -> None:
+    pair.lines = "cut"
+    pair.now_s += 1.1 * LEASE_S
+    for path in disk.folder.iterdir():
+        path.unlink()
+    with pytest.raises(LeadershipError, match=r"^parameter server: 'one whose register has lost all claims', exp"):
+        pair.servers[0].leadership.check()
+
+
+def test_the_standby_waits_for_rings_unless_the_other_one_begins_anew() -> None:
+    world = World(Register())
+    world.join(1)
+    standby = world.servers[1]
+    standby.reach = Reach.NOBODY
+    world.restart(0)
+    world.tick(1)
+    assert standby.leadership.follows
+    world.join(0)
+    world.tick(1)
+    assert standby.leadership.answers
+    world.join(0)
+    assert world.servers[0].leadership.follows
+    world.close()
+
+
+def test_a_leader_waits_for_rings_unless_its_standby_begins_anew() -> None:
+    world = World(Register())
+    world.join(1)
+    leader = world.servers[0]
+    leader.reach = Reach.NOBODY
+    world.restart(1)
+    assert not world.push(0, 1)
+    world.tick(0)
+    assert not leader.leadership.answers
+    world.join(1)
+    assert leader.leadership.answers
+    assert world.servers[1].leadership.follows
+    assert world.push(0, 1)
+    assert world.servers[1].log == [1]
+    world.close()
