@@ -23,8 +23,8 @@ from ringweave import telemetry, topology
 from ringweave.benchmarks import machine
 from ringweave.benchmarks.chaos import faults, session, survivors, times
 from ringweave.benchmarks.chaos.accounts import Report
+from ringweave.benchmarks.chaos.doing.jobs import TORCHFT
 from ringweave.benchmarks.chaos.faults import Fault
-from ringweave.benchmarks.chaos.jobs import TORCHFT
 from ringweave.benchmarks.chaos.session import Plan
 from ringweave.benchmarks.chaos.survivors import Toll
 from ringweave.errors import UsageError

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
 from ringweave import environment
-from ringweave.benchmarks.chaos import notes
+from ringweave.benchmarks.chaos.doing import notes
 from ringweave.telemetry import EventLog
 
 
