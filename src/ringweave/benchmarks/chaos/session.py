@@ -95,7 +95,7 @@ def run(plan: Plan, cluster: Cluster, progress: Callable[[str], None]) -> Report
     tools.refuse_problems(lab.problems())
     plan.out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        stack.enter_context(_ended_cleanly())
+        stack.enter_context(ended_cleanly())
         disk = stack.enter_context(hands.small_disk(plan.out / "disk"))
         place = lab.up(cluster, f"chaos-{os.getpid()}", progress=lambda what: progress(f"{what} ..."))
         stack.callback(lab.down, place.name)
@@ -197,7 +197,7 @@ class _Attempts:
 
 
 @contextmanager
-def _ended_cleanly() -> Iterator[None]:
+def ended_cleanly() -> Iterator[None]:
     """SIGTERM and SIGHUP end the block as Ctrl-C does, so that nothing of the lab is left."""
 
     def interrupt(_number: int, _frame: object) -> None:
