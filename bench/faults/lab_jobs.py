@@ -303,15 +303,23 @@ def conclude(
     for row in rows:
         print("  ".join(_cell(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     print("All of it is measured.")
+    leave(
+        options.out,
+        name,
+        {"workers": options.workers, "nic": options.rate, "mode": options.mode, **document},
+    )
+
+
+def leave(out: Path | None, name: str, document: Mapping[str, Any]) -> None:
+    """Write the document of a bench, with where and when it was measured; None is the folder of results."""
+    date = time.strftime("%Y-%m-%d", time.gmtime())
     load = [round(each, 1) for each in os.getloadavg()]
-    whole = {"kind": "measured", "bench": name, "workers": options.workers, "nic": options.rate}
-    whole |= {"mode": options.mode, **document}
-    whole |= {"machine": {"cpus": os.cpu_count(), "load": load}, "date": time.strftime("%Y-%m-%d", time.gmtime())}
-    whole |= {"git_commit": machine.describe()["git_commit"]}
-    out = options.out or RESULTS / f"{time.strftime('%Y-%m-%d', time.gmtime())}-{name}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-    print(f"written to {out}", file=sys.stderr)
+    whole = {"kind": "measured", "bench": name, **document, "machine": {"cpus": os.cpu_count(), "load": load}}
+    whole |= {"date": date, "git_commit": machine.describe()["git_commit"]}
+    path = out or RESULTS / f"{date}-{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    print(f"written to {path}", file=sys.stderr)
 
 
 def bounds(options: argparse.Namespace, least: int = 1) -> str:

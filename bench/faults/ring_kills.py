@@ -112,20 +112,13 @@ def hurt(run: Run, options: argparse.Namespace) -> list[tuple[str, bool, float]]
     return killed
 
 
-def summary(
-    options: argparse.Namespace, stalls: Sequence[Stall], steps: Mapping[str, Sequence[Done]]
-) -> dict[str, Any]:
+def summary(stalls: Sequence[Stall], steps: Mapping[str, Sequence[Done]]) -> dict[str, Any]:
     """What is said of a run."""
     ring = [each.ring_s for each in stalls if each.ring_s is not None]
     others = [each.others_s for each in stalls if each.others_s is not None]
     quiet = [each.quiet_s for each in stalls]
     return {
-        "kind": "measured",
-        "bench": "ring_kills",
-        "workers": options.workers,
-        "nic": options.rate if options.lab else None,
-        "rings": options.rings,
-        "seed": options.seed,
+        "bench": "ring-kills",
         "kills": len(stalls),
         "usual_step_s": round(statistics.median(usual_s(each) for each in steps.values() if len(each) > 10), 3),
         "ring_stall_p50_s": quantile(ring, 0.5),
@@ -156,7 +149,7 @@ def main() -> int:
             printed = run.end()
         steps = ring_runs.read(run.checks)
         stalls = [judge(*each, steps) for each in killed]
-        said = summary(options, stalls, steps) | ring_runs.books(run, steps, options.kills)
+        said = summary(stalls, steps) | ring_runs.books(run, steps, options.kills)
     ring_runs.conclude(options, said, stalls, printed)
     return lab_jobs.verdict(missed(said))
 

@@ -23,7 +23,6 @@ import lab_jobs
 from job import BATCH
 
 from ringweave import lab, telemetry
-from ringweave.benchmarks import machine
 from ringweave.benchmarks.chaos.histories import slot_of
 
 JOB = Path(__file__).with_name("ring_job.py")
@@ -263,15 +262,12 @@ def parse(description: str | None, *, kills: int) -> argparse.Namespace:
 
 
 def conclude(options: argparse.Namespace, said: dict[str, Any], stalls: Sequence[Any], printed: str) -> None:
-    """Print what is said of a run and what each kill cost, and write both, with the machine, to a file."""
+    """Print what is said of a run and what each kill cost, and write both to a file."""
     said["server"] = next((line for line in printed.splitlines() if "pushes applied" in line), "")
     for key, value in said.items():
         print(f"{key}: {value}")
     for each in stalls:
         print(json.dumps(asdict(each)))
-    said |= {"each": [asdict(each) for each in stalls], "date": time.strftime("%Y-%m-%d", time.gmtime())}
-    said |= {"machine": {"cpus": os.cpu_count(), "load": [round(each, 1) for each in os.getloadavg()]}}
-    said |= {"git_commit": machine.describe()["git_commit"]}
-    out = options.out or lab_jobs.RESULTS / f"{said['date']}-{said['bench'].replace('_', '-')}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    told = {"workers": options.workers, "nic": options.rate if options.lab else None, "rings": options.rings}
+    name = said.pop("bench")
+    lab_jobs.leave(options.out, name, {**told, "seed": options.seed, **said, "each": [asdict(each) for each in stalls]})

@@ -97,16 +97,11 @@ def judge(victims: str, at_s: float, steps: Mapping[str, Sequence[Done]]) -> Sta
     return Stall(victims=victims, at_s=at_s, stall_s=max(stalls) if is_whole else None)
 
 
-def summary(options: argparse.Namespace, stalls: Sequence[Stall]) -> dict[str, Any]:
+def summary(stalls: Sequence[Stall]) -> dict[str, Any]:
     """What is said of a run."""
     known = [each.stall_s for each in stalls if each.stall_s is not None]
     return {
-        "kind": "measured",
-        "bench": "ring_servers",
-        "workers": options.workers,
-        "nic": options.rate if options.lab else None,
-        "rings": options.rings,
-        "seed": options.seed,
+        "bench": "ring-servers",
         "kills": len(stalls),
         "stall_p50_s": quantile(known, 0.5),
         "stall_max_s": round(max(known), 3) if known else None,
@@ -123,7 +118,7 @@ def main() -> int:
             printed = run.end()
         steps = ring_runs.read(run.checks)
         stalls = [judge(*each, steps) for each in killed]
-        said = summary(options, stalls) | ring_runs.books(run, steps, options.kills)
+        said = summary(stalls) | ring_runs.books(run, steps, options.kills)
     ring_runs.conclude(options, said, stalls, printed)
     return lab_jobs.verdict([*ring_runs.missed(said), *lab_jobs.over("stall in s", said["stall_max_s"], BAR_S)])
 
