@@ -4,11 +4,11 @@
 
 The servers alone, on this machine, and no job around them: ring_servers.py has that. Two servers in processes of their
 own, over TLS, and rings in threads that push known gradients and take the parameters, again and again. In turn the
-server that leads is killed (SIGKILL), its standby is killed, and the one that leads is stopped (SIGSTOP) until the other
-has taken over, and woken again. Whatever has ended is started again, and the next fault waits until it has everything.
-For each fault: the longest round of any ring from the fault on (measured). In the end every push must have been applied
-once: parameters are compared with the sum of all gradients. Exit code 1 if they differ, or a ring stood still for more
-than 3 s.
+server that leads is killed (SIGKILL), its standby is killed, and the one that leads is stopped (SIGSTOP) until the
+other has taken over, and woken again. Whatever has ended is started again, and the next fault waits until it has
+everything. For each fault: the longest round of any ring from the fault on (measured). In the end every push must have
+been applied once: parameters are compared with the sum of all gradients. Exit code 1 if they differ, or a ring stood
+still for more than 3 s.
 """
 
 import argparse
