@@ -120,6 +120,15 @@ def test_one_that_makes_a_step_and_is_killed_before_all_is_settled_is_no_survivo
     assert first.stall_s == pytest.approx(1.0)
 
 
+def test_a_newcomer_that_has_made_no_step_yet_is_not_the_process_that_it_replaces() -> None:
+    """Worker 2 was put out at 5.1 though nothing had hit it, and is a member again at 7 when worker 1 is killed."""
+    again = [epoch(5.1, ["0.0", "1.0"], []), watched(2, 6.5), epoch(6.9, ["0.0", "1.0", "2.1"], ["2.1"])]
+    more = [fault("at 7s kill worker 1", 7.0), epoch(7.5, ["0.0", "2.1"], []), *steps(2, 10.0, 11.0)]
+    others = [*steps(0, 6.0, 7.9, 8.9, *range(10, 30)), *steps(1, 6.0)]
+    (toll,) = survivors.tolls(job(*again, *more, *others))
+    assert (toll.survivors, toll.put_out, toll.stall_s) == (1, (), pytest.approx(0.9))
+
+
 def test_who_hangs_is_not_excused_by_a_fault_long_after() -> None:
     """Worker 2 hangs from the first fault on; it is killed a minute later."""
     both = [fault("at 5.5s kill worker 1", 5.5), fault("at 66s kill worker 2", 66.0)]

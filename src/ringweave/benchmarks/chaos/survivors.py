@@ -160,7 +160,9 @@ class _Story:
         alive = [
             each
             for each in _alive(self.everybody, time_s)
-            if each.rank not in hit and (before is None or each.rank in before.ranks)
+            if each.rank not in hit
+            and (before is None or each.rank in before.ranks)
+            and not self._is_replaced(each, time_s)
         ]
         unhurt = [each for each in alive if not self._is_hit(each, time_s, settled_s)]
         stayed = [each for each in unhurt if before is None or self._stays(each, before, settled_s)]
@@ -169,6 +171,10 @@ class _Story:
     def before(self, time_s: float) -> Epoch | None:
         """The epoch of a moment."""
         return next((each for each in reversed(self.epochs) if each.time_s <= time_s), None)
+
+    def _is_replaced(self, worker: Worker, time_s: float) -> bool:
+        """Its rank has another process by then, which may have made no step yet."""
+        return any(each.rank == worker.rank and worker.since_s < each.since_s <= time_s for each in self.everybody)
 
     def _is_hit(self, worker: Worker, time_s: float, settled_s: float) -> bool:
         """A fault of its own came before its first step after all was settled, or had ended it before."""
