@@ -16,7 +16,7 @@ help:
 	@echo "make fix     format, and mend what the linter can mend"
 	@echo "make bench   measure allreduce beside Gloo, Open MPI and MPICH, in labs (needs root; hours)"
 	@echo "make bench-unequal  train on workers of unequal speed beside DDP on Gloo, in labs (needs root; 90 minutes)"
-	@echo "make chaos   faults in labs, each bar by its bench (needs root; hours; SHORT=1: half an hour)"
+	@echo "make chaos   faults in labs, each bar by its bench (needs root; hours; SHORT=1: three quarters of an hour)"
 	@echo "make setup   only make $(VENV)/ with ringweave, PyTorch and the tools"
 
 setup: $(STAMP)
@@ -88,16 +88,20 @@ bench-unequal-short: setup
 clean:
 	rm -rf $(VENV) $(PEERS:%=.venv-%) runs
 
-# SHORT=1: half an hour instead of hours. Nothing else should run. Every bench is run; make fails if one missed its bar.
+# SHORT=1: three quarters of an hour instead of hours. Nothing else should run. Every bench is run; make fails if one missed its bar.
 FAULTS := $(BIN)/python bench/faults
+comma := ,
 chaos: setup
 	failed=; run() { echo "== $$*"; "$$@" || failed="$$failed $$2"; }; \
 	run $(FAULTS)/kills.py $(if $(SHORT),--kills 10,--kills 50); \
+	run $(FAULTS)/kills.py --coordinators $(if $(SHORT),--kills 5,--kills 20); \
 	run $(FAULTS)/ring_kills.py $(if $(SHORT),--kills 10,--kills 50); \
-	run $(FAULTS)/ring_servers.py $(if $(SHORT),--kills 4,--kills 20); \
-	run $(FAULTS)/standing.py; \
+	run $(FAULTS)/ring_servers.py $(if $(SHORT),--kills 6,--kills 20); \
+	run $(FAULTS)/server_kills.py $(if $(SHORT),--kills 6,--kills 30); \
+	run $(FAULTS)/server_cut.py $(if $(SHORT),--kills 1); \
+	run $(FAULTS)/standing.py $(if $(SHORT),--only pause$(comma)cut); \
 	run $(FAULTS)/at_once.py; \
-	run $(FAULTS)/joining.py; \
+	run $(FAULTS)/joining.py $(if $(SHORT),--joins 2); \
 	run $(FAULTS)/goodput.py --every 15 --for $(if $(SHORT),120,600); \
 	$(if $(SHORT),,run $(FAULTS)/goodput.py --every 60 --for 600;) \
 	run $(FAULTS)/mixed.py --clocks $(if $(SHORT),--faults 30 --steps 400,--faults 1000 --steps 12000 --limit 14400); \

@@ -7,6 +7,7 @@ import argparse
 import importlib.util
 import json
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -22,17 +23,22 @@ from ringweave import environment
 from ringweave.planning.balancing import Account
 
 BATCH = 256
-NUM_SAMPLES = 7 * BATCH
-"""Whole batches: a train step is the same number of samples always."""
+NUM_SAMPLES = 6 * BATCH
+"""Whole batches: a train step is the same number of samples always. What follows in the file is held out."""
+NUM_HELD_OUT = 261
 
 
-def read() -> tuple[torch.Tensor, torch.Tensor]:
-    """Images and labels: the file of scikit-learn's digits, without its import, which takes as long as torch's."""
+def read(*, held_out: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images and labels of one part or the other.
+
+    It is the file of scikit-learn's digits, without its import, which takes as long as torch's.
+    """
     found = importlib.util.find_spec("sklearn")
     assert found is not None, "scikit-learn is there"
     assert found.submodule_search_locations is not None, "it is a package"
     path = Path(found.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
-    table = torch.from_numpy(np.loadtxt(path, delimiter=",", max_rows=NUM_SAMPLES))
+    num_before, num_rows = (NUM_SAMPLES, NUM_HELD_OUT) if held_out else (0, NUM_SAMPLES)
+    table = torch.from_numpy(np.loadtxt(path, delimiter=",", skiprows=num_before, max_rows=num_rows))
     return table[:, :-1].float() / 16, table[:, -1].long()
 
 
@@ -68,11 +74,14 @@ class Checks:
         self._file.write(f"{line}\n")
         self._file.flush()
 
-    def end(self, train_step: int, images: torch.Tensor, labels: torch.Tensor) -> None:
-        """The loss on all samples, in a file."""
-        with torch.no_grad():
-            loss = functional.cross_entropy(self._model(images), labels).item()
-        (self._folder / "end.json").write_text(json.dumps({"train_step": train_step, "loss": loss}), encoding="ascii")
+    def end(self, train_step: int) -> None:
+        """The losses on the samples held out and on those of the training, in a file."""
+        found = {"train_step": train_step}
+        for name, is_held_out in (("held_out_loss", True), ("training_loss", False)):
+            images, labels = read(held_out=is_held_out)
+            with torch.no_grad():
+                found[name] = functional.cross_entropy(self._model(images), labels).item()
+        (self._folder / "end.json").write_text(json.dumps(found), encoding="ascii")
 
 
 def parse() -> argparse.Namespace:
@@ -84,6 +93,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--fresh", action="store_true", help="do not look for a checkpoint")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--mode", default="sync")
+    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument(
+        "--s-per-sample", type=float, default=0.0, help="sleep for so long a sample, as if a device computed it"
+    )
     parser.add_argument("--checks", type=Path, help="folder for the check of the parameters after each step")
     return parser.parse_args()
 
@@ -93,7 +106,7 @@ def main() -> None:
     options = parse()
     images, labels = read()
     bare = model = make(options.width)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     samples = TensorDataset(images, labels, torch.arange(NUM_SAMPLES))
     loader = DataLoader(samples, batch_size=BATCH, shuffle=True)
     model, optimizer, loader = ringweave.prepare(model, optimizer, loader, options.mode, ddp={"bucket_cap_mb": 0.25})
@@ -105,10 +118,12 @@ def main() -> None:
     checks = Checks(options.checks, bare) if options.checks else None
     while train_step < options.steps:
         for x, y, indices in loader:
+            own = indices if loader.fraction else indices[:0]
             if checks:
-                checks.drawn(train_step + 1, indices if loader.fraction else indices[:0])
+                checks.drawn(train_step + 1, own)
             optimizer.zero_grad()
             loss = functional.cross_entropy(model(x), y)
+            time.sleep(options.s_per_sample * len(own))
             loss.backward()
             optimizer.step()
             train_step += 1
@@ -121,7 +136,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(f"{train_step} train steps, loss of the last batch on rank 0: {loss.item():.4f}")
         if checks:
-            checks.end(train_step, images, labels)
+            checks.end(train_step)
     if environment.MEMBER not in os.environ:  # an elastic job's group is not the script's
         dist.destroy_process_group()
 

@@ -157,7 +157,7 @@ def main() -> int:
         table = rows_of_peers(said)
         lab_jobs.conclude(options, "joining-peers", said, [*table, *lab_jobs.summary_rows(said, len(table[0]))])
         stalls = [row[2] for row in table[1:]]
-        missed = len(stalls) < options.joins or max(stalls) > BAR_STEPS or bool(said["steps_lost"])
+        missed = len(stalls) < options.joins or max(stalls) > BAR_STEPS or bool(lab_jobs.missed(said))
     if options.only != "peers":
         missed = not judge_state(options, state(options)) or missed
     return int(missed)

@@ -2,22 +2,35 @@
 
     python bench/faults/kills.py --kills 10                  # three minutes
     python bench/faults/kills.py --kills 50 --seed 1         # a quarter of an hour
+    python bench/faults/kills.py --coordinators --kills 10   # four minutes
 
 An elastic job in a lab. Each kill is a SIGKILL that a worker sends itself at a moment drawn from forward, backward,
 inside a bucket, commit (before and after) and optimizer; --outside sends it from outside, whenever it is time. The next
 one follows when all victims train again, or later. The parameters of all members are compared bit by bit, step by step.
+
+With --coordinators each kill is of the coordinator that decides, and of a member right after it, from outside: the
+other coordinator shows that it has taken over by the epoch that it forms without that member. Fail-over is the time
+until then.
 """
 
 import random
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import lab_jobs
 
-from ringweave.benchmarks.chaos import faults, survivors
-from ringweave.benchmarks.chaos.faults import KILL, MOMENTS, Fault
+from ringweave.benchmarks.chaos import drawing, survivors
+from ringweave.benchmarks.chaos.faults import COORDINATOR, KILL, MOMENTS, Fault
 
 BAR_S = 1.5
 """95 % of stalls are shorter."""
+FAILOVER_BAR_S = 3.0
+"""95 % of fail-overs take less."""
+_SOON_S = 0.3
+"""From a coordinator's death to that of a member."""
+_BACK_S = 30.0
+"""For the last victim to come back in."""
 
 
 def draw(num_kills: int, workers: int, *, seed: int, every_s: float, calm_s: float, outside: bool) -> list[Fault]:
@@ -28,9 +41,15 @@ def draw(num_kills: int, workers: int, *, seed: int, every_s: float, calm_s: flo
     for index, moment in enumerate(moments):
         victim = rng.choice([rank for rank in range(workers) if rank != last])
         last, at_s = victim, calm_s + index * every_s + rng.random()
-        said = "" if outside else faults.draw_moment(rng, [moment])
+        said = "" if outside else drawing.draw_moment(rng, [moment])
         found.append(Fault(at_s=round(at_s, 2), kind=KILL, target=str(victim), moment=said))
     return found
+
+
+def with_coordinators(kills: Sequence[Fault]) -> list[Fault]:
+    """Right before each kill one of the coordinator that decides."""
+    before = [Fault(at_s=round(each.at_s - _SOON_S, 2), kind=KILL, target=COORDINATOR) for each in kills]
+    return sorted([*kills, *before], key=lambda each: each.at_s)
 
 
 def main() -> int:
@@ -41,6 +60,7 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=14.0, help="seconds from one kill to the next")
     parser.add_argument("--calm", type=float, default=10.0, help="seconds before the first")
     parser.add_argument("--outside", action="store_true", help="kill whenever it is time, not at moments")
+    parser.add_argument("--coordinators", action="store_true", help="the coordinator before each of them")
     options = parser.parse_args()
     happens = draw(
         options.kills,
@@ -48,18 +68,31 @@ def main() -> int:
         seed=options.seed,
         every_s=options.every,
         calm_s=options.calm,
-        outside=options.outside,
+        outside=options.outside or options.coordinators,
     )
-    until_s = options.calm + (options.kills + 1) * options.every
+    happens = with_coordinators(happens) if options.coordinators else happens
+    until_s = options.calm + options.kills * options.every + _BACK_S
     ended = lab_jobs.run(options, happens, until_s=until_s, elastic=lab_jobs.bounds(options), restart_s=10.0)
     found = survivors.tolls(ended.events)
     said = lab_jobs.summary(ended, found)
     rows = lab_jobs.toll_rows(found)
+    name = "kills-of-coordinators" if options.coordinators else "kills"
     lab_jobs.conclude(
-        options, "kills", {"seed": options.seed, **said}, [*rows, *lab_jobs.summary_rows(said, len(rows[0]))]
+        options, name, {"seed": options.seed, **said}, [*rows, *lab_jobs.summary_rows(said, len(rows[0]))]
     )
-    is_whole = len(found) == options.kills and not said["never_went_on"]
-    return 0 if is_whole and not said["steps_lost"] and said["stall_p95_s"] <= BAR_S else 1
+    return lab_jobs.verdict(missed(said, options.kills, of_coordinators=options.coordinators))
+
+
+def missed(said: dict[str, Any], num_kills: int, *, of_coordinators: bool) -> list[str]:
+    """What bar was missed, in words."""
+    found = lab_jobs.missed(said, are_back=True)
+    found += [f"{said['faults']} members were killed, not {num_kills}"] if said["faults"] != num_kills else []
+    if not of_coordinators:
+        return found + lab_jobs.over("stall of survivors, p95 in s", said["stall_p95_s"], BAR_S)
+    num_replaced = sum(each["taken_over_s"] is not None for each in said["takeovers"])
+    found += [f"{num_replaced} coordinators were replaced, not {num_kills}"] if num_replaced != num_kills else []
+    found += lab_jobs.over("fail-over, p95 in s", said["taken_over_p95_s"], FAILOVER_BAR_S)
+    return found + lab_jobs.over("stall by it, p95 in s", said["takeover_stall_p95_s"], FAILOVER_BAR_S)
 
 
 if __name__ == "__main__":

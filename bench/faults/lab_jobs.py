@@ -10,7 +10,6 @@ parameters after every train step.
 import argparse
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -21,10 +20,10 @@ from typing import Any
 
 from ringweave import telemetry, topology
 from ringweave.benchmarks import machine
-from ringweave.benchmarks.chaos import faults, session, survivors, times
+from ringweave.benchmarks.chaos import faults, session, times
 from ringweave.benchmarks.chaos.accounts import Report
+from ringweave.benchmarks.chaos.doing.jobs import TORCHFT
 from ringweave.benchmarks.chaos.faults import Fault
-from ringweave.benchmarks.chaos.jobs import TORCHFT
 from ringweave.benchmarks.chaos.session import Plan
 from ringweave.benchmarks.chaos.survivors import Toll
 from ringweave.errors import UsageError
@@ -33,8 +32,10 @@ from ringweave.topology import Cluster
 
 DIGITS = 16
 """Of a check."""
-STEPS_AN_EPOCH = 7
+STEPS_AN_EPOCH = 6
 """Of job.py."""
+_BEFORE = 3
+"""Steps before one that lost samples, in which its members' shares are looked for."""
 JOB = Path(__file__).with_name("job.py")
 RESULTS = Path(__file__).parents[1] / "results" / "faults"
 
@@ -48,13 +49,13 @@ class Ended:
     checks: Path
     """Folder of the checks of each process."""
     end: dict[str, Any] | None
-    """Train steps and loss; None if the job was stopped before its end."""
+    """Train steps and losses; None if the job was stopped before its end."""
 
     def check_alike(self) -> int:
         """How many (process, step) pairs have the same parameters as the others after that step.
 
         Raises:
-            AssertionError: Two differ by a bit.
+            AssertionError: Two differ by a bit, or there are none.
         """
         known: dict[str, str] = {}
         num_pairs = 0
@@ -64,6 +65,7 @@ class Ended:
             num_pairs += 1
             if known.setdefault(step, rest[0]) != rest[0]:
                 raise AssertionError(f"parameters of {member} after step {step} are {rest[0]}, not {known[step]}")
+        assert num_pairs > len(known), f"parameters: {num_pairs} checks of {len(known)} steps, none to compare with"
         return num_pairs
 
     def check_samples(self) -> tuple[int, int]:
@@ -73,23 +75,58 @@ class Ended:
         those who drew are not among them.
 
         Raises:
-            AssertionError: An epoch's books say another number, or other samples.
+            AssertionError: No epoch is complete; an epoch's books say another number, or other samples; or what they
+                miss is not what was lost, step by step, with members who were gone.
         """
-        within = {event["reduction"]: event["members"] for event in self.events if event["kind"] == "samples_lost"}
+        gone = [event for event in self.events if event["kind"] == "samples_lost"]
+        within = {event["reduction"]: event["members"] for event in gone}
         totals: dict[int, Account] = {}
-        for member, (word, step, *rest) in self._said():
-            reduction = int(step)
-            if word == "drawn" and len(rest) == 2 and member in within.get(reduction, [member]):
+        for reduction, member, own in self._drawn():
+            if member in within.get(reduction, [member]):
                 epoch = (reduction - 1) // STEPS_AN_EPOCH
-                own = Account(num_samples=int(rest[0]), fingerprint=int(rest[1]))
                 totals[epoch] = totals.get(epoch, Account()) + own
+        books = {event["epoch"]: event for event in self.events if event["kind"] == "samples_accounted"}
         num_counted = num_lost = 0
-        for event in [each for each in self.events if each["kind"] == "samples_accounted"]:
-            found = totals.get(event["epoch"], Account())
+        for epoch, event in books.items():
+            found = totals.get(epoch, Account())
             if (found.num_samples, f"{found.fingerprint:016x}") != (event["samples"], event["fingerprint"]):
-                raise AssertionError(f"epoch {event['epoch']}: processes drew {found}, the books say {event}")
+                raise AssertionError(f"epoch {epoch}: processes drew {found}, the books say {event}")
             num_counted, num_lost = num_counted + found.num_samples, num_lost + event["expected"] - found.num_samples
+        assert num_counted, "samples: no epoch of the data is complete, so nothing can be compared with the books"
+        told = sum(event["lost"] for event in gone if (event["reduction"] - 1) // STEPS_AN_EPOCH in books)
+        assert num_lost == told, f"samples: {num_lost} are missing in the books, {told} are known to be lost"
+        self._check_lost(gone)
         return num_counted, num_lost
+
+    def _check_lost(self, gone: Sequence[telemetry.Event]) -> None:
+        """No step lost more than the shares of those who were gone.
+
+        Raises:
+            AssertionError: One did.
+        """
+        drawn: dict[int, int] = {}
+        for reduction, _, own in self._drawn():
+            drawn[reduction] = max(own.num_samples, drawn.get(reduction, 0))
+        members: set[str] = set()
+        missing: dict[int, int] = {}
+        for event in self.events:
+            if event["kind"] == "epoch_begun":
+                members |= set(event["members"])
+            elif event["kind"] == "samples_lost":
+                missing[event["reduction"]] = len(members - set(event["members"]))
+                members = set(event["members"])
+        for event in gone:
+            reduction = event["reduction"]
+            share = max((drawn.get(reduction - back, 0) for back in range(_BEFORE)), default=0)
+            assert event["lost"] <= missing[reduction] * share, (
+                f"step {reduction}: {event['lost']} samples lost with {missing[reduction]} members of {share} at most"
+            )
+
+    def _drawn(self) -> Iterator[tuple[int, str, Account]]:
+        """(step, process, its samples) of every line that says so."""
+        for member, (word, step, *rest) in self._said():
+            if word == "drawn" and len(rest) == 2:
+                yield int(step), member, Account(num_samples=int(rest[0]), fingerprint=int(rest[1]))
 
     def _said(self) -> Iterator[tuple[str, list[str]]]:
         """(process, words) of every line."""
@@ -105,6 +142,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--workers", type=int, default=8)
     made.add_argument("--rate", default="25Mbit/s", help="of every node's NIC")
     made.add_argument("--width", type=int, default=384, help="of the model's layers; its square sets the bytes")
+    made.add_argument("--mode", default="sync", choices=["sync", "balanced"], help="how the job's workers train")
     made.add_argument("--again", action="store_true", help="run nothing: judge anew what --keep has kept")
     made.add_argument("--keep", type=Path, help="folder for events and logs; default: a temporary one")
     made.add_argument(
@@ -130,16 +168,18 @@ def run(  # noqa: PLR0913 - one for each thing that a bench may want otherwise
     elastic: str | None = None,
     restart_s: float = 0.0,
     steps: int | None = None,
+    more: Sequence[str] = (),
     name: str = "job",
 ) -> Ended:
-    """Run the job in a lab under these faults, for so long or so many steps."""
+    """Run the job in a lab under these faults, for so long or so many steps; `more` are further options of it."""
     kept = options.keep / name if options.keep else Path(tempfile.mkdtemp(prefix="ringweave-faults-"))
     checks = kept / "checks"
-    script = [str(JOB), "{disk}", "--width", str(options.width), "--checks", str(checks)]
+    script = [str(JOB), "{disk}", "--width", str(options.width), "--checks", str(checks), "--mode", options.mode]
     if system == TORCHFT:
         script = [str(JOB.with_name("torchft_job.py")), "--width", str(options.width), "--mended"]
     script += ["--fresh"] if elastic else []
     script += ["--steps", str(steps)] if steps else []
+    script += more
     plan = Plan(
         system=system,
         script=script,
@@ -155,7 +195,7 @@ def run(  # noqa: PLR0913 - one for each thing that a bench may want otherwise
     events = times.steady(list(telemetry.read(kept / "events.jsonl")))
     end = checks / "end.json"
     return Ended(
-        report=session.judge(events, hit, restart_s),
+        report=session.judge(events, hit, happens, restart_s),
         events=events,
         checks=checks,
         end=json.loads(end.read_text(encoding="ascii")) if end.exists() else None,
@@ -174,32 +214,61 @@ def toll_rows(found: Sequence[Toll]) -> list[tuple[object, ...]]:
 
 
 def summary(ended: Ended, found: Sequence[Toll]) -> dict[str, Any]:
-    """What every bench that hurts a job says of it.
+    """What every bench that hurts an elastic job says of it.
 
     Samples are compared with the books where the job was never started anew, for then its steps count from 1 again.
 
     Raises:
         AssertionError: Parameters of two members differ by a bit, or samples are not those that the books know.
     """
-    attempts = sum(event["kind"] == "run_started" for event in ended.events)
-    num_counted, num_lost = ended.check_samples() if attempts == 1 else (None, None)
-    stalls = [toll.stall_s for toll in found if toll.stall_s is not None]
-    joins = survivors.joinings(ended.events)
+    report = ended.report
+    num_counted, num_lost = ended.check_samples() if report.attempts == 1 else (None, None)
+    members = asdict(report.elastic) if report.elastic else {}
+    kept = {key: value for key, value in members.items() if key not in ("tolls", "takeovers", "joinings", "joins")}
     return {
         "faults": len(found),
-        "steps": ended.report.steps,
-        "steps_lost": ended.report.steps_lost,
-        "attempts": attempts,
+        "begun": report.faults,
+        "never_began": list(report.never_began),
+        "steps": report.steps,
+        "steps_lost": report.steps_lost,
+        "attempts": report.attempts,
         "samples_counted": num_counted,
         "samples_lost": num_lost,
-        "stall_p50_s": quantile(stalls, 0.5),
-        "stall_p95_s": quantile(stalls, 0.95),
-        "stall_max_s": max(stalls, default=None),
-        "never_went_on": sum(toll.stall_s is None for toll in found),
         "checks_alike": ended.check_alike(),
+        "broken": list(report.broken),
+        **kept,
+        "never_went_on": len(kept.get("never_went_on", ())),
         "each": [asdict(each) for each in found],
-        "joins": [asdict(each) for each in joins],
+        "takeovers": list(members.get("takeovers", ())),
+        "joins": list(members.get("joinings", ())),
     }
+
+
+def missed(said: Mapping[str, Any], *, are_back: bool = False) -> list[str]:
+    """What every elastic job has to do under faults and this one did not, in words.
+
+    With `are_back` all victims have to have come back, and nobody to have been put out whom no fault had hit.
+    """
+    found = [*said["broken"], *(f"{fault}: never began" for fault in said["never_began"])]
+    found += [f"the job was started {said['attempts']} times"] if said["attempts"] != 1 else []
+    if are_back:
+        found += [f"{fault}: the victim never came back" for fault in said["never_back"]]
+        found += [f"{said['put_out']} members were put out though no fault hit them"] if said["put_out"] else []
+    return found
+
+
+def verdict(found: Sequence[str]) -> int:
+    """Say what was missed; the exit code of a bench."""
+    for each in found:
+        print(f"missed: {each}")
+    return 1 if found else 0
+
+
+def over(what: str, value: float | None, bar: float) -> list[str]:
+    """In words that a value is above its bar, or not known; nothing if it is not."""
+    if value is not None and value <= bar:
+        return []
+    return [f"{what}: {'not known' if value is None else f'{value:g}'}, the bar is {bar:g}"]
 
 
 def summary_rows(said: Mapping[str, Any], width: int) -> list[tuple[object, ...]]:
@@ -211,25 +280,19 @@ def summary_rows(said: Mapping[str, Any], width: int) -> list[tuple[object, ...]
         "samples_lost": "samples lost with who had drawn them",
         "stall_p50_s": "stall p50, s",
         "stall_p95_s": "stall p95, s",
+        "taken_over_p50_s": "service replaced after p50, s",
+        "taken_over_p95_s": "service replaced after p95, s",
+        "takeover_stall_p50_s": "stall by it p50, s",
+        "takeover_stall_p95_s": "stall by it p95, s",
+        "put_out": "members put out though no fault hit them",
         "never_went_on": "faults after which a survivor made no step",
         "checks_alike": "parameters after a step, alike bit by bit",
+        "join_stall_steps_p50": f"stall of peers when workers joined ({len(said['joins'])}), in steps, p50",
+        "join_stall_steps_p95": "the same, p95",
+        "level_p50_s": "newcomers level after, s, p50",
+        "join_lost_steps_p50": "until then peers are behind by, in steps, p50",
     }
-    joins = [each["stall_s"] / each["usual_s"] for each in said["joins"] if each["usual_s"]]
-    rows: list[tuple[object, ...]] = [(text, said[key]) for key, text in names.items()]
-    rows.append((f"stall of peers when workers joined ({len(joins)}), in steps, p50", quantile(joins, 0.5)))
-    rows.append(("the same, p95", quantile(joins, 0.95)))
-    level = [each["level_s"] for each in said["joins"] if each["level_s"] is not None]
-    rows.append((f"newcomers level after ({len(level)}), s, p50", quantile(level, 0.5)))
-    lost = [each["lost_s"] / each["usual_s"] for each in said["joins"] if each["usual_s"]]
-    rows.append(("until then peers are behind by, in steps, p50", quantile(lost, 0.5)))
-    return [(*row, *[""] * (width - len(row))) for row in rows]
-
-
-def quantile(values: Sequence[float], fraction: float) -> float | None:
-    """Of measured values, to the millisecond; None of none."""
-    if len(values) < 2:
-        return values[0] if values else None
-    return round(statistics.quantiles(values, n=100, method="inclusive")[round(fraction * 100) - 1], 3)
+    return [(text, said.get(key), *[""] * (width - 2)) for key, text in names.items()]
 
 
 def conclude(
@@ -240,14 +303,23 @@ def conclude(
     for row in rows:
         print("  ".join(_cell(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     print("All of it is measured.")
+    leave(
+        options.out,
+        name,
+        {"workers": options.workers, "nic": options.rate, "mode": options.mode, **document},
+    )
+
+
+def leave(out: Path | None, name: str, document: Mapping[str, Any]) -> None:
+    """Write the document of a bench, with where and when it was measured; None is the folder of results."""
+    date = time.strftime("%Y-%m-%d", time.gmtime())
     load = [round(each, 1) for each in os.getloadavg()]
-    whole = {"kind": "measured", "bench": name, "workers": options.workers, "nic": options.rate, **document}
-    whole |= {"machine": {"cpus": os.cpu_count(), "load": load}, "date": time.strftime("%Y-%m-%d", time.gmtime())}
-    whole |= {"git_commit": machine.describe()["git_commit"]}
-    out = options.out or RESULTS / f"{time.strftime('%Y-%m-%d', time.gmtime())}-{name}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-    print(f"written to {out}", file=sys.stderr)
+    whole = {"kind": "measured", "bench": name, **document, "machine": {"cpus": os.cpu_count(), "load": load}}
+    whole |= {"date": date, "git_commit": machine.describe()["git_commit"]}
+    path = out or RESULTS / f"{date}-{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    print(f"written to {path}", file=sys.stderr)
 
 
 def bounds(options: argparse.Namespace, least: int = 1) -> str:

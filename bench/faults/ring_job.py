@@ -61,7 +61,8 @@ def main() -> None:
                 file.flush()
             account = loader.account
             if account is not None:
-                file.write(f"account {account.epoch} {account.expected.num_samples} {account.lost.num_samples}\n")
+                counts = [each.num_samples for each in (account.expected, account.total, account.lost)]
+                file.write(f"account {account.epoch} {' '.join(map(str, counts))}\n")
                 file.flush()
 
 

@@ -10,7 +10,6 @@ on the server, and no other one.
 """
 
 import argparse
-import os
 import sys
 import tempfile
 import time
@@ -18,11 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ring_kills import Run, check_alike, conclude, longest_s, lost_pushes, parse, read, usual_s, wait_whole
+import lab_jobs
+import ring_runs
+from ring_runs import Run, longest_s, usual_s
 from ring_servers import Stall, wait_claim
 
-from ringweave import lab, telemetry, topology
-from ringweave.lab import Lab
+from ringweave import topology
+from ringweave.benchmarks.chaos import session
+from ringweave.benchmarks.chaos.histories import slot_of
 from ringweave.params.rules.succession import Claim
 from ringweave.params.standby.claims import Claims
 
@@ -44,63 +46,52 @@ nodes:
 """
 
 
-def one(options: argparse.Namespace, where: Lab, way: str, folder: Path) -> tuple[Stall, dict[str, Any], str]:
+def one(options: argparse.Namespace, way: str, folder: Path) -> tuple[Stall, dict[str, Any], str]:
     """A job whose server is cut off in that way; what it cost, what is said of it, and what was printed."""
-    run = Run(options, folder, flags=["--standby"], place=["ringweave", "lab", "run", "--lab", where.name])
-    wait_whole(run, options)
-    before = wait_claim(run, -1)
-    time.sleep(CALM_S)
-    at_s = time.monotonic()
-    where.cut(SERVER, way)
-    time.sleep(CUT_S)
-    newest = Claims(run.run_dir / "claims").newest()
-    where.mend(SERVER)
-    whole = wait_claim(run, before.number)
-    wait_whole(run, options)
-    time.sleep(CALM_S)
-    printed = run.end()
-    steps = read(run.checks)
-    counted = [each for each in telemetry.read(run.run_dir / "events.jsonl") if each["kind"] == "params_counted"]
-    elsewhere = [each for name, each in steps.items() if name.partition(".")[0] != str(options.workers - 1)]
+    nodes = topology.loads(cluster(options))
+    with session.ended_cleanly(), Run(options, folder, flags=["--standby"], cluster=nodes) as run:
+        assert run.lab is not None, "cut off from others, in a lab"
+        ring_runs.wait_whole(run, options)
+        before = wait_claim(run, -1)
+        time.sleep(CALM_S)
+        at_s = time.monotonic()
+        run.lab.cut(SERVER, way)
+        time.sleep(CUT_S)
+        newest = Claims(run.run_dir / "claims").newest()
+        run.lab.mend(SERVER)
+        whole = wait_claim(run, before.number)
+        ring_runs.wait_whole(run, options)
+        time.sleep(CALM_S)
+        printed = run.end()
+    steps = ring_runs.read(run.checks)
+    elsewhere = [each for name, each in steps.items() if slot_of(name)[0] != options.workers - 1]
     found = [(longest_s(each, at_s, at_s + CUT_S), usual_s(each)) for each in elsewhere if len(each) > 10]
     stalls = [max(0.0, longest - usual) for longest, usual in found if longest is not None]
-    pushes: dict[int, int] = {}
-    for done in (each[-1] for each in steps.values()):
-        pushes[done.ring] = max(done.num_pushed, pushes.get(done.ring, 0))
-    said = {
-        "leaders": [each.leader for each in (before, newest, whole) if isinstance(each, Claim)],
-        "pushes_of_rings": sum(pushes.values()),
-        "versions_of_the_server": max(each["version"] for each in counted),
-        "pushes_lost": lost_pushes(steps),
-        "parameters_alike": check_alike(steps),
-    }
+    leaders = [each.leader for each in (before, newest, whole) if isinstance(each, Claim)]
+    said = {"leaders": leaders, **ring_runs.books(run, steps, options.workers)}
     is_whole = bool(stalls) and len(stalls) == len(found)
     return Stall(victims=way, at_s=at_s, stall_s=max(stalls) if is_whole else None), said, printed
 
 
-def is_right(stall: Stall, said: dict[str, Any]) -> bool:
-    """Whether the other server went on, in time, and nothing was lost."""
-    has_changed = said["leaders"] == [0, 1, 1] and not said["pushes_lost"]
-    is_counted = said["pushes_of_rings"] == said["versions_of_the_server"]
-    return has_changed and is_counted and stall.stall_s is not None and stall.stall_s <= BAR_S
+def missed(stall: Stall, said: dict[str, Any]) -> list[str]:
+    """What has to be, and was not, in words: the other server goes on, in time, and nothing is lost."""
+    found = [] if said["leaders"] == [0, 1, 1] else [f"servers {said['leaders']} led, expected [0, 1, 1]"]
+    found += ring_runs.missed({**said, "never_went_on": int(stall.stall_s is None)})
+    return [f"{stall.victims}: {each}" for each in [*found, *lab_jobs.over("stall in s", stall.stall_s, BAR_S)]]
 
 
 def main(ways: Sequence[str] = WAYS) -> int:
     """Each way once; 1 if a bar is missed."""
-    options = parse(__doc__, workers=5, kills=len(ways))
+    options = ring_runs.parse(__doc__, workers=5, kills=len(ways))
     stalls, said, printed = [], {}, ""
-    where = lab.up(topology.loads(cluster(options)), f"server-cut-{os.getpid()}", quotas="never")
-    try:
-        for way in ways[: options.kills]:
-            with tempfile.TemporaryDirectory(prefix="ringweave-server-cut-") as name:
-                stall, found, printed = one(options, where, way, Path(name))
-            stalls.append(stall)
-            said[way] = found
-    finally:
-        lab.down(where.name)
-    document = {"kind": "measured", "bench": "server_cut", "workers": options.workers, "cut_s": CUT_S, **said}
-    conclude(options, document, stalls, printed)
-    return 0 if all(is_right(stall, said[stall.victims]) for stall in stalls) else 1
+    for way in ways[: options.kills]:
+        with tempfile.TemporaryDirectory(prefix="ringweave-server-cut-") as name:
+            stall, found, printed = one(options, way, Path(name))
+        stalls.append(stall)
+        said[way] = found
+    wrong = [each for stall in stalls for each in missed(stall, said[stall.victims])]
+    ring_runs.conclude(options, {"bench": "server-cut", "cut_s": CUT_S, **said}, stalls, printed)
+    return lab_jobs.verdict(wrong)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ of a minute are for other machines. Each worker is a replica of its own, with it
 import argparse
 import logging
 import os
+import time
 from datetime import timedelta
 
 import job
@@ -16,7 +17,7 @@ from torch.nn import functional
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
 from ringweave import environment
-from ringweave.benchmarks.chaos import notes
+from ringweave.benchmarks.chaos.doing import notes
 from ringweave.telemetry import EventLog
 
 
@@ -37,6 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--mended", action="store_true")
+    parser.add_argument("--s-per-sample", type=float, default=0.0, help="as in job.py")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     images, labels = job.read()
@@ -66,7 +68,9 @@ def main() -> None:
         before = manager.current_step()
         chosen = torch.randint(job.NUM_SAMPLES, (own,), generator=draw)
         optimizer.zero_grad()
-        functional.cross_entropy(parallel(images[chosen]), labels[chosen]).backward()
+        loss = functional.cross_entropy(parallel(images[chosen]), labels[chosen])
+        time.sleep(options.s_per_sample * own)
+        loss.backward()
         optimizer.step()
         there = manager.num_participants()
         if manager.current_step() > before and there < num_workers and manager.participating_rank() == 0:

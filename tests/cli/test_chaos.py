@@ -2,11 +2,13 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ringweave import lab
+from ringweave.benchmarks.chaos import accounts, faults, session
 from ringweave.cli.main import call
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +66,16 @@ def test_the_faults_of_a_seed_are_shown_by_a_dry_run(capsys: pytest.CaptureFixtu
         (["--random", "kill"], "script: none given, expected one after --. For example: ringweave chaos C.yaml"),
         (["--random", "kill", "--system", "torchrn"], 'torchft. Did you mean "torchrun"?'),
         (["--script", "/absent"], "script of faults: [Errno 2] No such file or directory"),
+        (["--script", "x", "--random", "kill"], "--script and --random: both given, expected one of them."),
+        (["--random", " "], "kinds of faults: 'none', expected some of kill, pause"),
+        (
+            ["--random", "kill", "--every", "0"],
+            "--every: 0.0, expected 0.01 or more seconds. Give",
+        ),
+        (["--random", "kill", "--lasts", "-3"], "--lasts: -3.0, expected 0 or more seconds."),
+        (["--random", "kill", "--for", "nan"], "--for: nan, expected 0 or more seconds."),
+        (["--random", "kill", "--restart-after", "-1"], "--restart-after: -1.0, expected 0 or more seconds."),
+        (["--random", "kill", "--services", "servr"], 'Did you mean "server"?'),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_starts(
@@ -72,6 +84,29 @@ def test_what_is_wrong_is_said_before_anything_starts(
     code, _, complaint = chaos(capsys, CLUSTER, *arguments)
     assert code == 2
     assert text in complaint
+
+
+def test_services_are_among_what_a_seed_hits(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--random", "kill", "--services", "coordinator,server", "--every", "2", "--for", "100", "--dry-run"]
+    code, text, _ = chaos(capsys, CLUSTER, *options)
+    assert code == 0
+    assert {line.split()[3] for line in text.splitlines()} == {"worker", "coordinator", "server"}
+
+
+@pytest.mark.parametrize(("broken", "code"), [((), 0), (("4 train steps were lost",), 1)])
+def test_a_broken_promise_is_said_and_is_exit_code_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, broken: tuple[str, ...], code: int
+) -> None:
+    events = [{"time": 1.0 + step, "kind": "train_step_done", "rank": 0, "steps_since_start": step} for step in (1, 2)]
+    wanted = faults.parse("at 7s kill server")
+    found = replace(accounts.report(events, num_workers=1, workers_on={}, restart_s=0, wanted=wanted), broken=broken)
+    monkeypatch.setattr(session, "run", lambda *_: found)
+    given, text, _ = chaos(capsys, CLUSTER, "--random", "kill", "--", "x.py")
+    assert given == code
+    assert "at 7s kill server: never began\n" in text
+    assert [line for line in text.splitlines() if "broken" in line] == [f"broken: {each}" for each in broken]
+    document = json.loads(chaos(capsys, CLUSTER, "--random", "kill", "--json", "--", "x.py")[1])
+    assert (document["broken"], document["never_began"]) == (list(broken), ["at 7s kill server"])
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.telemetry import KINDS, EventLog, read, read_last_attempt
+from ringweave.telemetry import KINDS, EventLog, Tail, read, read_last_attempt
 from ringweave.telemetry.kinds import to_markdown
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +64,18 @@ def test_torn_lines_are_skipped(tmp_path: Path, torn: bytes) -> None:
     with path.open("ab") as file:
         file.write(torn)
     assert [event["rank"] for event in read(path)] == [0]
+
+
+def test_a_tail_reads_each_event_once_and_one_that_is_being_written_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    tail = Tail(path)
+    assert tail.new() == [], "no file yet"
+    path.write_bytes(b'{"kind": "a", "text": "\xe2\x80\xa8"}\nnonsense\n{"kind": "b"}\n{"kind": ')
+    assert [event["kind"] for event in tail.new()] == ["a", "b"]
+    assert tail.new() == []
+    with path.open("ab") as file:
+        file.write(b'"c"}\n')
+    assert [event["kind"] for event in tail.new()] == ["c"]
 
 
 def test_the_last_attempt_begins_at_the_last_run_started(tmp_path: Path) -> None:

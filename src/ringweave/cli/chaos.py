@@ -8,8 +8,10 @@ from pathlib import Path
 import click
 
 from ringweave import topology
-from ringweave.benchmarks.chaos import faults, jobs, session
+from ringweave.benchmarks.chaos import drawing, faults, session
 from ringweave.benchmarks.chaos.accounts import Report
+from ringweave.benchmarks.chaos.doing import jobs
+from ringweave.benchmarks.chaos.elastic import Elastic
 from ringweave.benchmarks.chaos.faults import Fault, Targets
 from ringweave.benchmarks.chaos.session import Plan
 from ringweave.errors import UsageError
@@ -20,6 +22,11 @@ from ringweave.errors import UsageError
 @click.option("--script", "script_path", metavar="FILE", help='Faults, one a line: "at 20s pause worker 2 for 30s".')
 @click.option("--random", "kinds", metavar="KINDS", help="Faults at random: some of kill,pause,cut,slow,clock,fill.")
 @click.option("--moments", metavar="NAMES", help="Kill at these moments of a step: some of forward,backward,bucket,...")
+@click.option(
+    "--services",
+    metavar="NAMES",
+    help="Kill and pause these too, each as often as a worker: some of coordinator,standby,server,server-standby.",
+)
 @click.option("--every", "every_s", type=float, default=60.0, help="Mean seconds between random faults. Default: 60.")
 @click.option("--lasts", "lasts_s", type=float, default=10.0, help="Seconds that each random one lasts. Default: 10.")
 @click.option("--calm", "calm_s", type=float, default=20.0, help="Seconds before the first random one. Default: 20.")
@@ -42,6 +49,7 @@ def command(  # noqa: PLR0913 - one for each option
     script_path: str | None,
     kinds: str | None,
     moments: str | None,
+    services: str | None,
     every_s: float,
     lasts_s: float,
     calm_s: float,
@@ -58,14 +66,19 @@ def command(  # noqa: PLR0913 - one for each option
     """Let faults happen to a job in a lab of CLUSTER, and count what they cost.
 
     The job is a script that goes on from its last checkpoint by itself; it is started again when it fails. {disk} in
-    its arguments is a folder of its own, which may be filled up. Needs root.
+    its arguments is a folder of its own, which may be filled up. Needs root. Exit code 1 says that a promise was
+    broken: an elastic job lost steps, samples are missing from the books, or training did not go on.
     """
     jobs.check_system(system)
+    drawing.check_seconds("for", until_s)
+    drawing.check_seconds("restart-after", restart_s)
     cluster = topology.load(cluster_path)
+    if script_path and kinds is not None:
+        raise UsageError("--script and --random: both given, expected one of them. Leave one out.")
     if script_path:
         happens = faults.parse(_read(script_path), session.targets(cluster))
     else:
-        hit = replace(session.targets(cluster), moments=_names(moments))
+        hit = replace(session.targets(cluster), moments=_names(moments), services=_names(services))
         happens = _drawn(hit, kinds, seed, every_s=every_s, until_s=until_s, lasts_s=lasts_s, calm_s=calm_s)
     if dry_run:
         click.echo(
@@ -87,17 +100,17 @@ def command(  # noqa: PLR0913 - one for each option
     )
     found = session.run(plan, cluster, lambda text: click.echo(f"ringweave: {text}", err=True))
     click.echo(json.dumps(_document(plan, happens, found)) if as_json else _to_text(found))
-    return 0
+    return 1 if found.broken else 0
 
 
 def _drawn(hit: Targets, kinds: str | None, seed: int, **times: float) -> tuple[Fault, ...]:
     if kinds is None:
         raise UsageError("faults: none given, expected some. Give --script FILE, or --random kill,pause.")
-    return faults.draw(_names(kinds), hit, seed=seed, **times)
+    return drawing.draw(_names(kinds), hit, seed=seed, **times)
 
 
 def _names(text: str | None) -> list[str]:
-    return [name.strip() for name in text.split(",")] if text else []
+    return [name.strip() for name in text.split(",")] if text and text.strip() else []
 
 
 def _read(path: str) -> str:
@@ -112,19 +125,43 @@ def _document(plan: Plan, happens: tuple[Fault, ...], found: Report) -> dict[str
 
 
 def _to_text(found: Report) -> str:
-    def shown(value: float | None, unit: str = "") -> str:
-        return "-" if value is None else f"{value:g}{unit}"
-
     rows = [
-        ("train steps that count", shown(found.steps)),
-        ("train steps lost", shown(found.steps_lost)),
-        ("samples lost", shown(found.samples_lost)),
-        ("faults", shown(found.faults)),
-        ("time to recover, median", shown(found.recover_p50_s, " s")),
-        ("time to recover, p95", shown(found.recover_p95_s, " s")),
-        ("fault-free rate", shown(found.fault_free_steps_per_s and round(found.fault_free_steps_per_s, 3), " steps/s")),
-        ("goodput", shown(found.goodput)),
+        ("train steps that count", _shown(found.steps)),
+        ("train steps lost", _shown(found.steps_lost)),
+        ("samples lost", _shown(found.samples_lost)),
+        ("samples unaccounted", _shown(found.samples_unaccounted)),
+        ("attempts", _shown(found.attempts)),
+        ("faults", _shown(found.faults)),
+        ("time to recover, median", _shown(found.recover_p50_s, " s")),
+        ("time to recover, p95", _shown(found.recover_p95_s, " s")),
+        ("fault-free rate", _shown(found.fault_free_steps_per_s, " steps/s")),
+        ("goodput", _shown(found.goodput)),
+        *(_rows_of_members(found.elastic) if found.elastic else ()),
     ]
-    lines = [f"{name:24} {value}" for name, value in rows]
-    lines += [f"{each.fault}: longest wait {shown(each.stall_s, ' s')}" for each in found.recoveries]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:{width}} {value}" for name, value in rows]
+    lines += [f"{each.fault}: longest wait {_shown(each.stall_s, ' s')}" for each in found.recoveries]
+    lines += [f"{fault}: never began" for fault in found.never_began]
+    lines += [f"broken: {promise}" for promise in found.broken]
     return "\n".join([*lines, "All of it is measured."])
+
+
+def _rows_of_members(found: Elastic) -> list[tuple[str, str]]:
+    return [
+        ("survivors' stall, median", _shown(found.stall_p50_s, " s")),
+        ("survivors' stall, p95", _shown(found.stall_p95_s, " s")),
+        ("new epoch after, median", _shown(found.epoch_p50_s, " s")),
+        ("service replaced after, median", _shown(found.taken_over_p50_s, " s")),
+        ("service replaced after, p95", _shown(found.taken_over_p95_s, " s")),
+        ("stall by it, median", _shown(found.takeover_stall_p50_s, " s")),
+        ("stall by it, p95", _shown(found.takeover_stall_p95_s, " s")),
+        ("steps of zombies", _shown(found.steps_as_zombie)),
+        ("put out without a fault", _shown(found.put_out)),
+        ("joins", _shown(found.joins)),
+        ("peers' stall at joins, median", _shown(found.join_stall_steps_p50, " steps")),
+        ("peers' stall at joins, p95", _shown(found.join_stall_steps_p95, " steps")),
+    ]
+
+
+def _shown(value: float | None, unit: str = "") -> str:
+    return "-" if value is None else f"{round(value, 3):g}{unit}"

@@ -69,6 +69,27 @@ def read(path: str | Path) -> Iterator[Event]:
                 yield event
 
 
+class Tail:
+    """Events as they are added to a file; each is read once, however long the file has become."""
+
+    def __init__(self, path: str | Path) -> None:
+        """`path` need not be there yet."""
+        self._path, self._position = Path(path), 0
+
+    def new(self) -> list[Event]:
+        """Those that came since the last call, oldest first. Torn lines are skipped; one being written comes later."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                added = file.read()
+        except FileNotFoundError:
+            return []
+        whole = added[: added.rfind(b"\n") + 1]
+        self._position += len(whole)
+        found = (_parse(f"{line}\n") for line in whole.decode("utf-8", errors="replace").split("\n"))
+        return [event for event in found if event is not None]
+
+
 def read_last_attempt(path: str | Path) -> list[Event]:
     """The events since the last `run_started`: those of the newest attempt in a run directory."""
     events: list[Event] = []

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ringweave.benchmarks.chaos import accounts
+from ringweave.benchmarks.chaos import accounts, faults
 from ringweave.benchmarks.chaos.accounts import Report
 
 
@@ -175,6 +175,7 @@ def test_a_job_that_never_goes_on_has_not_recovered() -> None:
 def test_a_job_without_a_step_has_nothing_to_report() -> None:
     found = judge(begin())
     assert (found.steps, found.goodput, found.recoveries) == (0, None, ())
+    assert found.broken == ("the job made no train step",)
 
 
 def test_samples_are_those_that_prepare_told() -> None:
@@ -187,3 +188,82 @@ def test_a_pause_long_after_a_fault_is_not_its_doing() -> None:
     events = [*begin(), *steps(1, 10, 100.0), fault("at 9s kill worker 1", 109.5), *steps(11, 40, 112.0)]
     found = judge([*events, *steps(41, 50, 170.0)])
     assert found.recoveries[0].stall_s == pytest.approx(3.0)
+
+
+def elastic_job(*more: dict[str, Any]) -> list[dict[str, Any]]:
+    """Two workers of an elastic job that make ten steps; worker 1 is killed then, and worker 0 goes on or not."""
+    first = [*begin(), epoch(99, ["0.0", "1.0"], ["0.0", "1.0"]), *steps(1, 10, 100.0)]
+    return [*first, fault("at 9s kill worker 1", 109.5), epoch(110, ["0.0"], []), *more]
+
+
+def test_an_elastic_job_that_goes_on_breaks_no_promise_and_its_figures_are_there() -> None:
+    found = judge(elastic_job(*steps(11, 30, 111.5, ranks=1)))
+    assert found.broken == ()
+    assert found.elastic is not None
+    assert (found.elastic.stall_p50_s, found.elastic.stall_p95_s, found.elastic.stall_max_s) == (1.5, 1.5, 1.5)
+    assert (found.elastic.epoch_p50_s, found.elastic.steps_as_zombie, found.elastic.joins) == (0.5, 0, 0)
+    assert found.elastic.never_back == ("at 9s kill worker 1",)
+    assert found.to_document()["elastic"]["tolls"][0]["victims"] == (1,)
+
+
+def test_a_job_that_is_not_elastic_has_no_such_figures_and_may_lose_steps() -> None:
+    again = [watched(0, 120), watched(1, 120), loaded(0, 121, 10), loaded(1, 121, 10)]
+    kill = fault("at 13.5s kill worker 1", 113.5)
+    found = judge([*begin(), *steps(1, 14, 100.0), kill, *again, *steps(1, 20, 124.0)])
+    assert (found.elastic, found.steps_lost, found.broken) == (None, 4, ())
+
+
+def test_an_elastic_job_that_loses_steps_breaks_its_promise() -> None:
+    again = [watched(0, 120), watched(1, 120), epoch(121, ["0.0", "1.0"], ["0.0", "1.0"]), *steps(1, 12, 124.0)]
+    found = judge([*elastic_job(*steps(11, 12, 111.5, ranks=1)), *again])
+    assert found.broken == ("12 train steps were lost",)
+
+
+def test_a_job_that_does_not_go_on_though_there_is_time_breaks_its_promise() -> None:
+    over = {"time": 130.0, "kind": "run_ended"}
+    expected = ("training did not go on after: at 9s kill worker 1",)
+    assert judge(elastic_job(over)).broken == expected
+    plain = [*begin(), *steps(1, 10, 100.0), fault("at 9s kill worker 1", 109.5)]
+    assert judge([*plain, over]).broken == expected
+    assert judge([*plain, {**over, "time": 112.0}]).broken == (), "who knows"
+
+
+def accounted(time: float, number: int, samples: int, expected: int = 16) -> dict[str, Any]:
+    return {"time": time, "kind": "samples_accounted", "epoch": number, "samples": samples, "expected": expected}
+
+
+def samples_lost(time: float, lost: int) -> dict[str, Any]:
+    return {"time": time, "kind": "samples_lost", "rank": 0, "reduction": 1, "members": [], "samples": 1, "lost": lost}
+
+
+@pytest.mark.parametrize(
+    ("books", "unaccounted"),
+    [
+        ([], None),
+        ([accounted(101, 0, 16), accounted(102, 1, 16)], 0),
+        ([accounted(101, 0, 16), samples_lost(101.5, 4), accounted(102, 1, 12)], 0),
+        ([samples_lost(100.5, 4), accounted(101, 0, 12), samples_lost(101.5, 4)], 0),
+        ([accounted(101, 0, 12), samples_lost(101.5, 4)], 4),
+        ([samples_lost(100.5, 3), accounted(101, 0, 12)], 1),
+        ([samples_lost(100.5, 4), accounted(101, 0, 20)], 4),
+    ],
+    ids=["no books", "exact", "lost", "lost later too", "lost too late", "fewer are known", "doubled"],
+)
+def test_samples_that_the_books_miss_are_counted(books: list[dict[str, Any]], unaccounted: int | None) -> None:
+    found = judge([*begin(), *steps(1, 5, 100.0), *books])
+    assert found.samples_unaccounted == unaccounted
+    words = (f"{unaccounted} samples neither count nor are known to be lost",) if unaccounted else ()
+    assert found.broken == words
+
+
+def test_faults_that_never_began_are_named() -> None:
+    wanted = faults.parse("at 5s kill worker 0\nat 6s kill server\nat 5s kill worker 0\nat 900s kill worker 1")
+    events = [*begin(), *steps(1, 51, 100.0), fault("at 5s kill worker 0", 105.0)]
+    found = accounts.report(events, num_workers=2, workers_on={}, restart_s=0, wanted=wanted)
+    assert found.never_began == ("at 5s kill worker 0", "at 6s kill server", "at 900s kill worker 1")
+
+
+def test_attempts_are_counted() -> None:
+    attempts = [{"time": time, "kind": "run_started", "attempt": 1} for time in (99.0, 120.0)]
+    assert judge([attempts[0], *begin(), *steps(1, 5, 100.0), attempts[1]]).attempts == 2
+    assert judge([*begin(), *steps(1, 5, 100.0)]).attempts == 1, "torchrun writes no such event"

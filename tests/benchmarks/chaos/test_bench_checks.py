@@ -1,5 +1,6 @@
 """What the benches of faults check can fail: parameters that differ by a bit, samples that are lost or doubled."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -60,7 +61,8 @@ def test_one_bit_is_found(lab_jobs: ModuleType, tmp_path: Path) -> None:
 def test_samples_of_one_who_died_within_the_step_are_lost(lab_jobs: ModuleType, tmp_path: Path) -> None:
     lines = {"0.0-1": [drawn(1, [0, 1]), drawn(2, [4, 5])], "1.0-2": [drawn(1, [2, 3]), drawn(2, [6, 7])]}
     gone = {"kind": "samples_lost", "reduction": 2, "members": ["0.0"], "samples": 2, "lost": 2}
-    found = ended(lab_jobs, tmp_path, lines, [gone, accounted([0, 1, 2, 3, 4, 5], expected=8)])
+    began = {"kind": "epoch_begun", "members": ["0.0", "1.0"]}
+    found = ended(lab_jobs, tmp_path, lines, [began, gone, accounted([0, 1, 2, 3, 4, 5], expected=8)])
     assert found.check_samples() == (6, 2)
 
 
@@ -71,11 +73,101 @@ def test_samples_that_the_books_do_not_know_are_found(second: list[int], lab_job
         ended(lab_jobs, tmp_path, lines, [accounted([0, 1, 2, 3], expected=4)]).check_samples()
 
 
+def test_checks_that_have_no_other_of_their_step_prove_nothing(lab_jobs: ModuleType, tmp_path: Path) -> None:
+    lines = {"0.0-1": [f"done 1 {CHECK}"], "1.0-2": [f"done 2 {CHECK}"]}
+    with pytest.raises(AssertionError, match="parameters: 2 checks of 2 steps, none to compare with"):
+        ended(lab_jobs, tmp_path, lines, []).check_alike()
+
+
+def test_samples_of_which_no_epoch_is_complete_prove_nothing(lab_jobs: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="samples: no epoch of the data is complete"):
+        ended(lab_jobs, tmp_path, {"0.0-1": [drawn(1, [0, 1])]}, []).check_samples()
+
+
+def test_samples_that_are_missing_without_a_word_are_found(lab_jobs: ModuleType, tmp_path: Path) -> None:
+    lines = {"0.0-1": [drawn(1, [0, 1])], "1.0-2": [drawn(1, [2])]}
+    with pytest.raises(AssertionError, match="samples: 1 are missing in the books, 0 are known to be lost"):
+        ended(lab_jobs, tmp_path, lines, [accounted([0, 1, 2], expected=4)]).check_samples()
+
+
+def test_a_step_that_loses_more_than_the_shares_of_those_who_were_gone_is_found(
+    lab_jobs: ModuleType, tmp_path: Path
+) -> None:
+    began = {"kind": "epoch_begun", "members": ["0.0", "1.0"]}
+    gone = {"kind": "samples_lost", "reduction": 1, "members": ["0.0"], "samples": 2, "lost": 3}
+    lines = {"0.0-1": [drawn(1, [0, 1])], "1.0-2": [drawn(1, [2, 3])]}
+    with pytest.raises(AssertionError, match="step 1: 3 samples lost with 1 members of 2 at most"):
+        ended(lab_jobs, tmp_path, lines, [began, gone, accounted([0, 1], expected=5)]).check_samples()
+
+
+def said(**other: Any) -> dict[str, Any]:
+    return {"broken": [], "never_began": [], "attempts": 1, "never_back": [], "put_out": 0, **other}
+
+
+def test_what_a_job_missed_is_said_and_is_the_exit_code(
+    lab_jobs: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert lab_jobs.missed(said(), are_back=True) == []
+    worst = said(broken=["4 train steps were lost"], never_began=["at 3s kill worker 0"], attempts=2)
+    worst |= {"never_back": ["at 1s kill worker 1"], "put_out": 3}
+    assert lab_jobs.missed(worst) == [
+        "4 train steps were lost",
+        "at 3s kill worker 0: never began",
+        "the job was started 2 times",
+    ]
+    assert lab_jobs.missed(worst, are_back=True)[3:] == [
+        "at 1s kill worker 1: the victim never came back",
+        "3 members were put out though no fault hit them",
+    ]
+    assert lab_jobs.verdict([]) == 0
+    assert lab_jobs.verdict(["4 train steps were lost"]) == 1
+    assert capsys.readouterr().out == "missed: 4 train steps were lost\n"
+
+
+@pytest.mark.parametrize(("value", "words"), [(1.5, []), (1.6, ["x: 1.6, "]), (None, ["x: not known, "])])
+def test_what_is_over_its_bar_or_not_known_is_missed(
+    lab_jobs: ModuleType, value: float | None, words: list[str]
+) -> None:
+    assert lab_jobs.over("x", value, 1.5) == [f"{each}the bar is 1.5" for each in words]
+
+
 @pytest.mark.parametrize(("goodput", "every_s", "good"), [(0.95, 60.0, True), (0.94, 60.0, False), (0.88, 15.0, True)])
 def test_goodput_is_held_against_the_bar_of_its_interval(
     lab_jobs: ModuleType, goodput: float, every_s: float, good: bool
 ) -> None:
     import goodput as bench  # beside lab_jobs
 
-    assert bench.is_good(goodput, every_s) is good
-    assert not bench.is_good(None, every_s), "what could not be measured is not good"
+    steps = [{"time": 1.0 + step, "kind": "train_step_done", "rank": 0, "steps_since_start": step} for step in (1, 2)]
+    report = replace(accounts.report(steps, num_workers=2, workers_on={}, restart_s=0), goodput=goodput)
+    assert (bench.missed(report, every_s) == []) is good
+    unknown = bench.missed(replace(report, goodput=None), every_s)
+    assert unknown == [f"goodput: None, the bar is {bench.BARS[every_s]}"], "what could not be measured is not good"
+    assert bench.missed(replace(report, goodput=1.0, attempts=2), every_s) == ["the job was started 2 times"]
+
+
+def test_each_kill_follows_one_of_the_coordinator(lab_jobs: ModuleType) -> None:
+    import kills as bench  # beside lab_jobs
+
+    kills = bench.draw(6, 8, seed=1, every_s=14.0, calm_s=10.0, outside=True)
+    found = bench.with_coordinators(kills)
+    assert [fault.target for fault in found[::2]] == ["coordinator"] * 6
+    assert list(found[1::2]) == kills
+    assert all(0.29 < after.at_s - before.at_s < 0.31 for before, after in zip(found[::2], kills, strict=True))
+    takeovers = [{"taken_over_s": 0.4}] * 5 + [{"taken_over_s": None}]
+    told = said(faults=6, takeovers=takeovers, taken_over_p95_s=3.2, takeover_stall_p95_s=0.5)
+    assert bench.missed(told, 6, of_coordinators=True) == [
+        "5 coordinators were replaced, not 6",
+        "fail-over, p95 in s: 3.2, the bar is 3",
+    ]
+
+
+def test_losses_that_are_apart_or_say_nothing_and_faults_that_are_absent_are_missed(lab_jobs: ModuleType) -> None:
+    import mixed as bench  # beside lab_jobs
+
+    good = said(begun=3, wanted=3, apart=0.004, held_out_loss=0.5, held_out_loss_without_faults=0.5)
+    assert bench.missed(good) == []
+    assert bench.missed({**good, "begun": 2}) == ["2 faults began, not 3"]
+    assert bench.missed({**good, "apart": 0.006}) == ["losses are apart by: 0.006, the bar is 0.005"]
+    assert bench.missed({**good, "held_out_loss": 0.001}) == ["a loss of 0.001 is too low to be compared"]
+    ended_early = {**good, "apart": None, "held_out_loss": None}
+    assert bench.missed(ended_early)[0] == "losses are apart by: not known, the bar is 0.005"

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from ringweave import topology
 from ringweave.benchmarks.chaos import faults, session
+from ringweave.benchmarks.chaos.doing.hands import Hands
 from ringweave.benchmarks.chaos.faults import Fault
-from ringweave.benchmarks.chaos.hands import Hands
 from ringweave.benchmarks.chaos.session import Plan
-from ringweave.errors import LaunchError
+from ringweave.errors import LabError, LaunchError
 from ringweave.telemetry import EventLog
 
 
@@ -98,41 +99,42 @@ def test_a_fault_whose_worker_is_not_there_waits_for_it(tmp_path: Path) -> None:
 
 def test_a_job_that_makes_no_step_is_given_up(tmp_path: Path) -> None:
     expected = (
-        r"job under chaos: 'no train step after 2 s', expected one\. Run it without chaos first; the job's own out"
+        r"job under chaos: 'no train step after 2 s', expected train steps\. Run it without chaos first; the job's own"
     )
     with pytest.raises(LaunchError, match=expected):
         play(tmp_path, "at 5s kill worker 0", [], start_s=2.0)
 
 
-class FakeLab:
-    """Says which processes are in it."""
-
-    def __init__(self, found: dict[str, list[int]]) -> None:
-        self._found = found
-
-    def processes(self) -> dict[str, list[int]]:
-        return self._found
-
-
-def test_the_process_of_a_rank_is_the_last_that_said_so(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "events.jsonl")
-    for pid in (10, 20):
-        log.write("worker_watched", rank=1, node="a", pid=pid)
-    crew = session.LabCrew(FakeLab({}), log.path)  # pyrefly: ignore - it asks for processes only
-    assert crew.worker_pid(1) == 20
-    assert crew.worker_pid(0) is None
+def test_a_job_that_was_not_understood_is_not_tried_again_and_its_last_words_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text("usage: ringweave lab run\nError: no such option: --elstic\n")
+    expected = (
+        r"job under chaos: 'it has ended with 2 before any train step', expected train steps\. Run it without chaos "
+        r"first; .*job\.log\]\n    usage: ringweave lab run\n    Error: no such option: --elstic$"
+    )
+    with pytest.raises(LaunchError, match=expected):
+        play(tmp_path, "at 5s kill worker 0", [(-1.0, 2)])
 
 
-def test_the_coordinator_that_decides_is_the_one_whose_term_the_last_epoch_is_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = EventLog(tmp_path / "events.jsonl")
-    lines = {7: "python -m ringweave.membership.serving.main --index 0", 8: "python -m x", 9: "sh -c x"}
-    lines[10] = lines[7].replace("--index 0", "--index 1 --standby")
-    monkeypatch.setattr(session.processes, "command_line", lambda pid: lines[pid])
-    crew = session.LabCrew(FakeLab({"a": [7, 8], "b": [9, 10]}), log.path)  # pyrefly: ignore - as above
-    log.write("run_started", attempt=1, command=[], cluster="c", world_size=2)
-    assert crew.service_pid(faults.COORDINATOR) is None, "nobody decides before the first epoch"
-    for term, deciding, other in ((1, 7, 10), (2, 10, 7)):
-        log.write("epoch_begun", term=term, number=1, part="", members=["0.0"], newcomers=[], committed=0)
-        assert (crew.service_pid(faults.COORDINATOR), crew.service_pid(faults.STANDBY)) == (deciding, other)
+def test_a_job_that_goes_wrong_again_and_again_before_its_first_step_is_given_up(tmp_path: Path) -> None:
+    expected = r"'it has ended with 1 3 times before any train step', expected train steps\."
+    with pytest.raises(LaunchError, match=expected):
+        play(tmp_path, "at 5s kill worker 0", [(-2.5, 1), (-2.0, 1), (-1.0, 1)])
+
+
+def test_a_job_that_fails_twice_before_its_first_step_gets_another_chance(tmp_path: Path) -> None:
+    world = play(tmp_path, "", [(-2.5, 1), (-2.0, 1), (9.0, 0)])
+    assert len(world.attempts) == 3
+
+
+def test_wrong_usage_ends_it_later_on_as_well(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"'it has ended with 2', expected train steps"):
+        play(tmp_path, "", [(4.0, 2)])
+
+
+def test_without_a_lab_it_is_said_before_anything_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session.lab, "problems", lambda: ["user: 1000, expected root. Put sudo in front. [lab]"])
+    out = tmp_path / "out"
+    plan = Plan(system="ringweave", script=["x.py"], faults=(), out=out)
+    with pytest.raises(LabError, match=r"user: 1000, expected root\. Put sudo in front"):
+        session.run(plan, topology.loads("name: x\nnodes: [{name: a, nic: 1Gbit/s, devices: 1}]\n"), lambda text: None)
+    assert not out.exists()

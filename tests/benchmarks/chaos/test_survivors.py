@@ -102,3 +102,82 @@ def test_a_node_that_is_cut_off_takes_its_workers_along_and_coordinators_are_no_
     found = survivors.tolls(job(*happens, epoch(6.5, ["0.0", "1.0"], [], term=2), *steps(0, 7.0), *steps(1, 7.0)))
     assert [toll.victims for toll in found] == [(2,)]
     assert found[0].back_s is None
+
+
+def test_one_that_is_put_out_though_nothing_hit_it_is_told_and_its_stall_is_nobodys() -> None:
+    """Worker 1 is killed at 5.5; worker 2 is no member any more at 6.5, before it has made a step without it."""
+    more = [epoch(6.0, ["0.0", "2.0"], []), epoch(6.5, ["0.0"], []), *steps(0, 7.0, 8.0)]
+    (toll,) = survivors.tolls(job(fault("at 5.5s kill worker 1", 5.5), *more))
+    assert (toll.put_out, toll.survivors) == ((2,), 1)
+    assert toll.stall_s == pytest.approx(1.0)
+
+
+def test_one_that_makes_a_step_and_is_killed_before_all_is_settled_is_no_survivor() -> None:
+    both = [fault("at 5.5s kill worker 1", 5.5), fault("at 6.1s kill worker 2", 6.1)]
+    more = [*steps(2, 6.0), epoch(6.5, ["0.0"], []), *steps(0, 7.0, 8.0)]
+    first, second = survivors.tolls(job(*both, *more))
+    assert (first.survivors, first.put_out, second.survivors) == (1, (), 1)
+    assert first.stall_s == pytest.approx(1.0)
+
+
+def test_a_newcomer_that_has_made_no_step_yet_is_not_the_process_that_it_replaces() -> None:
+    """Worker 2 was put out at 5.1 though nothing had hit it, and is a member again at 7 when worker 1 is killed."""
+    again = [epoch(5.1, ["0.0", "1.0"], []), watched(2, 6.5), epoch(6.9, ["0.0", "1.0", "2.1"], ["2.1"])]
+    more = [fault("at 7s kill worker 1", 7.0), epoch(7.5, ["0.0", "2.1"], []), *steps(2, 10.0, 11.0)]
+    others = [*steps(0, 6.0, 7.9, 8.9, *range(10, 30)), *steps(1, 6.0)]
+    (toll,) = survivors.tolls(job(*again, *more, *others))
+    assert (toll.survivors, toll.put_out, toll.stall_s) == (1, (), pytest.approx(0.9))
+
+
+def test_who_hangs_is_not_excused_by_a_fault_long_after() -> None:
+    """Worker 2 hangs from the first fault on; it is killed a minute later."""
+    both = [fault("at 5.5s kill worker 1", 5.5), fault("at 66s kill worker 2", 66.0)]
+    more = [epoch(6.0, ["0.0", "2.0"], []), *steps(0, *range(7, 80))]
+    first, _ = survivors.tolls(job(*both, *more))
+    assert (first.survivors, first.stall_s, first.watched_s) == (2, None, pytest.approx(73.5))
+
+
+def test_members_of_other_rings_stay_members_when_one_ring_has_a_new_epoch() -> None:
+    """Workers 0 and 1 are ring 0, worker 2 is ring 1, which forms anew for a reason of its own before ring 0 does."""
+    rings = [
+        {**epoch(0.1, ["0.0", "1.0"], []), "part": "ring 0"},
+        {**epoch(0.1, ["2.0"], []), "part": "ring 1"},
+        {**epoch(5.6, ["2.0"], []), "part": "ring 1"},
+        {**epoch(6.0, ["0.0"], []), "part": "ring 0"},
+    ]
+    begin = [watched(rank, 0) for rank in range(3)]
+    made = [*steps(0, 1, 2, 3, 4, 5, 7, 8), *steps(1, 1, 2, 3, 4, 5), *steps(2, 1, 2, 3, 4, 5, 6, 7)]
+    events = sorted([*begin, *rings, *made, fault("at 5.5s kill worker 1", 5.5)], key=_time)
+    (toll,) = survivors.tolls(events)
+    assert toll.epoch_s == pytest.approx(0.5), "the epoch of the other ring is none without the victim"
+    assert (toll.survivors, toll.put_out, toll.stall_s) == (2, (), pytest.approx(1.0))
+
+
+def test_a_coordinator_is_replaced_when_another_one_forms_an_epoch() -> None:
+    """It is killed at 5.5, worker 1 right after it; the other coordinator notices at 7.5."""
+    both = [fault("at 5.5s kill coordinator", 5.5), fault("at 5.7s kill worker 1", 5.7)]
+    more = [epoch(7.5, ["0.0", "2.0"], [], term=2), *steps(0, 8.0, 9), *steps(2, 8.2, 9)]
+    (found,) = survivors.takeovers(job(*both, *more))
+    assert (found.taken_over_s, found.survivors) == (pytest.approx(2.0), 2)
+    assert found.stall_s == pytest.approx(2.2), "5 to 8.2, of which 1 is usual"
+    assert found.stall_median_s == pytest.approx(2.1)
+
+
+def test_where_nobody_comes_or_goes_no_other_coordinator_is_seen_and_nobody_waits() -> None:
+    others = [each for rank in range(3) for each in steps(rank, *range(6, 30))]
+    (found,) = survivors.takeovers(job(fault("at 5.5s kill coordinator", 5.5), *others))
+    assert (found.taken_over_s, found.survivors, found.stall_s) == (None, 3, 0.0)
+
+
+def test_a_server_is_replaced_when_another_one_leads() -> None:
+    led = [{"time": time, "kind": "params_led", "server": server} for time, server in ((0.5, 0), (7.0, 1))]
+    others = [each for rank in range(3) for each in steps(rank, 7.5, 8.5)]
+    (found,) = survivors.takeovers(job(fault("at 5.5s pause server for 3s", 5.5), *led, *others))
+    assert (found.taken_over_s, found.survivors, found.stall_s) == (pytest.approx(1.5), 3, pytest.approx(1.5))
+
+
+def test_a_worker_that_died_before_the_coordinator_is_not_waited_for() -> None:
+    both = [fault("at 5.2s kill worker 1", 5.2), fault("at 5.5s kill coordinator", 5.5)]
+    others = [each for rank in (0, 2) for each in steps(rank, *range(6, 30))]
+    (found,) = survivors.takeovers(job(*both, *others))
+    assert (found.survivors, found.stall_s) == (2, 0.0)

@@ -44,12 +44,12 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.mse_loss(model(inputs), targets)
 
 
-def train(num_members: int, num_steps: int, pause_s: float = 0.0) -> dict[str, Any]:
+def train(num_members: int, num_steps: int, pause_s: float = 0.0, mode: str = "sync") -> dict[str, Any]:
     """Until so many members have had samples for so many steps; the state of the model."""
     given = make_model()
     optimizer = make_optimizer(given)
     data = DataLoader(make_data(), batch_size=BATCH)
-    model, optimizer, loader = ringweave.prepare(given, optimizer, data, mode="sync")
+    model, optimizer, loader = ringweave.prepare(given, optimizer, data, mode=mode)
     step, num_together = loader.num_train_steps, 0
     for _ in loader.epochs(1_000_000):
         for inputs, targets in loader:

@@ -40,6 +40,7 @@ def train(
     faults: Mapping[str, tuple[int, str]] | None = None,
     pause_s: float = 0.0,
     awaited: str = "",
+    mode: str = "sync",
 ) -> dict[str, Any]:
     """Train, telling what is drawn and done.
 
@@ -49,7 +50,7 @@ def train(
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     data = DataLoader(make_data(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
-    model, optimizer, loader = ringweave.prepare(model, optimizer, data, mode="sync", ddp={"bucket_cap_mb": 0.001})
+    model, optimizer, loader = ringweave.prepare(model, optimizer, data, mode=mode, ddp={"bucket_cap_mb": 0.001})
     say(("prepared",))
     at, moment = (faults or {}).get(own_member(), (-1, ""))
     accounts, has_come = [], not awaited

@@ -40,8 +40,9 @@ def test_members_that_use_other_parameters_have_the_same_ones() -> None:
     assert torch.equal(torch.from_numpy(found["never.weight"]), functions.make_model().never.weight.detach())
 
 
-def test_who_joins_has_the_same_parameters_though_its_own_samples_lead_elsewhere() -> None:
-    with ElasticJob(functions.train, 2, 3, 6, 0.02) as job:
+@pytest.mark.parametrize("mode", ["sync", "balanced"])
+def test_who_joins_has_the_same_parameters_though_its_own_samples_lead_elsewhere(mode: str) -> None:
+    with ElasticJob(functions.train, 2, 3, 6, 0.02, mode) as job:
         job.wait_said("0.0", lambda said: said == ("done", 5))
         job.start(2, 0)
         states(job)

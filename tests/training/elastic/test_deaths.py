@@ -88,16 +88,17 @@ def done_steps(job: ElasticJob, member: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "faults",
+    ("mode", "faults"),
     [
-        {"1.0": (2, "forward"), "2.0": (5, "backward"), "0.0": (9, "bucket1")},
-        {"3.0": (2, "bucket3"), "0.0": (4, "commit"), "2.0": (7, "committed")},
-        {"0.0": (3, "optimizer"), "1.0": (3, "backward")},
+        ("sync", {"1.0": (2, "forward"), "2.0": (5, "backward"), "0.0": (9, "bucket1")}),
+        ("sync", {"3.0": (2, "bucket3"), "0.0": (4, "commit"), "2.0": (7, "committed")}),
+        ("sync", {"0.0": (3, "optimizer"), "1.0": (3, "backward")}),
+        ("balanced", {"3.0": (2, "bucket3"), "0.0": (9, "backward"), "2.0": (12, "committed")}),
     ],
-    ids=lambda faults: "-".join(moment for _, moment in faults.values()),
+    ids=["forward-backward-bucket", "bucket-commit-committed", "two-at-once", "balanced"],
 )
-def test_no_step_is_lost_and_the_mean_is_over_those_who_are_left(faults: dict[str, tuple[int, str]]) -> None:
-    with ElasticJob(functions.train, 4, 2, faults) as job:
+def test_no_step_is_lost_and_the_mean_is_over_those_who_are_left(mode: str, faults: dict[str, tuple[int, str]]) -> None:
+    with ElasticJob(functions.train, 4, 2, faults, 0.0, "", mode) as job:
         left = [member for member in job.members if member not in faults]
         values = [value_of(job, member) for member in left]
         for member in faults:

@@ -6,13 +6,14 @@ count by those that the workers which the faults left would have done without fa
 """
 
 import itertools
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ringweave.benchmarks.chaos import faults
+from ringweave.benchmarks.chaos import elastic, faults, histories
+from ringweave.benchmarks.chaos.elastic import Elastic
 from ringweave.benchmarks.chaos.faults import Fault
+from ringweave.benchmarks.chaos.quantiles import quantile
 from ringweave.telemetry import Event
 
 HORIZON_S = 10.0
@@ -45,8 +46,15 @@ class Report:
     samples: int | None
     """In the steps that count; None where nobody says how many a step has."""
     samples_lost: int | None
+    samples_unaccounted: int | None
+    """Of the epochs of the data that are complete, those that neither count nor are known to be lost; None where no
+    epoch is complete, or nobody keeps books."""
+    attempts: int
+    """Times that the job was started."""
     faults: int
     """That really began."""
+    never_began: tuple[str, ...]
+    """Faults that were wanted and did not happen: what they were to hit was not there, or time was over."""
     recover_p50_s: float | None
     recover_p95_s: float | None
     fault_free_steps_per_s: float | None
@@ -56,6 +64,10 @@ class Report:
     goodput: float | None
     """(steps less what their lost samples come to) / (fault_free_steps_per_s x wall_s x alive_fraction)."""
     recoveries: tuple[Recovery, ...]
+    elastic: Elastic | None
+    """What its members went through; None of a job that is not elastic."""
+    broken: tuple[str, ...]
+    """Promises that were broken, in words."""
 
     def to_document(self) -> dict[str, Any]:
         """For JSON."""
@@ -76,6 +88,7 @@ def report(
     num_workers: int,
     workers_on: dict[str, int],
     restart_s: float,
+    wanted: Sequence[Fault] = (),
     samples_per_step: int | None = None,
 ) -> Report:
     """Judge a job by its events.
@@ -86,13 +99,14 @@ def report(
         workers_on: Node -> its workers.
         restart_s: Seconds after which a killed worker may be started again; so long it does not count as alive, or
             until it is started, if that is earlier.
+        wanted: Faults that were to happen.
         samples_per_step: Samples of a train step; None takes what `ringweave.prepare` said.
     """
     done, lost = count_steps(events)
     if not done:
-        return _nothing()
+        return _nothing(wanted)
     begin_s, end_s = done[0].time_s, done[-1].time_s
-    begun = [(event["time"], *faults.parse(event["fault"])) for event in events if event["kind"] == "fault_begun"]
+    begun = histories.begun(events)
     wall_s = max(end_s, events[-1]["time"]) - begin_s
     first_s = min((time_s for time_s, _ in begun), default=end_s)
     calm = [each for each in done if each.time_s < first_s]
@@ -105,19 +119,25 @@ def report(
     samples = samples_per_step or _batch_samples(events)
     alone = sum(event["lost"] for event in events if event["kind"] == "samples_lost" and event["time"] <= end_s)
     whole_steps = steps - (alone / samples if samples else 0)
+    members, unaccounted = elastic.sum_up(events), _unaccounted(events)
     return Report(
         wall_s=round(wall_s, 3),
         steps=steps,
         steps_lost=lost,
         samples=steps * samples - alone if samples else None,
         samples_lost=lost * samples + alone if samples else None,
+        samples_unaccounted=unaccounted,
+        attempts=max(1, sum(event["kind"] == "run_started" for event in events)),
         faults=len(begun),
-        recover_p50_s=_quantile(times, 0.5),
-        recover_p95_s=_quantile(times, 0.95),
+        never_began=_never_began(wanted, [fault for _, fault in begun]),
+        recover_p50_s=quantile(times, 0.5),
+        recover_p95_s=quantile(times, 0.95),
         fault_free_steps_per_s=rate,
         alive_fraction=round(alive, 4),
         goodput=round(whole_steps / (rate * wall_s * alive), 4) if rate and wall_s and alive else None,
         recoveries=recoveries,
+        elastic=members,
+        broken=_broken(lost, unaccounted, members, recoveries, wall_s),
     )
 
 
@@ -137,7 +157,7 @@ def count_steps(events: Iterable[Event]) -> tuple[list[Done], int]:
         elif kind == "checkpoint_loaded":
             bases[rank] = event["train_step"]
         elif kind == "epoch_begun" and len(event["newcomers"]) < len(event["members"]):
-            bases |= {_slot(member): max(positions.values(), default=0) for member in event["newcomers"]}
+            bases |= {histories.slot_of(member)[0]: max(positions.values(), default=0) for member in event["newcomers"]}
         elif kind == "train_step_done":
             began_anew = not any(positions.values())
             positions[rank] = bases.get(rank, 0) + event["steps_since_start"]
@@ -192,35 +212,65 @@ def _stops_workers(text: str) -> bool:
     return fault.hits_worker or fault.kind == faults.CUT
 
 
-def _slot(member: str) -> int:
-    """The rank that the launcher gave to a member of an elastic job."""
-    return int(member.partition(".")[0])
-
-
 def _batch_samples(events: Iterable[Event]) -> int | None:
     found = [event["batch_samples"] for event in events if event["kind"] == "training_prepared"]
     return found[-1] or None if found else None
 
 
-def _quantile(values: Sequence[float], fraction: float) -> float | None:
-    if len(values) < 2:
-        return values[0] if values else None
-    cuts = statistics.quantiles(values, n=100, method="inclusive")
-    return round(cuts[round(fraction * 100) - 1], 3)
+def _unaccounted(events: Iterable[Event]) -> int | None:
+    """Samples of complete epochs that the books neither count nor know to be lost, or count twice."""
+    missing: dict[tuple[int, int], int] = {}
+    attempt = lost = lost_then = 0
+    for event in events:
+        if event["kind"] == "run_started":
+            attempt += 1
+        elif event["kind"] == "samples_lost":
+            lost += event["lost"]
+        elif event["kind"] == "samples_accounted":
+            missing[attempt, event["epoch"]] = event["expected"] - event["samples"]
+            lost_then = lost
+    if not missing:
+        return None
+    doubled = -sum(each for each in missing.values() if each < 0)
+    return doubled + max(0, sum(each for each in missing.values() if each > 0) - lost_then)
 
 
-def _nothing() -> Report:
+def _never_began(wanted: Iterable[Fault], begun: Iterable[Fault]) -> tuple[str, ...]:
+    left = list(map(str, wanted))
+    for fault in map(str, begun):
+        if fault in left:
+            left.remove(fault)
+    return tuple(left)
+
+
+def _broken(
+    lost: int, unaccounted: int | None, members: Elastic | None, recoveries: Sequence[Recovery], wall_s: float
+) -> tuple[str, ...]:
+    """What no job may do under faults, and no elastic one: only that one promises that no step is lost."""
+    found = [f"{lost} train steps were lost"] if members and lost else []
+    found += [f"{unaccounted} samples neither count nor are known to be lost"] if unaccounted else []
+    stuck = [each.fault for each in recoveries if each.stall_s is None and wall_s - each.at_s >= elastic.PATIENCE_S]
+    stuck += [each for each in (members.never_went_on if members else ()) if each not in stuck]
+    return (*found, *(f"training did not go on after: {fault}" for fault in stuck))
+
+
+def _nothing(wanted: Iterable[Fault]) -> Report:
     return Report(
         wall_s=0.0,
         steps=0,
         steps_lost=0,
         samples=None,
         samples_lost=None,
+        samples_unaccounted=None,
+        attempts=0,
         faults=0,
+        never_began=_never_began(wanted, ()),
         recover_p50_s=None,
         recover_p95_s=None,
         fault_free_steps_per_s=None,
         alive_fraction=1.0,
         goodput=None,
         recoveries=(),
+        elastic=None,
+        broken=("the job made no train step",),
     )

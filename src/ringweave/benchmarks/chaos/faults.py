@@ -4,6 +4,7 @@
 at 12.5s kill worker 3                       kill -9
 at 15s kill worker 3 during commit           at that moment of its next train step: forward, backward, bucket 0, ...
 at 18s kill coordinator                      the one that decides; standby: the other one
+at 19s kill server                           the parameter server that leads; server-standby: the other one
 at 20s pause worker 2 for 30s                SIGSTOP, then SIGCONT; pause coordinator for 3s
 at 40s cut a0 for 30s                        off the network, silently; cut a0 in, cut a0 out: one way
 at 60s slow a0->r0 to 50Mbit/s for 20s       one direction of a link
@@ -14,10 +15,10 @@ at 80s fill disk for 10s                     no byte left where the job keeps it
 Seconds count from the first train step of the job.
 """
 
-import random
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 
 from ringweave import units
 from ringweave.errors import UsageError, explain
@@ -26,8 +27,8 @@ from ringweave.files.problems import closest
 KILL, PAUSE, CUT, SLOW, CLOCK, FILL = "kill", "pause", "cut", "slow", "clock", "fill"
 KINDS = (KILL, PAUSE, CUT, SLOW, CLOCK, FILL)
 DISK = "disk"
-COORDINATOR, STANDBY = "coordinator", "standby"
-SERVICES = (COORDINATOR, STANDBY)
+COORDINATOR, STANDBY, SERVER, SERVER_STANDBY = SERVICES = ("coordinator", "standby", "server", "server-standby")
+"""Processes of a job that are no workers: of each pair the one that decides or leads, and the other one."""
 FORWARD, BACKWARD, BUCKET, COMMIT, COMMITTED, OPTIMIZER = MOMENTS = (
     "forward",
     "backward",
@@ -38,10 +39,6 @@ FORWARD, BACKWARD, BUCKET, COMMIT, COMMITTED, OPTIMIZER = MOMENTS = (
 )
 """Of a train step. `bucket N`: while the Nth bucket of gradients is summed; `commit`: before the worker says that it
 has all sums; `committed`: when it has heard that all have them."""
-_MOST_BUCKETS = 4
-"""Random moments are in one of the first so many."""
-_SHIFT_S = 3600.0
-"""By which clocks jump at random, forwards or back."""
 _LINE = re.compile(
     r"at (?P<at>\d+(?:\.\d+)?)s (?P<kind>[a-z]+) (?P<worker>worker )?(?P<target>\S+)"
     r"(?: (?P<way>in|out|both))?(?: during (?P<moment>[a-z]+(?: \d+)?))?(?: to (?P<rate>\S+))?"
@@ -57,7 +54,7 @@ class Fault:
     """Seconds after the job's first train step."""
     kind: str
     target: str
-    """A worker's rank, `coordinator`, `standby`, a node, a link, or `disk`."""
+    """A worker's rank, one of `SERVICES`, a node, a link, or `disk`."""
     lasts_s: float = 0.0
     """Until it is taken back; 0 for a kill, which cannot be."""
     way: str = "both"
@@ -74,14 +71,19 @@ class Fault:
         """Its target is a worker's rank."""
         return self.kind in (KILL, PAUSE) and self.target not in SERVICES
 
+    @property
+    def hits_service(self) -> bool:
+        """Its target is one of `SERVICES`."""
+        return self.kind in (KILL, PAUSE) and self.target in SERVICES
+
     def __str__(self) -> str:
         worker = "worker " if self.hits_worker else ""
         way = f" {self.way}" if self.kind == CUT and self.way != "both" else ""
         moment = f" during {self.moment}" if self.moment else ""
         rate = f" to {units.format_rate(self.rate_bytes_per_s)}" if self.kind == SLOW else ""
-        shift = f" by {self.shift_s:g}s" if self.kind == CLOCK else ""
-        lasts = f" for {self.lasts_s:g}s" if self.kind != KILL else ""
-        return f"at {self.at_s:g}s {self.kind} {worker}{self.target}{way}{moment}{rate}{shift}{lasts}"
+        shift = f" by {_plain(self.shift_s)}s" if self.kind == CLOCK else ""
+        lasts = f" for {_plain(self.lasts_s)}s" if self.kind != KILL else ""
+        return f"at {_plain(self.at_s)}s {self.kind} {worker}{self.target}{way}{moment}{rate}{shift}{lasts}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +96,8 @@ class Targets:
     """Link -> bytes per second."""
     moments: Sequence[str] = ()
     """Of a train step, at which workers are killed at random, equally often; none: whenever it is time."""
+    services: Sequence[str] = ()
+    """Of `SERVICES`, those that are killed and paused at random too, each as often as any worker."""
 
 
 def parse(text: str, targets: Targets | None = None) -> tuple[Fault, ...]:
@@ -117,65 +121,21 @@ def to_text(faults: Iterable[Fault]) -> str:
     return "".join(f"{fault}\n" for fault in faults)
 
 
-def draw(
-    kinds: Sequence[str],
-    targets: Targets,
-    *,
-    seed: int,
-    every_s: float,
-    until_s: float,
-    lasts_s: float,
-    calm_s: float,
-) -> tuple[Fault, ...]:
-    """A script at random; the same for the same arguments.
-
-    Args:
-        kinds: Which faults, equally often.
-        targets: What there is to hit, each equally often.
-        seed: Of all choices.
-        every_s: Mean seconds from one fault to the next (Poisson arrivals); at least a tenth of it passes.
-        until_s: None begins later.
-        lasts_s: How long each lasts.
-        calm_s: None begins earlier: so long the fault-free rate is measured.
+def refuse_unknown(what: str, names: Iterable[str], known: Sequence[str]) -> None:
+    """Refuse a name that there is not.
 
     Raises:
-        UsageError: There is no such kind, or moment.
+        UsageError: One of the names is not known.
     """
-    for what, names, known in (("kind", kinds, KINDS), ("moment", targets.moments, MOMENTS)):
-        for name in names:
-            if name not in known:
-                do = closest(name, known) or "See docs/chaos.md"
-                raise UsageError(explain(f"{what} of fault", got=name, expected=", ".join(known), do=do))
-    rng, faults, at_s = random.Random(seed), [], calm_s
-    while at_s <= until_s:
-        faults.append(_draw_one(rng, rng.choice(list(kinds)), round(at_s, 2), lasts_s, targets))
-        at_s += max(every_s / 10, rng.expovariate(1 / every_s))
-    return tuple(faults)
+    for name in names:
+        if name not in known:
+            do = closest(name, known) or "See docs/chaos.md"
+            raise UsageError(explain(what, got=name, expected=", ".join(known), do=do))
 
 
-def draw_moment(rng: random.Random, moments: Sequence[str]) -> str:
-    """One of them at random, with the number of a bucket where it needs one; empty if there are none."""
-    moment = rng.choice(list(moments)) if moments else ""
-    return f"{moment} {rng.randrange(_MOST_BUCKETS)}" if moment == BUCKET else moment
-
-
-def _draw_one(rng: random.Random, kind: str, at_s: float, lasts_s: float, targets: Targets) -> Fault:
-    if kind == KILL:
-        target = str(rng.randrange(targets.num_workers))
-        return Fault(at_s=at_s, kind=kind, target=target, moment=draw_moment(rng, targets.moments))
-    if kind == PAUSE:
-        return Fault(at_s=at_s, kind=kind, target=str(rng.randrange(targets.num_workers)), lasts_s=lasts_s)
-    if kind == CUT:
-        way = rng.choice(("in", "out", "both"))
-        return Fault(at_s=at_s, kind=kind, target=rng.choice(list(targets.nodes)), lasts_s=lasts_s, way=way)
-    if kind == SLOW:
-        link = rng.choice(sorted(targets.link_rates))
-        rate = round(targets.link_rates[link] / 4)
-        return Fault(at_s=at_s, kind=kind, target=link, lasts_s=lasts_s, rate_bytes_per_s=rate)
-    if kind == CLOCK:
-        shift_s = rng.choice((-_SHIFT_S, _SHIFT_S))
-        return Fault(at_s=at_s, kind=kind, target=rng.choice(list(targets.nodes)), lasts_s=lasts_s, shift_s=shift_s)
-    return Fault(at_s=at_s, kind=kind, target=DISK, lasts_s=lasts_s)
+def _plain(number: float) -> str:
+    """All of its digits and no exponent, so that it reads back as the same number."""
+    return format(Decimal(repr(number)), "f").removesuffix(".0")
 
 
 def _parse_line(content: str, where: str) -> Fault:
@@ -201,9 +161,9 @@ def _parse_line(content: str, where: str) -> Fault:
 
 def _is_whole(found: re.Match[str], kind: str) -> bool:
     """It has the parts that its kind needs, and no others."""
-    hits_service = kind in (KILL, PAUSE) and found["target"] in SERVICES and not found["worker"]
+    hits_service = kind in (KILL, PAUSE) and found["target"] in SERVICES
     return (
-        bool(found["worker"]) == (kind in (KILL, PAUSE) and found["target"] not in SERVICES)
+        bool(found["worker"]) == (kind in (KILL, PAUSE) and not hits_service)
         and bool(found["lasts"]) == (kind != KILL)
         and bool(found["rate"]) == (kind == SLOW)
         and bool(found["shift"]) == (kind == CLOCK)
@@ -222,8 +182,8 @@ def _is_moment(text: str) -> bool:
 def _check_target(fault: Fault, targets: Targets, where: str) -> None:
     workers = [str(rank) for rank in range(targets.num_workers)]
     there: Sequence[str] = {
-        KILL: workers if fault.hits_worker else SERVICES,
-        PAUSE: workers if fault.hits_worker else SERVICES,
+        KILL: SERVICES if fault.hits_service else workers,
+        PAUSE: SERVICES if fault.hits_service else workers,
         CUT: targets.nodes,
         SLOW: sorted(targets.link_rates),
         CLOCK: targets.nodes,

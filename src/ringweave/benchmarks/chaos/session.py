@@ -10,17 +10,24 @@ from pathlib import Path
 from typing import Protocol
 
 from ringweave import lab, telemetry
-from ringweave.benchmarks.chaos import accounts, clocks, faults, hands, jobs, notes, times
+from ringweave.benchmarks.chaos import accounts, times
 from ringweave.benchmarks.chaos.accounts import Report
+from ringweave.benchmarks.chaos.doing import clocks, hands, jobs, notes
+from ringweave.benchmarks.chaos.doing.crews import LabCrew
+from ringweave.benchmarks.chaos.doing.hands import Hands, LabHands
+from ringweave.benchmarks.chaos.doing.jobs import Job
 from ringweave.benchmarks.chaos.faults import Fault, Targets
-from ringweave.benchmarks.chaos.hands import Crew, Hands, LabHands
-from ringweave.benchmarks.chaos.jobs import Job
 from ringweave.errors import LaunchError, explain
-from ringweave.lab import Lab, processes
-from ringweave.telemetry import Event, EventLog
+from ringweave.lab import tools
+from ringweave.telemetry import Event, EventLog, Tail
 from ringweave.topology import Cluster
 
 POLL_S = 0.02
+MOST_TRIES = 3
+"""So many attempts may end before the job has made any train step."""
+WRONG_USAGE = 2
+"""The exit code of commands that were not understood: another attempt would end with it as well."""
+_LAST_LINES = 15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,11 +90,12 @@ def run(plan: Plan, cluster: Cluster, progress: Callable[[str], None]) -> Report
     Raises:
         UsageError: The cluster cannot be a lab.
         LabError: This machine cannot have it.
-        LaunchError: The job made no train step.
+        LaunchError: The job made no train step, or was not understood.
     """
+    tools.refuse_problems(lab.problems())
     plan.out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        stack.enter_context(_ended_cleanly())
+        stack.enter_context(ended_cleanly())
         disk = stack.enter_context(hands.small_disk(plan.out / "disk"))
         place = lab.up(cluster, f"chaos-{os.getpid()}", progress=lambda what: progress(f"{what} ..."))
         stack.callback(lab.down, place.name)
@@ -100,14 +108,15 @@ def run(plan: Plan, cluster: Cluster, progress: Callable[[str], None]) -> Report
             return Job(jobs.commands(plan.system, place, script, plan.out, plan.options, told), plan.out / "job.log")
 
         play(plan, start, does, EventLog(events), progress)
-    return judge(list(telemetry.read(events)), cluster, plan.restart_s)
+    return judge(list(telemetry.read(events)), cluster, plan.faults, plan.restart_s)
 
 
-def judge(events: Sequence[Event], cluster: Cluster, restart_s: float) -> Report:
-    """What the faults cost a job on a cluster."""
+def judge(events: Sequence[Event], cluster: Cluster, wanted: Sequence[Fault], restart_s: float) -> Report:
+    """What the faults that were wanted cost a job on a cluster."""
     nodes = cluster.nodes
     return accounts.report(
         times.steady(events),
+        wanted=wanted,
         num_workers=sum(node.num_devices for node in nodes),
         workers_on={node.name: node.num_devices for node in nodes},
         restart_s=restart_s,
@@ -127,40 +136,68 @@ def play(
     """Run the job to its end, or to the end of its time, while faults happen.
 
     Raises:
-        LaunchError: The job made no train step in its time.
+        LaunchError: The job made no train step in its time, or was not understood.
     """
-    table, job, begin_s, ready_s = Timetable(waiting=list(plan.faults)), start(), None, clock()
-    deadline_s = clock() + plan.start_s
-    attempt: Running | None = job
+    table, tail, begin_s = Timetable(waiting=list(plan.faults)), Tail(log.path), None
+    attempts, deadline_s = _Attempts(plan, start, progress), clock() + plan.start_s
     try:
         while True:
             now_s = clock()
-            if begin_s is None and has_stepped(log.path):
+            if begin_s is None and any(event["kind"] == "train_step_done" for event in tail.new()):
                 begin_s = now_s
             if begin_s is None and now_s > deadline_s:
-                raise LaunchError(_no_step(plan))
+                raise LaunchError(_no_step(plan, f"no train step after {plan.start_s:g} s"))
             since_s = now_s - begin_s if begin_s is not None else -1.0
             if since_s >= plan.until_s:
                 return
             _act(table, since_s, does, log, progress)
-            if attempt is None and now_s >= ready_s:
-                attempt = start()
-            code = attempt.ended() if attempt else None
-            if code == 0:
+            if attempts.look(now_s, has_stepped=begin_s is not None):
                 return
-            if code is not None:
-                progress(f"the attempt ended with {code}; the next one begins after {plan.restart_s:g} s")
-                attempt, ready_s = None, now_s + plan.restart_s
             sleep(POLL_S)
     finally:
         for fault, lift in table.over(float("inf")):
             _lift(fault, lift, log)
-        if attempt is not None:
-            attempt.stop()
+        attempts.stop()
+
+
+class _Attempts:
+    """Starts the job, and starts it again when it fails."""
+
+    def __init__(self, plan: Plan, start: Callable[[], Running], progress: Callable[[str], None]) -> None:
+        self._plan, self._start, self._progress = plan, start, progress
+        self._running: Running | None = start()
+        self._ready_s, self._num_failed = 0.0, 0
+
+    def look(self, now_s: float, *, has_stepped: bool) -> bool:
+        """Go on; whether the job is done.
+
+        Raises:
+            LaunchError: It fails whatever is tried.
+        """
+        if self._running is None:
+            if now_s >= self._ready_s:
+                self._running = self._start()
+            return False
+        code = self._running.ended()
+        if code is None or code == 0:
+            return code == 0
+        self._running, self._ready_s = None, now_s + self._plan.restart_s
+        self._num_failed += 1
+        if code == WRONG_USAGE or (not has_stepped and self._num_failed == MOST_TRIES):
+            often = "" if self._num_failed == 1 else f" {self._num_failed} times"
+            got = f"it has ended with {code}{often}" + ("" if has_stepped else " before any train step")
+            raise LaunchError(_no_step(self._plan, got))
+        self._progress(f"the attempt ended with {code}; the next one begins after {self._plan.restart_s:g} s")
+        return False
+
+    def stop(self) -> None:
+        """End what runs."""
+        if self._running is not None:
+            self._running.stop()
 
 
 @contextmanager
-def _ended_cleanly() -> Iterator[None]:
+def ended_cleanly() -> Iterator[None]:
     """SIGTERM and SIGHUP end the block as Ctrl-C does, so that nothing of the lab is left."""
 
     def interrupt(_number: int, _frame: object) -> None:
@@ -183,33 +220,6 @@ def targets(cluster: Cluster) -> Targets:
     )
 
 
-class LabCrew(Crew):
-    """The processes of a job in a lab, as its events and the lab tell."""
-
-    def __init__(self, place: Lab, events: Path) -> None:
-        self._lab, self._events = place, events
-
-    def worker_pid(self, rank: int) -> int | None:
-        """The process that runs a rank, as the last of its kind said."""
-        watched = [event for event in telemetry.read(self._events) if event["kind"] == "worker_watched"]
-        return next((event["pid"] for event in reversed(watched) if event["rank"] == rank), None)
-
-    def service_pid(self, name: str) -> int | None:
-        """The coordinator whose term the last epoch is of, or the other one: coordinator 0 has odd terms."""
-        terms = [event["term"] for event in telemetry.read(self._events) if event["kind"] == "epoch_begun"]
-        if not terms:
-            return None
-        deciding = (terms[-1] + 1) % 2
-        index = deciding if name == faults.COORDINATOR else 1 - deciding
-        pids = {pid for found in self._lab.processes().values() for pid in found}
-        return next((pid for pid in sorted(pids) if hands.is_service(processes.command_line(pid), index)), None)
-
-
-def has_stepped(events: Path) -> bool:
-    """A train step was done."""
-    return any(event["kind"] == "train_step_done" for event in telemetry.read(events))
-
-
 def _act(table: Timetable, since_s: float, does: Hands, log: EventLog, progress: Callable[[str], None]) -> None:
     for fault, lift in table.over(since_s):
         _lift(fault, lift, log)
@@ -227,11 +237,10 @@ def _lift(fault: Fault, lift: Callable[[], None], log: EventLog) -> None:
     log.write("fault_lifted", fault=str(fault))
 
 
-def _no_step(plan: Plan) -> str:
-    return explain(
-        "job under chaos",
-        got=f"no train step after {plan.start_s:g} s",
-        expected="one",
-        do="Run it without chaos first; the job's own output is in job.log",
-        where=str(plan.out / "job.log"),
-    )
+def _no_step(plan: Plan, got: str) -> str:
+    """The error's text, and the last words of the job."""
+    log = plan.out / "job.log"
+    do = "Run it without chaos first; the job's own output is in job.log"
+    text = explain("job under chaos", got=got, expected="train steps", do=do, where=str(log))
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    return "\n".join([text, *(f"    {line}" for line in lines[-_LAST_LINES:])])

@@ -6,38 +6,20 @@ without the victims, less the usual time of a step.
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ringweave.benchmarks.chaos import faults
 from ringweave.benchmarks.chaos.faults import Fault
+from ringweave.benchmarks.chaos.histories import Epoch, Worker, begun, epochs, workers
 from ringweave.telemetry import Event
 
 _USUAL_STEPS = 40
 """Steps before an event whose median is the usual one."""
 _HORIZON_S = 60.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Worker:
-    """One process of a rank, from its start on."""
-
-    rank: int
-    node: str
-    since_s: float
-    steps_s: tuple[float, ...]
-    """When it had done each of its steps."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Epoch:
-    """Members from a moment on."""
-
-    time_s: float
-    term: int
-    ranks: Mapping[int, int]
-    """Rank -> incarnation."""
-    newcomers: tuple[int, ...]
+_GRACE_S = 10.0
+"""So long after all is settled, or after a coordinator or server was hit that nobody takes over from, what comes is
+laid to the fault."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +29,8 @@ class Toll:
     fault: str
     victims: tuple[int, ...]
     survivors: int
+    put_out: tuple[int, ...]
+    """Ranks that no fault had hit, and that were members no longer before they had made a step without the victims."""
     stall_s: float | None
     """Of the survivor that it was longest for; None if one made no step any more."""
     stall_median_s: float | None
@@ -56,6 +40,25 @@ class Toll:
     """That victims did after the epoch without them had begun."""
     back_s: float | None
     """From the fault to the last victim's first step as a member again; None if one never was."""
+    watched_s: float
+    """From the fault to the last event: what takes longer is not known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Takeover:
+    """What it cost the workers that a coordinator or a parameter server was hit."""
+
+    fault: str
+    survivors: int
+    stall_s: float | None
+    """Of the worker that it was longest for, until the other one has taken over, or for ten seconds where none has to;
+    None if one made no step any more."""
+    stall_median_s: float | None
+    taken_over_s: float | None
+    """From the fault to the first epoch of another coordinator, or until another server leads; None if there was none.
+    A coordinator forms an epoch only where members come or go."""
+    watched_s: float
+    """From the fault to the last event."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,53 +77,39 @@ class Joining:
     """From the epoch until all newcomers had done what the others had; None if one never had."""
 
 
-def workers(events: Sequence[Event]) -> list[Worker]:
-    """Every process that was watched."""
-    found: list[tuple[Event, list[float]]] = []
-    newest: dict[int, list[float]] = {}
-    for event in events:
-        if event["kind"] == "worker_watched":
-            newest[event["rank"]] = []
-            found.append((event, newest[event["rank"]]))
-        elif event["kind"] == "train_step_done":
-            newest.setdefault(event["rank"], []).append(event["time"])
-    return [
-        Worker(rank=event["rank"], node=event["node"], since_s=event["time"], steps_s=tuple(steps))
-        for event, steps in found
-    ]
-
-
-def epochs(events: Sequence[Event]) -> list[Epoch]:
-    """Those of an elastic job."""
-    return [
-        Epoch(
-            time_s=event["time"],
-            term=event["term"],
-            ranks=dict(_parts(member) for member in event["members"]),
-            newcomers=tuple(_parts(member)[0] for member in event["newcomers"]),
-        )
-        for event in events
-        if event["kind"] == "epoch_begun"
-    ]
-
-
 def tolls(events: Sequence[Event]) -> list[Toll]:
-    """Of every kill, pause and cut that began, in their order."""
-    everybody, all_epochs = workers(events), epochs(events)
-    begun = [
-        (event["time"], fault)
-        for event in events
-        if event["kind"] == "fault_begun"
-        for fault in faults.parse(event["fault"])
-    ]
-    return [_toll(time_s, fault, everybody, all_epochs, begun) for time_s, fault in begun if _victims(fault, everybody)]
+    """Of every kill, pause and cut that hit workers, in their order."""
+    story = _Story(events)
+    return [_toll(time_s, fault, story) for time_s, fault in story.happened if _victims(fault, story.everybody)]
+
+
+def takeovers(events: Sequence[Event]) -> list[Takeover]:
+    """Of every kill and pause that hit a coordinator or a parameter server, in their order."""
+    story, found = _Story(events), []
+    for time_s, fault in [each for each in story.happened if each[1].hits_service]:
+        after_s = _takeover_s(events, time_s, fault)
+        later_s = min((other for other, _ in story.happened if other > time_s), default=float("inf"))
+        settled_s = after_s or min(later_s, time_s + fault.lasts_s + _GRACE_S, story.end_s)
+        survivors, _ = story.survivors(time_s, settled_s, set())
+        stalls = [_stall_s(each, time_s, settled_s) for each in survivors]
+        found.append(
+            Takeover(
+                fault=str(fault),
+                survivors=len(survivors),
+                stall_s=_longest(stalls),
+                stall_median_s=_median(stalls),
+                taken_over_s=round(after_s - time_s, 3) if after_s else None,
+                watched_s=round(story.end_s - time_s, 3),
+            )
+        )
+    return found
 
 
 def joinings(events: Sequence[Event]) -> list[Joining]:
     """Of every epoch that let workers in while others went on."""
     everybody, found = workers(events), []
     for epoch in epochs(events):
-        staying = set(epoch.ranks) - set(epoch.newcomers)
+        staying = epoch.own_ranks - set(epoch.newcomers)
         peers = [each for each in _alive(everybody, epoch.time_s) if each.rank in staying]
         level_s = _level_s(events, epoch)
         gaps = [_gaps_s(each, epoch.time_s, level_s) for each in peers]
@@ -158,38 +147,96 @@ def _gaps_s(worker: Worker, time_s: float, level_s: float | None) -> list[float]
     return [gap for _, gap in found[: max(2, until)]]
 
 
-def _toll(
-    time_s: float,
-    fault: Fault,
-    everybody: Sequence[Worker],
-    all_epochs: Sequence[Epoch],
-    begun: Sequence[tuple[float, Fault]],
-) -> Toll:
-    hit = _victims(fault, everybody)
-    before = next((each for each in reversed(all_epochs) if each.time_s <= time_s), None)
+class _Story:
+    """What happened to whom."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self.everybody, self.epochs, self.happened = workers(events), epochs(events), begun(events)
+        self.end_s = events[-1]["time"] if events else 0.0
+
+    def survivors(self, time_s: float, settled_s: float, hit: set[int]) -> tuple[list[Worker], list[Worker]]:
+        """(workers that had to go on after a fault until it was settled, those that were put out instead)."""
+        before = self.before(time_s)
+        alive = [
+            each
+            for each in _alive(self.everybody, time_s)
+            if each.rank not in hit
+            and (before is None or each.rank in before.ranks)
+            and not self._is_replaced(each, time_s)
+        ]
+        unhurt = [each for each in alive if not self._is_hit(each, time_s, settled_s)]
+        stayed = [each for each in unhurt if before is None or self._stays(each, before, settled_s)]
+        return stayed, [each for each in unhurt if each not in stayed]
+
+    def before(self, time_s: float) -> Epoch | None:
+        """The epoch of a moment."""
+        return next((each for each in reversed(self.epochs) if each.time_s <= time_s), None)
+
+    def _is_replaced(self, worker: Worker, time_s: float) -> bool:
+        """Its rank has another process by then, which may have made no step yet."""
+        return any(each.rank == worker.rank and worker.since_s < each.since_s <= time_s for each in self.everybody)
+
+    def _is_hit(self, worker: Worker, time_s: float, settled_s: float) -> bool:
+        """A fault of its own came before its first step after all was settled, or had ended it before."""
+        shows_s = _next_step_s(worker, settled_s) or float("inf")
+        own = [at_s for at_s, fault in self.happened if worker.rank in _victims(fault, [worker])]
+        own = [at_s for at_s in own if at_s > worker.since_s]
+        is_hit = any(time_s <= at_s < min(shows_s, settled_s + _GRACE_S) for at_s in own)
+        return is_hit or any(at_s < time_s and not _next_step_s(worker, at_s) for at_s in own)
+
+    def _stays(self, worker: Worker, before: Epoch, settled_s: float) -> bool:
+        """It is a member up to its first step after all was settled."""
+        until_s = min(_next_step_s(worker, settled_s) or float("inf"), settled_s + _HORIZON_S)
+        within = [each for each in self.epochs if before.time_s < each.time_s <= until_s]
+        return all(each.ranks.get(worker.rank) == before.ranks[worker.rank] for each in within)
+
+
+def _toll(time_s: float, fault: Fault, story: _Story) -> Toll:
+    hit = _victims(fault, story.everybody)
+    before = story.before(time_s)
     was = {rank: before.ranks.get(rank) for rank in hit} if before else {}
-    within = [each for each in all_epochs if time_s < each.time_s <= time_s + fault.lasts_s + _HORIZON_S]
+    within = [each for each in story.epochs if time_s < each.time_s <= time_s + fault.lasts_s + _HORIZON_S]
     without = next((each for each in within if all(each.ranks.get(rank) != was.get(rank) for rank in hit)), None)
     settled_s = without.time_s if without else time_s
-    stayed = set(without.ranks) - set(without.newcomers) if without else None
-    survivors = [
-        each
-        for each in _alive(everybody, time_s)
-        if each.rank not in hit and (stayed is None or each.rank in stayed) and not _is_hit_later(each, time_s, begun)
-    ]
-    stalls = [max(0.0, _longest_s(each, time_s, settled_s) - _usual_s(each, time_s)) for each in survivors]
-    victims = [each for each in _alive(everybody, time_s) if each.rank in hit]
+    survivors, put_out = story.survivors(time_s, settled_s, hit)
+    stalls = [_stall_s(each, time_s, settled_s) for each in survivors]
+    victims = [each for each in _alive(story.everybody, time_s) if each.rank in hit]
     late = sum(1 for each in victims for step_s in each.steps_s if without and step_s > without.time_s)
     return Toll(
         fault=str(fault),
         victims=tuple(sorted(hit)),
         survivors=len(survivors),
-        stall_s=round(max(stalls), 3) if stalls and max(stalls) < float("inf") else None,
-        stall_median_s=round(statistics.median(stalls), 3) if stalls else None,
+        put_out=tuple(sorted(each.rank for each in put_out)),
+        stall_s=_longest(stalls),
+        stall_median_s=_median(stalls),
         epoch_s=round(without.time_s - time_s, 3) if without else None,
         steps_as_zombie=late,
-        back_s=_back_s(time_s, hit, everybody),
+        back_s=_back_s(time_s, hit, story.everybody),
+        watched_s=round(story.end_s - time_s, 3),
     )
+
+
+def _takeover_s(events: Sequence[Event], time_s: float, fault: Fault) -> float | None:
+    """When another coordinator or server had taken over after a fault; None if none did."""
+    kind, key = ("params_led", "server") if fault.target.startswith(faults.SERVER) else ("epoch_begun", "term")
+    before = [event[key] for event in events if event["kind"] == kind and event["time"] <= time_s]
+    first = before[-1] if before else 0 if key == "server" else None
+    until_s = time_s + fault.lasts_s + _HORIZON_S
+    later = [event for event in events if event["kind"] == kind and time_s < event["time"] <= until_s]
+    return next((event["time"] for event in later if event[key] != first), None)
+
+
+def _stall_s(worker: Worker, time_s: float, settled_s: float) -> float:
+    return max(0.0, _longest_s(worker, time_s, settled_s) - _usual_s(worker, time_s))
+
+
+def _longest(stalls: Sequence[float]) -> float | None:
+    return round(max(stalls), 3) if stalls and max(stalls) < float("inf") else None
+
+
+def _median(stalls: Sequence[float]) -> float | None:
+    known = [each for each in stalls if each < float("inf")]
+    return round(statistics.median(known), 3) if known else None
 
 
 def _victims(fault: Fault, everybody: Sequence[Worker]) -> set[int]:
@@ -204,11 +251,9 @@ def _alive(everybody: Sequence[Worker], time_s: float) -> list[Worker]:
     return list(newest.values())
 
 
-def _is_hit_later(worker: Worker, time_s: float, begun: Sequence[tuple[float, Fault]]) -> bool:
-    """It made no step any more because of a fault of its own."""
-    if worker.steps_s[-1] > time_s:
-        return False
-    return any(time_s <= at_s and worker.rank in _victims(fault, [worker]) for at_s, fault in begun)
+def _next_step_s(worker: Worker, time_s: float) -> float | None:
+    """When its first step after a moment was done."""
+    return next((step_s for step_s in worker.steps_s if step_s > time_s), None)
 
 
 def _usual_s(worker: Worker, time_s: float) -> float:
@@ -218,7 +263,7 @@ def _usual_s(worker: Worker, time_s: float) -> float:
 
 def _longest_s(worker: Worker, time_s: float, settled_s: float) -> float:
     """Of the times between two steps that end after a moment, up to the first that ends after another."""
-    last_s = next((after for after in worker.steps_s if after > settled_s), None)
+    last_s = _next_step_s(worker, settled_s)
     if last_s is None:
         return float("inf")
     return max(after - before for before, after in itertools.pairwise(worker.steps_s) if time_s < after <= last_s)
@@ -234,8 +279,3 @@ def _back_s(time_s: float, hit: set[int], everybody: Sequence[Worker]) -> float 
     ]
     found = [each for each in firsts if each is not None]
     return round(max(found) - time_s, 3) if len(found) == len(firsts) else None
-
-
-def _parts(member: str) -> tuple[int, int]:
-    rank, _, incarnation = member.partition(".")
-    return int(rank), int(incarnation)

@@ -17,7 +17,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ringweave.benchmarks.chaos import notes
+from ringweave.benchmarks.chaos.doing import notes
 from ringweave.benchmarks.programs import moments
 from ringweave.environment import WorkerEnvironment
 from ringweave.telemetry import EventLog

@@ -3,18 +3,18 @@
 import abc
 import os
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ringweave.benchmarks.chaos import clocks, faults, notes
+from ringweave.benchmarks.chaos import faults
+from ringweave.benchmarks.chaos.doing import clocks, crews, notes
+from ringweave.benchmarks.chaos.doing.crews import Crew
 from ringweave.benchmarks.chaos.faults import Fault
-from ringweave.lab import Lab, processes
+from ringweave.lab import Lab, processes, tools
 
 DISK_BYTES = 512 * 2**20
 _BALLAST = "ballast"
-_SERVICE = "ringweave.membership.serving.main"
 _PIECE = bytes(1 << 16)
 
 
@@ -29,18 +29,6 @@ class Hands(abc.ABC):
             What was hit, in words, and what takes it back; None if it is not there at the moment, such as a worker
             that is being started.
         """
-
-
-class Crew(abc.ABC):
-    """Which processes the job consists of just now."""
-
-    @abc.abstractmethod
-    def worker_pid(self, rank: int) -> int | None:
-        """That of a rank."""
-
-    @abc.abstractmethod
-    def service_pid(self, name: str) -> int | None:
-        """That of the coordinator which decides, or of the other one (`faults.SERVICES`)."""
 
 
 class LabHands(Hands):
@@ -106,25 +94,22 @@ def fill(folder: Path) -> None:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
-    """A disk of its own for a job, in memory, so that filling it harms nobody else. Make it before the lab."""
+    """A disk of its own for a job, in memory, so that filling it harms nobody else. Make it before the lab.
+
+    Raises:
+        LabError: It cannot be mounted.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     options = f"size={DISK_BYTES},mode=0755"
-    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "ringweave-chaos", str(folder)], check=True)
+    tools.run(["mount", "-t", "tmpfs", "-o", options, "ringweave-chaos", str(folder)])
     try:
         yield folder
     finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=False)
-
-
-def is_service(command_line: str, index: int) -> bool:
-    """It is the coordinator of that index: 0 decides first."""
-    words = command_line.split()
-    return _SERVICE in words and words[words.index("--index") + 1] == str(index) if "--index" in words else False
+        tools.run(["umount", "--lazy", str(folder)], may_fail=True)
 
 
 def _is_ours(pid: int) -> bool:
-    line = processes.command_line(pid)
-    return "watched.py" in line or _SERVICE in line.split()
+    return crews.is_of_job(processes.command_line(pid))
 
 
 def _send(pid: int, how: signal.Signals) -> int | None:

@@ -18,7 +18,7 @@ from ringweave.lab import Lab
 
 FILE = "/dev/shm/ringweave-clock"
 """In the mount namespace of each node: nanoseconds."""
-_SOURCE = Path(__file__).parents[1] / "programs" / "shifted.c"
+_SOURCE = Path(__file__).parents[2] / "programs" / "shifted.c"
 
 
 def environ(happens: Iterable[Fault], lab: Lab, folder: Path) -> Mapping[str, str]:

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from ringweave import environment
-from ringweave.benchmarks.chaos import notes
+from ringweave.benchmarks.chaos.doing import notes
 from ringweave.errors import UsageError, explain
 from ringweave.files.problems import closest
 from ringweave.lab import Lab
 from ringweave.launch.local import bootstrap
 from ringweave.launch.local.sites import InLab
 
-WATCHED = Path(__file__).parents[1] / "programs" / "watched.py"
+WATCHED = Path(__file__).parents[2] / "programs" / "watched.py"
 LIGHTHOUSE = WATCHED.with_name("lighthouse.py")
 RINGWEAVE, TORCHRUN, TORCHFT = "ringweave", "torchrun", "torchft"
 SYSTEMS = (RINGWEAVE, TORCHRUN, TORCHFT)

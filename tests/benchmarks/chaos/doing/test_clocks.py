@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.benchmarks.chaos import clocks, faults
+from ringweave.benchmarks.chaos import faults
+from ringweave.benchmarks.chaos.doing import clocks
 from ringweave.errors import LabError
 
 LOOK = """

@@ -1,0 +1,276 @@
+"""What the benches of rings share: a job in mode ps-hra under --elastic, what its processes said, and what is checked.
+
+Every process leaves a line for each of its steps: when it was done, by which push of which ring, and a check of the
+parameters; and the account of each epoch of the data.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import lab_jobs
+from job import BATCH
+
+from ringweave import lab, telemetry
+from ringweave.benchmarks.chaos.histories import slot_of
+from ringweave.topology import Cluster
+
+JOB = Path(__file__).with_name("ring_job.py")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Done:
+    """A step of one process."""
+
+    time_s: float
+    ring: int
+    num_pushed: int
+    digest: str
+
+
+def longest_s(steps: Sequence[Done], since_s: float, until_s: float) -> float | None:
+    """The longest time between two steps that overlaps a window; None if there is no step after it."""
+    gaps = [
+        (before.time_s, after.time_s)
+        for before, after in itertools.pairwise(steps)
+        if after.time_s > since_s and before.time_s < until_s
+    ]
+    if not gaps or steps[-1].time_s < until_s:
+        return None
+    return max(end - begin for begin, end in gaps)
+
+
+def usual_s(steps: Sequence[Done]) -> float:
+    """Seconds of a step."""
+    return statistics.median(after.time_s - before.time_s for before, after in itertools.pairwise(steps))
+
+
+def alive_at(steps: Mapping[str, Sequence[Done]], at_s: float) -> dict[str, Sequence[Done]]:
+    """Those that were training at a moment: of each slot the newest process that had begun by then.
+
+    One that made no step any more after it is among them: it stands still.
+    """
+    newest: dict[int, tuple[int, str]] = {}
+    for name, each in steps.items():
+        slot, number = slot_of(name)
+        if each[0].time_s < at_s - 1:
+            newest[slot] = max(newest.get(slot, (-1, "")), (number, name))
+    return {name: steps[name] for _, name in newest.values()}
+
+
+def read(checks: Path) -> dict[str, list[Done]]:
+    """Steps of each process."""
+    found: dict[str, list[Done]] = {}
+    for path in checks.glob("*.txt"):
+        rows = [line.split() for line in path.read_text(encoding="ascii").splitlines()]
+        steps = [
+            Done(time_s=float(row[0]), ring=int(row[1]), num_pushed=int(row[2]), digest=row[3])
+            for row in rows
+            if len(row) == 4 and len(row[3]) == 16
+        ]
+        if steps:
+            found[path.stem] = steps
+    return found
+
+
+def check_alike(steps: Mapping[str, Sequence[Done]]) -> int:
+    """How many (process, push) pairs have the parameters of their ring after that push.
+
+    Raises:
+        AssertionError: Two differ by a bit.
+    """
+    known: dict[tuple[int, int], str] = {}
+    for name, each in steps.items():
+        for done in each:
+            if known.setdefault((done.ring, done.num_pushed), done.digest) != done.digest:
+                raise AssertionError(f"parameters of {name} after push {done.num_pushed} of ring {done.ring} differ")
+    return sum(map(len, steps.values()))
+
+
+def lost_pushes(steps: Mapping[str, Sequence[Done]]) -> int:
+    """Pushes that no member of a ring has seen the parameters after, though there was a later one."""
+    seen: dict[int, set[int]] = {}
+    for each in steps.values():
+        seen.setdefault(each[0].ring, set()).update(done.num_pushed for done in each)
+    return sum(max(pushes) - min(pushes) + 1 - len(pushes) for pushes in seen.values())
+
+
+class Run:
+    """The job, in a lab of its own or on this machine as it is, and who is in it now."""
+
+    def __init__(
+        self, options: argparse.Namespace, folder: Path, *, flags: Sequence[str] = (), cluster: Cluster | None = None
+    ) -> None:
+        """`flags` are further ones of `ringweave run`; `cluster` is that of the lab, usually of nodes alike."""
+        self._folder = folder
+        self.checks = folder / "checks"
+        self.lab = lab.up(cluster or lab_jobs.cluster(options), f"rings-{os.getpid()}") if options.lab else None
+        where = ["lab", "run", "--lab", self.lab.name] if self.lab else ["run", "--workers", str(options.workers)]
+        command = [sys.executable, "-m", "ringweave", *where, "--elastic", f"1:{options.workers}", "--mode", "ps-hra"]
+        command += [*flags, "--run-dir", str(self.run_dir), str(JOB), "--checks", str(self.checks)]
+        command += ["--rings", str(options.rings), "--width", str(options.width), "--pause-s", str(options.pause_s)]
+        command += ["--repeat", str(options.repeat)]
+        self._log = (folder / "run.log").open("w")
+        self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
+
+    @property
+    def run_dir(self) -> Path:
+        """Its files."""
+        return self._folder / "run"
+
+    @property
+    def process_id(self) -> int:
+        """Of the command."""
+        return self._process.pid
+
+    @property
+    def is_over(self) -> bool:
+        """It has ended."""
+        return self._process.poll() is not None
+
+    def members(self) -> dict[str, list[str]]:
+        """Part -> members of its newest epoch."""
+        events = list(telemetry.read(self.run_dir / "events.jsonl"))
+        return {event["part"]: event["members"] for event in events if event["kind"] == "epoch_begun"}
+
+    def pid(self, member: str) -> int:
+        """Of the process."""
+        slot = int(member.partition(".")[0])
+        events = telemetry.read(self.run_dir / "events.jsonl")
+        return [event["pid"] for event in events if event["kind"] == "worker_started" and event["rank"] == slot][-1]
+
+    def num_steps(self, member: str) -> int:
+        """Steps that it has done, and epochs."""
+        path = self.checks / f"{member}.txt"
+        return path.read_text(encoding="ascii").count("\n") if path.exists() else 0
+
+    def counted(self) -> int:
+        """Versions that the parameter server has made, as it said last."""
+        events = telemetry.read(self.run_dir / "events.jsonl")
+        return max((event["version"] for event in events if event["kind"] == "params_counted"), default=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> str:
+        """Stop it, if it has not ended; what it has printed."""
+        self._process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(60)
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
+        if self.lab:
+            lab.down(self.lab.name)
+        return (self._folder / "run.log").read_text(encoding="utf-8")
+
+
+def wait_whole(run: Run, options: argparse.Namespace, limit_s: float = 120.0) -> None:
+    """Until all slots have a worker that trains."""
+    deadline_s = time.monotonic() + limit_s
+    while time.monotonic() < deadline_s and not run.is_over:
+        members = [member for each in run.members().values() for member in each]
+        if len(members) == options.workers and all(run.num_steps(member) > 12 for member in members):
+            return
+        time.sleep(0.1)
+    raise SystemExit(f"the job was not whole within {limit_s:g} s: {run.members()}\n{run.end()[-3000:]}")
+
+
+def check_accounts(checks: Path, num_kills: int) -> int:
+    """How many epochs of the data are complete, each with every sample counted or known to be lost.
+
+    Raises:
+        AssertionError: One is not, or processes say other things of it, or more is lost than was under way.
+    """
+    known: dict[str, list[str]] = {}
+    for path in sorted(checks.glob("*.txt")):
+        for line in path.read_text(encoding="ascii").splitlines():
+            word, *rest = line.split()
+            if word != "account" or len(rest) != 4:
+                continue
+            epoch, *counts = rest
+            assert known.setdefault(epoch, counts) == counts, f"epoch {epoch}: {counts} and {known[epoch]}"
+            expected, counted, lost = map(int, counts)
+            assert counted + lost == expected, f"epoch {epoch}: {counted} counted, {lost} lost, expected {expected}"
+            assert lost <= num_kills * BATCH, f"epoch {epoch}: {lost} samples lost with {num_kills} kills"
+    return len(known)
+
+
+def num_pushes(steps: Mapping[str, Sequence[Done]]) -> int:
+    """Pushes of all rings."""
+    by_ring: dict[int, int] = {}
+    for each in steps.values():
+        for done in each:
+            by_ring[done.ring] = max(done.num_pushed, by_ring.get(done.ring, 0))
+    return sum(by_ring.values())
+
+
+def books(run: Run, steps: Mapping[str, Sequence[Done]], num_kills: int) -> dict[str, int]:
+    """What is counted of every run, and has to agree.
+
+    Raises:
+        AssertionError: Parameters of two members of a ring differ by a bit, or an account does not add up.
+    """
+    return {
+        "pushes_of_rings": num_pushes(steps),
+        "versions_of_the_server": run.counted(),
+        "pushes_lost": lost_pushes(steps),
+        "parameters_alike": check_alike(steps),
+        "epochs_accounted": check_accounts(run.checks, num_kills),
+    }
+
+
+def missed(said: Mapping[str, Any]) -> list[str]:
+    """What every run of rings has to do under faults and this one did not, in words."""
+    found = [f"after {said['never_went_on']} kills a worker made no step"] if said["never_went_on"] else []
+    found += [f"{said['pushes_lost']} pushes were lost"] if said["pushes_lost"] else []
+    pushed, applied = said["pushes_of_rings"], said["versions_of_the_server"]
+    found += [f"rings pushed {pushed} times, the server applied {applied}"] if pushed != applied else []
+    return found + ([] if said["epochs_accounted"] else ["no epoch of the data was complete, nothing was accounted"])
+
+
+def parse(description: str | None, *, kills: int, workers: int = 8) -> argparse.Namespace:
+    """What is asked for, of a job of rings; so many kills, and workers, if nothing is."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=workers)
+    parser.add_argument(
+        "--lab",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="a node for each worker, which needs root; or all on this machine as it is",
+    )
+    parser.add_argument("--rate", default="25Mbit/s", help="of every node's NIC in the lab")
+    parser.add_argument("--rings", type=int, default=2)
+    parser.add_argument("--kills", type=int, default=kills)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--pause-s", type=float, default=0.15)
+    parser.add_argument("--repeat", type=int, default=50, help="times the data in an epoch: all rings meet at its end")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def conclude(options: argparse.Namespace, said: dict[str, Any], stalls: Sequence[Any], printed: str) -> None:
+    """Print what is said of a run and what each kill cost, and write both to a file."""
+    said["server"] = next((line for line in printed.splitlines() if "pushes applied" in line), "")
+    for key, value in said.items():
+        print(f"{key}: {value}")
+    for each in stalls:
+        print(json.dumps(asdict(each)))
+    told = {"workers": options.workers, "nic": options.rate if options.lab else None, "rings": options.rings}
+    name = said.pop("bench")
+    lab_jobs.leave(options.out, name, {**told, "seed": options.seed, **said, "each": [asdict(each) for each in stalls]})

@@ -1,0 +1,89 @@
+"""What each process of a job did and who was a member when, from the job's events. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ringweave.benchmarks.chaos import faults
+from ringweave.benchmarks.chaos.faults import Fault
+from ringweave.telemetry import Event
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Worker:
+    """One process of a rank, from its start on."""
+
+    rank: int
+    node: str
+    since_s: float
+    steps_s: tuple[float, ...]
+    """When it had done each of its steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Epoch:
+    """Members from a moment on."""
+
+    time_s: float
+    term: int
+    ranks: Mapping[int, int]
+    """Rank -> incarnation, of all rings where rings have memberships of their own."""
+    newcomers: tuple[int, ...]
+    own_ranks: frozenset[int]
+    """Of the ring whose epoch it is; else all."""
+
+
+def workers(events: Sequence[Event]) -> list[Worker]:
+    """Every process that was watched."""
+    found: list[tuple[Event, list[float]]] = []
+    newest: dict[int, list[float]] = {}
+    for event in events:
+        if event["kind"] == "worker_watched":
+            newest[event["rank"]] = []
+            found.append((event, newest[event["rank"]]))
+        elif event["kind"] == "train_step_done":
+            newest.setdefault(event["rank"], []).append(event["time"])
+    return [
+        Worker(rank=event["rank"], node=event["node"], since_s=event["time"], steps_s=tuple(steps))
+        for event, steps in found
+    ]
+
+
+def epochs(events: Sequence[Event]) -> list[Epoch]:
+    """Those of an elastic job."""
+    found, by_part = [], {}
+    for event in events:
+        if event["kind"] == "run_started":
+            by_part = {}
+        if event["kind"] != "epoch_begun":
+            continue
+        own = dict(slot_of(member) for member in event["members"])
+        others = {
+            part: {rank: number for rank, number in ranks.items() if rank not in own} for part, ranks in by_part.items()
+        }
+        by_part = {**others, event.get("part", ""): own}
+        found.append(
+            Epoch(
+                time_s=event["time"],
+                term=event["term"],
+                ranks={rank: number for ranks in by_part.values() for rank, number in ranks.items()},
+                newcomers=tuple(slot_of(member)[0] for member in event["newcomers"]),
+                own_ranks=frozenset(own),
+            )
+        )
+    return found
+
+
+def begun(events: Sequence[Event]) -> list[tuple[float, Fault]]:
+    """(when it really began, fault), in that order."""
+    return [
+        (event["time"], fault)
+        for event in events
+        if event["kind"] == "fault_begun"
+        for fault in faults.parse(event["fault"])
+    ]
+
+
+def slot_of(member: str) -> tuple[int, int]:
+    """(rank that the launcher gave to it, how many had that rank before) of a member's name."""
+    rank, _, incarnation = member.partition(".")
+    return int(rank), int(incarnation or 0)

@@ -1,0 +1,98 @@
+"""Which process a fault hits, by the events of the job and the processes of the lab."""
+
+from pathlib import Path
+
+import pytest
+
+from ringweave.benchmarks.chaos import faults
+from ringweave.benchmarks.chaos.doing import crews
+from ringweave.benchmarks.chaos.doing.crews import LabCrew
+from ringweave.telemetry import EventLog
+
+COORDINATOR = "python -m ringweave.membership.serving.main --host 10.99.0.1"
+SERVER = "python -m ringweave.params.serving.main --host 10.99.0.1"
+
+
+class FakeLab:
+    """Says which processes are in it."""
+
+    def __init__(self, found: dict[str, list[int]]) -> None:
+        self._found = found
+
+    def processes(self) -> dict[str, list[int]]:
+        return self._found
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> EventLog:
+    return EventLog(tmp_path / "events.jsonl")
+
+
+def crew(log: EventLog, monkeypatch: pytest.MonkeyPatch, lines: dict[int, str]) -> LabCrew:
+    monkeypatch.setattr(crews.processes, "command_line", lambda pid: lines[pid])
+    return LabCrew(FakeLab({"a": list(lines)}), log.path)  # pyrefly: ignore - it asks for processes only
+
+
+def lead(log: EventLog, server: int, claim: int) -> None:
+    log.write("params_led", node="a", server=server, term=server, claim=claim, members=[server], reason="x")
+
+
+def attempt(log: EventLog, number: int) -> None:
+    log.write("run_started", attempt=number, command=[], cluster="c", world_size=2)
+
+
+def test_the_process_of_a_rank_is_the_last_that_said_so(log: EventLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = crew(log, monkeypatch, {})
+    for pid in (10, 20):
+        log.write("worker_watched", rank=1, node="a", pid=pid)
+        assert found.worker_pid(1) == pid
+    assert found.worker_pid(0) is None
+
+
+def test_the_coordinator_that_decides_is_the_one_whose_term_the_last_epoch_is_of(
+    log: EventLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = {7: f"{COORDINATOR} --index 0", 8: "python -m x", 9: "sh -c x", 10: f"{COORDINATOR} --index 1 --standby"}
+    found = crew(log, monkeypatch, lines)
+    attempt(log, 1)
+    assert found.service_pid(faults.COORDINATOR) is None, "nobody decides before the first epoch"
+    for term, deciding, other in ((1, 7, 10), (2, 10, 7)):
+        log.write("epoch_begun", term=term, number=1, part="", members=["0.0"], newcomers=[], committed=0)
+        assert (found.service_pid(faults.COORDINATOR), found.service_pid(faults.STANDBY)) == (deciding, other)
+    attempt(log, 2)
+    assert found.service_pid(faults.COORDINATOR) is None, "terms of another attempt say nothing"
+
+
+def test_the_server_that_leads_is_the_one_that_said_so_last(log: EventLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = crew(log, monkeypatch, {7: f"{SERVER} --index 0", 8: f"{SERVER} --index 1 --other 10.99.0.1:3"})
+    assert found.service_pid(faults.SERVER) is None, "the job has none"
+    log.write("server_started", node="a", pid=7, address="10.99.0.1:3")
+    assert (found.service_pid(faults.SERVER), found.service_pid(faults.SERVER_STANDBY)) == (7, 8)
+    lead(log, 1, 3)
+    log.write("server_started", node="a", pid=9, address="10.99.0.1:3")
+    assert (found.service_pid(faults.SERVER), found.service_pid(faults.SERVER_STANDBY)) == (8, 7)
+    assert found.service_pid(faults.COORDINATOR) is None
+
+
+def test_a_service_without_another_one_has_no_standby(log: EventLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = crew(log, monkeypatch, {7: f"{SERVER} --index 0"})
+    log.write("server_started", node="a", pid=7, address="10.99.0.1:3")
+    assert (found.service_pid(faults.SERVER), found.service_pid(faults.SERVER_STANDBY)) == (7, None)
+
+
+@pytest.mark.parametrize("module", ["ringweave.membership.serving.main", "ringweave.params.serving.main"])
+def test_a_service_is_known_by_its_command_line(module: str) -> None:
+    line = f"python -m {module} --host 10.99.0.1 --index 1 --standby"
+    assert crews.is_service(line, module, 1)
+    assert not crews.is_service(line, module, 0)
+    assert not crews.is_service(line, "ringweave.x", 1)
+    assert not crews.is_service(f"python -m {module}", module, 0)
+    assert not crews.is_service(f"python -m {module} --index", module, 0)
+    assert not crews.is_service(f"vim {module}.py --index 0", module, 0)
+    assert crews.is_of_job(line)
+
+
+def test_nothing_but_workers_and_services_is_the_jobs() -> None:
+    assert crews.is_of_job("python /x/programs/watched.py train.py")
+    assert not crews.is_of_job("vim ringweave.params.serving.main.py")
+    assert not crews.is_of_job("")
