@@ -122,20 +122,29 @@ def opening_of(config: Config, round_: int, offers: Mapping[str, Report]) -> Ope
         round_: Of the gate.
         offers: Node name -> what it said when it was ready.
     """
-    first = offers.get(config.nodes[0].name)
-    if first is None or first.meeting is None:
-        return None
-    if not all(name in offers and offers[name].coordinator for name in config.coordinating):
+    first, coordinators = offers.get(config.nodes[0].name), coordinators_of(config, offers)
+    if first is None or first.meeting is None or coordinators is None:
         return None
     hosts = {name: report.meeting.host for name, report in offers.items() if report.meeting}
-    coordinators = [offers[name].coordinator for name in config.coordinating]
     return Opening(
         round=round_,
         meeting=first.meeting,
         server=next((report.server for report in offers.values() if report.server), None),
-        coordinators=tuple(meeting for meeting in coordinators if meeting),
+        coordinators=coordinators,
         addresses=hosts if len(set(hosts.values())) > 1 else {},
     )
+
+
+def coordinators_of(config: Config, offers: Mapping[str, Report]) -> tuple[Meeting, ...] | None:
+    """Where the coordinators will listen, the one that decides first; none of a job that has none, None if not known.
+
+    Args:
+        config: Of the job.
+        offers: Node name -> what it said when it was ready.
+    """
+    offered = [offers[name].coordinator if name in offers else None for name in config.coordinating]
+    found = tuple(meeting for meeting in offered if meeting is not None)
+    return found if len(found) == len(config.coordinating) else None
 
 
 def dump_report(report: Report) -> str:

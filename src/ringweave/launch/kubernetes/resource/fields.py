@@ -20,8 +20,8 @@ MAX_SOURCE = 2**20
 """Characters of a script; its bytes count when the ConfigMap is made."""
 _HOST_NAME = r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*$"
 _LEAST = (
-    "With so many workers at least the others go on, with fewer all begin again from the last checkpoint. At most all but "
-    "those of the smallest node that the split uses."
+    "With so many workers at least the others go on, with fewer all begin again from the last checkpoint. At most all "
+    "but those of the smallest node that the split uses."
 )
 _MAX_RETRIES = NodeRequest.__dataclass_fields__["max_retries"].default
 
@@ -87,8 +87,8 @@ def _what_runs() -> Schema:
         },
         "elastic": {
             "type": "object",
-            "description": "Absent: when a node is lost all begin again from the last checkpoint. Present: the others go "
-            "on without losing a train step, its Pod alone is replaced, and its workers join the others.",
+            "description": "Absent: when a node is lost all begin again from the last checkpoint. Present: the others "
+            "go on without losing a train step, its Pod alone is replaced, and its workers join the others.",
             "required": ["min"],
             "properties": {"min": _count(_LEAST)},
         },

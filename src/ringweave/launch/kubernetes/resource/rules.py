@@ -4,9 +4,9 @@ The split without sorting: a total N is feasible on capacities c with at least m
 K = N div m largest usable capacities sum to at least N: more than K nodes would get less than m each. The sum of the K
 largest of c is the smallest of K t + sum(max(c - t, 0)) over t among c and 0, so N has to be at most each of these.
 
-What an elastic job may lose, without sorting: the split takes the largest nodes that hold N, and fills them in node order
-with m for each still to come. So with T the smallest capacity that is taken, X the room that is left over (less than T),
-and c the capacity of the last node taken, in node order, the smallest node gets max(m, min(T, c - X)).
+What an elastic job may lose, without sorting: the split takes the largest nodes that hold N, and fills them in node
+order with m for each still to come. So with T the smallest capacity that is taken, X the room that is left over (less
+than T), and c the capacity of the last node taken, in node order, the smallest node gets max(m, min(T, c - X)).
 """
 
 from typing import Any
@@ -72,12 +72,12 @@ def _of_elastic() -> list[Rule]:
     return [
         _rule(
             f"!has(self.elastic) || !({served})",
-            "elastic excludes a parameter server, which dies with its node: leave elastic out, or write mode: balanced",
+            "elastic excludes a parameter server, which dies with its node: leave elastic out, or write mode balanced",
         ),
         _rule(
             f"!has(self.elastic) || self.nodes.all(n, n.capacity < self.minPerNode || n.capacity < {_TOTAL})",
-            "an elastic job needs two nodes or more, as one can be lost, and here one node gets all: leave elastic out, or "
-            "lower its capacity",
+            "an elastic job needs two nodes or more, as one can be lost, and here one node gets all: leave elastic "
+            "out, or lower its capacity",
         ),
         _rule(
             f"!has(self.elastic) || {_TOTAL} < 1 || {_USABLE}.size() == 0 || self.elastic.min <= {most}",
@@ -99,12 +99,9 @@ def _most_of_elastic() -> str:
         ".map(t, t.capacity).min()"
     )
     large, alike = "self.nodes.filter(n, n.capacity > least)", "self.nodes.filter(n, n.capacity == least)"
-    place = "self.nodes.map(n, n.name).indexOf({0}.name)"
-    last_large, last_alike = f"{large}[{large}.size() - 1]", f"{alike}[count - 1]"
-    last = (
-        f"({large}.size() == 0 || {place.format(last_alike)} > {place.format(last_large)}"
-        f" ? least : {last_large}.capacity)"
-    )
+    # Of those that are alike the first are taken. Not by indexOf: it costs as much as the longest text there may be.
+    taken = "self.nodes.filter(n, n.capacity > least || n.name == mark)"
+    last = f"[{alike}[count - 1].name].map(mark, {taken}[{taken}.size() - 1].capacity)[0]"
     is_none = (
         f"{alike}.size() < count || ({large}.size() + count) * self.minPerNode > {_TOTAL}"
         f" || {large}.size() + count == 1"

@@ -26,7 +26,6 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "max": max,
     "isSorted": _is_sorted,
     "format": _format,
-    "indexOf": lambda values, value: values.index(value) if value in values else -1,
 }
 """What Kubernetes adds to CEL for lists and texts."""
 _UNBOUNDED = re.compile(r"\+\s*string\(|\bstring\((?:[^()]|\([^()]*\))*\)\s*\+")
