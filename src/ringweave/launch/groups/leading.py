@@ -164,9 +164,11 @@ class _Workers:
             around=assignment.around,
         )
         books = Books(run_dir, group, self._versions | _record(assignment, opening, self._program))
-        attendant = self._attendant(opening, run_dir, [each.identity.name for each in credentials.values()])
+        names = [each.identity.name for each in credentials.values()]
+        attendant = self._attendant(opening, run_dir, names)
         is_elastic = self._coordination is not None
-        return Crew(group, launcher, books, Results(run_dir.events), attendant, is_elastic=is_elastic)
+        results = Results(run_dir.events, names if is_elastic else ())
+        return Crew(group, launcher, books, results, attendant, is_elastic=is_elastic)
 
     def _attendant(self, opening: Opening, run_dir: RunDir, starting: list[str]) -> Attendant | None:
         if self._coordination:

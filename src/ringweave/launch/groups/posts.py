@@ -76,6 +76,12 @@ class Report:
     """When it ended or was interrupted, seconds since 1970."""
     iterations: int | None = None
     last_loss: float | None = None
+    epoch: tuple[int, int] = (0, 0)
+    """The newest epoch of the membership of an elastic job (term, number) that is known to it; zeros if none is."""
+    members: tuple[str, ...] = ()
+    """Its own workers as members of an elastic job, `RANK.LIFE`."""
+    out: tuple[str, ...] = ()
+    """Members of an elastic job that are none any more in that epoch, and have not finished."""
 
     def group(self, node: int, attempt: int, *, called: int = 0, leaving: bool = False) -> Group:
         """The group as `reconcile` sees it."""
@@ -92,6 +98,9 @@ class Report:
             leaving=leaving,
             iterations=self.iterations,
             last_loss=self.last_loss,
+            epoch=self.epoch,
+            members=self.members,
+            out=self.out,
         )
 
 

@@ -6,6 +6,7 @@ unknown.
 
 import os
 import socket
+from pathlib import Path
 from typing import Any
 
 TABLE = "RINGWEAVE_TEST_HOSTS"
@@ -15,8 +16,7 @@ _ask = socket.getaddrinfo
 def _found(host: Any, *rest: Any, **more: Any) -> Any:
     if not (isinstance(host, str) and host.endswith(".svc")):
         return _ask(host, *rest, **more)
-    with open(os.environ[TABLE], encoding="utf-8") as table:
-        lines = [line.split() for line in table]
+    lines = [line.split() for line in Path(os.environ[TABLE]).read_text(encoding="utf-8").splitlines()]
     address = next((line[0] for line in lines if line[1] == host), None)
     if address is None:
         raise socket.gaierror(socket.EAI_NONAME, f"no Pod is found at {host}")
