@@ -170,7 +170,7 @@ class Actor:
         config = look.seen.config
         if config is None:
             return  # made just now: the next look sees it
-        opening = _opening(look, configs.config_of(config["data"]), round_)
+        opening = opening_of(look, configs.config_of(config["data"]), round_)
         body = {
             # Of the look: a gate that somebody else opened meanwhile is not shut again.
             "metadata": {"resourceVersion": config["metadata"]["resourceVersion"]},
@@ -304,7 +304,7 @@ def _raise(failed: dict[Action, BaseException]) -> None:
         raise error
 
 
-def _opening(look: Look, config: Config, round_: int) -> Opening:
+def opening_of(look: Look, config: Config, round_: int) -> Opening:
     """Where all meet, by what their agents offer.
 
     Raises:
