@@ -43,6 +43,17 @@ ILLEGAL: Mapping[str, tuple[dict[str, Any], str]] = {
     "a variable twice": ({"environment": [{"name": "X", "value": "1"}] * 2}, "Duplicate value"),
     "source and directory": ({"directory": "/app"}, "source and directory exclude each other"),
     "minimum": ({"minPerNode": 0}, "spec.minPerNode"),
+    "elastic with none": ({"elastic": {"min": 0}}, r"spec.elastic.min"),
+    "elastic without min": ({"elastic": {}}, r"spec.elastic.min: Required value"),
+    "elastic as a number": ({"elastic": 3}, r"spec.elastic.*must be of type object"),
+    "elastic, more than are left": ({"elastic": {"min": 11}}, r"elastic.min of 11 is more than the 10 that are left"),
+    "elastic, more than all": ({"elastic": {"min": 16}}, r"elastic.min of 16 is more than the 10 that are left"),
+    "elastic, and one node gets all": (
+        {"elastic": {"min": 3}, "nodes": [{**NODE, "capacity": 15}, {"name": "b", "capacity": 5}]},
+        "an elastic job needs two nodes or more",
+    ),
+    "elastic with a parameter server": ({"elastic": {"min": 3}, "mode": "ps"}, "elastic excludes a parameter server"),
+    "elastic with rings": ({"elastic": {"min": 3}, "mode": "ps-hra"}, "elastic excludes a parameter server"),
 }
 
 
@@ -70,7 +81,13 @@ def test_the_manifest_of_the_examples_is_legal_to_the_last_field(kube: Kube) -> 
     assert (manifest["apiVersion"], manifest["kind"]) == (names.API_VERSION, names.KIND)
     spec = dry(kube, manifest["metadata"]["name"], manifest["spec"], fieldValidation="Strict")["spec"]
     assert [node["maxRetries"] for node in spec["nodes"]] == [3, 1]
-    assert [path.name for path in EXAMPLES.iterdir()] == ["text.yaml"], "all of them are here"
+
+
+def test_the_manifest_of_an_elastic_job_is_legal(kube: Kube) -> None:
+    manifest = YAML(typ="safe").load(EXAMPLES / "elastic.yaml")
+    spec = dry(kube, manifest["metadata"]["name"], manifest["spec"], fieldValidation="Strict")["spec"]
+    assert spec["elastic"] == {"min": 4}
+    assert {path.name for path in EXAMPLES.iterdir()} == {"text.yaml", "elastic.yaml"}, "all of them are here"
 
 
 def test_an_unknown_field_is_pruned_or_refused(kube: Kube) -> None:
@@ -118,6 +135,19 @@ def test_the_server_accepts_just_what_can_be_split(kube: Kube) -> None:
         assert is_accepted(kube, spec) is expected, (total, capacities, least)
 
 
+def test_the_server_accepts_just_the_elastic_jobs_that_the_request_does(kube: Kube) -> None:
+    seen: set[bool] = set()
+    for total, capacities, least in cases():
+        nodes = [{"name": f"n{index}", "capacity": capacity} for index, capacity in enumerate(capacities)]
+        split = splitting.split(total, capacities, min_per_node=least)
+        for left in sorted({1, total // 2 + 1, total - least, total - max(split.counts or (0,)), total}):
+            expected = split.num_nodes > 1 and 1 <= left <= total - min(filter(None, split.counts or ()), default=0)
+            spec = {**a_spec(), "gpus": total, "nodes": nodes, "minPerNode": least, "elastic": {"min": left}}
+            assert is_accepted(kube, spec) is expected, (total, capacities, least, left)
+            seen.add(expected)
+    assert seen == {True, False}
+
+
 def test_the_largest_legal_list_of_nodes_is_checked_within_the_servers_budget(
     kube: Kube, request: pytest.FixtureRequest
 ) -> None:
@@ -125,7 +155,13 @@ def test_the_largest_legal_list_of_nodes_is_checked_within_the_servers_budget(
     num_nodes = 128 if request.config.getoption("--kubeconfig") else 24
     nodes = [{"name": f"n{index}", "capacity": 3 + index % 7} for index in range(num_nodes)]
     total = 3 * (num_nodes - 4)  # fewer nodes than there are may be used, so the rule has to look at all of them
-    assert dry(kube, "large", {**a_spec(), "gpus": total, "nodes": nodes})["spec"]["gpus"] == total
+    spec = {**a_spec(), "gpus": total, "nodes": nodes}
+    assert dry(kube, "large", spec)["spec"]["gpus"] == total
+    assert dry(kube, "large", {**spec, "elastic": {"min": total // 2}})["spec"]["gpus"] == total
+    counts = splitting.split(total, [node["capacity"] for node in nodes]).counts or ()
+    most = total - min(filter(None, counts))
+    with pytest.raises(ApiError, match=rf"elastic.min of {total} is more than the {most} that are left"):
+        dry(kube, "large", {**spec, "elastic": {"min": total}})
 
 
 def test_what_was_asked_for_never_changes(kube: Kube) -> None:
@@ -137,6 +173,7 @@ def test_what_was_asked_for_never_changes(kube: Kube) -> None:
         ({"nodes": [{**NODE, "capacity": 15}]}, "nodes cannot change"),
         ({"requester": {"username": "another"}}, "requester cannot change"),
         ({"requester": None}, "the requester stays"),
+        ({"elastic": {"min": 3}}, "absent stays absent"),
     ):
         with pytest.raises(ApiError, match=text):
             kube.change("fixed", **change)
@@ -169,3 +206,6 @@ def test_kubectl_explains_it(kube: Kube) -> None:
     for text in ("TrainingJob", "maxRetries", "How often its Pod is replaced", "capacity", "-required-"):
         assert text in told
     assert "the split takes the fewest" in " ".join(told.split())
+    told = " ".join(kube.kubectl("explain", "tj.spec.elastic").split())
+    for text in ("min <integer> -required-", "others go on without losing a train step", "begin again from the last"):
+        assert text in told

@@ -8,7 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from ruamel.yaml import YAML
 
+from ringweave.jobs.life.hanging import PUT_OUT
 from ringweave.jobs.life.observing import Cause, Phase
+from ringweave.launch.groups.posts import Report
 from ringweave.launch.kubernetes import names
 from ringweave.launch.kubernetes.api import kinds
 from ringweave.launch.kubernetes.api.failures import ApiError
@@ -23,6 +25,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def end_all(kube: Kube, name: str) -> None:
     for pod in kube.pods(name).values():
         kube.run(kube.kubelet.succeed(pod))
+
+
+def end_all_but(kube: Kube, name: str, node: int) -> None:
+    for (each, _), pod in kube.pods(name).items():
+        if each != node:
+            kube.run(kube.kubelet.succeed(pod))
 
 
 def status(kube: Kube, name: str) -> dict:
@@ -99,6 +107,70 @@ def test_a_failed_node_alone_is_replaced_and_all_gather_again(kube: Kube, operat
     assert kube.kubelet.broken_rules == []
     kube.remove("fails")
     kube.play("fails", is_gone(kube, "fails"))
+
+
+def test_of_an_elastic_job_a_failed_node_alone_is_replaced_and_the_others_are_not_called(
+    kube: Kube, operator: OperatorProcess
+) -> None:
+    keep = {"capacity": 5, "deletionPolicy": "keep", "maxRetries": 1}
+    nodes = [{"name": f"n{index}", **keep} for index in range(3)]
+    kube.submit("elastic", nodes=nodes, elastic={"min": 5})
+    kube.play("elastic", kube.in_state("elastic", "Running"))
+    opening = configs.opening_of(kube.run(kube.client.get(kinds.CONFIG_MAPS, kube.namespace, names.config("elastic"))))
+    assert opening is not None
+    hosts = [names.found_at("elastic", node, kube.namespace) for node in (0, 1)]
+    assert [meeting.host for meeting in opening.coordinators] == hosts
+
+    kube.run(kube.kubelet.fail(kube.pods("elastic")[0, 1], Cause.PLACE, text="killed by SIGKILL"))
+    kube.play("elastic", lambda: (0, 2) in kube.pods("elastic"), steps=False)
+    told = status(kube, "elastic")
+    running = next(item for item in told["conditions"] if item["type"] == "Running")
+    assert (told["state"], told["reason"], running["status"], running["reason"]) == (
+        "Running",
+        "GoesOn",
+        "True",
+        "GoesOn",
+    )
+    assert "node n0 failed (killed by SIGKILL), retry 1 of 1; the others train on" in running["message"]
+    kube.play("elastic", lambda: status(kube, "elastic")["reason"] == "")
+    told = status(kube, "elastic")
+    assert (told["round"], [node["retries"] for node in told["nodes"]]) == (1, [1, 0, 0])
+    assert set(kube.pods("elastic")) == {(0, 2), (1, 1), (2, 1)}
+    assert {seeing.round_of(pod) for pod in kube.pods("elastic").values()} == {1}
+
+    kube.change("elastic", suspend=True)
+    kube.play("elastic", lambda: kube.in_state("elastic", "Suspended")() and kube.pods("elastic") == {})
+    kube.change("elastic", suspend=False)
+    kube.play("elastic", kube.in_state("elastic", "Running"))
+    assert [node["retries"] for node in status(kube, "elastic")["nodes"]] == [1, 0, 0]
+
+    kube.run(kube.kubelet.fail(kube.pods("elastic")[0, 3], Cause.PLACE, text="killed again"))
+    kube.play("elastic", lambda: status(kube, "elastic")["reason"] == "GoesOnWithout")
+    end_all_but(kube, "elastic", 0)
+    kube.play("elastic", kube.in_state("elastic", "Succeeded"))
+    assert set(kube.pods("elastic")) == {(0, 3), (1, 2), (2, 2)}, "all are kept, as their policy says"
+    assert kube.kubelet.broken_rules == []
+    kube.remove("elastic")
+    kube.play("elastic", is_gone(kube, "elastic"))
+
+
+def test_an_elastic_job_ends_without_a_node_that_hangs(kube: Kube, operator: OperatorProcess) -> None:
+    kube.submit("hangs", nodes=[{"name": f"n{index}", "capacity": 5} for index in range(3)], elastic={"min": 5})
+    kube.play("hangs", kube.in_state("hangs", "Running"))
+    pods = kube.pods("hangs")
+    for node in range(3):
+        knows = {"members": (f"{5 * node}.0",), "epoch": (1, 2), "out": ("10.0",)}
+        kube.run(kube.kubelet.tell(pods[node, 1], Report(round=1, phase=Phase.RUNNING, pid=1, **knows)))
+    for node in range(2):
+        knows = {"members": (f"{5 * node}.0",), "epoch": (1, 2), "out": ("10.0",), "ended_s": time.time()}
+        kube.run(kube.kubelet.end(pods[node, 1], Report(round=1, phase=Phase.SUCCEEDED, pid=1, exit_code=0, **knows)))
+    kube.play("hangs", kube.in_state("hangs", "Succeeded"), steps=False)
+    told = status(kube, "hangs")
+    assert told["reason"] == "FinishedWithout"
+    assert f"all nodes finished their iterations but node n2: {PUT_OUT.text}" in told["message"]
+    assert [(node["state"], node["retries"]) for node in told["nodes"]] == [("Succeeded", 0)] * 2 + [("Stopped", 0)]
+    kube.remove("hangs")
+    kube.play("hangs", is_gone(kube, "hangs"))
 
 
 def test_a_pod_that_vanishes_is_replaced(kube: Kube, operator: OperatorProcess) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from ringweave.jobs.life import actions, advancing
 from ringweave.jobs.life.failing import SETTLE_S
+from ringweave.jobs.life.hanging import CALLED
 from ringweave.jobs.life.observing import Cause, Phase
 from ringweave.jobs.life.records import Ended
 from ringweave.jobs.life.states import JobState, NodeState
@@ -117,7 +118,9 @@ def test_nobody_pays_for_a_lost_node_that_still_looks_alive() -> None:
         ),
     )
     interrupted(place, 0, 2)
-    assert lives.look(place)[1:] == [actions.Regather(node=node, attempt=1, round=2) for node in (0, 1, 2)]
+    _, *rest, wake = lives.look(place)
+    assert rest == [actions.Regather(node=node, attempt=1, round=2) for node in (0, 1, 2)]
+    assert wake == actions.Wake(at_s=place.clock_s + CALLED.limit_s), "it may never answer"
     lives.settle(place)
     record = record_of(place)
     assert ([known.retries for known in record.nodes], record.round) == ([0, 0, 0], 2)

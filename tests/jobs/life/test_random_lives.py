@@ -65,6 +65,15 @@ class Lives(RuleBasedStateMachine):
         if group.phase is Phase.RUNNING and not group.leaving:
             self.place.groups[key] = replace(group, phase=Phase.INTERRUPTED, ended_s=self.place.clock_s)
 
+    @precondition(lambda self: self.place.groups)
+    @rule(choice=st.randoms(use_true_random=False))
+    def a_group_stands_still(self, choice: random.Random) -> None:
+        """The others have put its workers out; it may wake, end, or stay so for ever."""
+        key = choice.choice(sorted(self.place.groups))
+        group, name = self.place.groups[key], ".".join(map(str, key))
+        if group.phase is Phase.RUNNING and self.place.job is not None and self.place.job.request.elastic is not None:
+            self.place.groups[key] = replace(group, members=(name,), epoch=(1, 1), out=(name,))
+
     @precondition(lambda self: self.place.job is not None)
     @rule(verb=st.sampled_from(verbs.NAMES[:-1]))
     def somebody_types(self, verb: str) -> None:

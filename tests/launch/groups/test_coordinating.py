@@ -11,7 +11,7 @@ from ringweave.launch.groups.config import Config, ConfigNode
 from ringweave.launch.groups.coordinating import LINGER_S, CoordinatorDesk, RoundCoordinator
 from ringweave.launch.groups.handing import RoundOverError
 from ringweave.launch.groups.posts import Opening, Orders, Report, opening_of
-from ringweave.launch.groups.spares import NUM_LIVES, Spares
+from ringweave.launch.groups.spares import NUM_LIVES, FolderSpares
 from ringweave.launch.local.sites import ThisMachine
 from ringweave.launch.run_dirs import RunDir
 from ringweave.launch.workers import Meeting
@@ -48,7 +48,7 @@ def opening(desks: dict[str, CoordinatorDesk], round_: int = 1) -> Opening:
 @pytest.fixture
 def desks(tmp_path: Path) -> dict[str, CoordinatorDesk]:
     site = Noted()
-    return {name: CoordinatorDesk(CONFIG, name, site, Spares(tmp_path / "secrets")) for name in "abc"}
+    return {name: CoordinatorDesk(CONFIG, name, site, FolderSpares(tmp_path / "secrets")) for name in "abc"}
 
 
 def test_the_first_two_nodes_have_one_each(desks: dict[str, CoordinatorDesk]) -> None:
@@ -61,7 +61,7 @@ def test_the_first_two_nodes_have_one_each(desks: dict[str, CoordinatorDesk]) ->
 
 def test_there_are_credentials_for_every_life_each_of_use_once(desks: dict[str, CoordinatorDesk], tmp_path) -> None:
     opening(desks)
-    spares = Spares(tmp_path / "secrets")
+    spares = FolderSpares(tmp_path / "secrets")
     names = [spares.take(1, "worker-3").identity.name for _ in range(NUM_LIVES)]
     assert names == [f"3.{life}" for life in range(NUM_LIVES)]
     with pytest.raises(
@@ -103,7 +103,7 @@ def test_who_offered_it_begins_and_who_comes_later_stands_by_and_names_its_worke
     assert first.other == f"127.0.0.1:{second.port}"
     assert second.other == f"127.0.0.1:{first.port}"
     assert desks["c"].coordinator(found, RunDir(root=tmp_path), {}, starting=["4.0"]) is None
-    later = CoordinatorDesk(CONFIG, "a", desks["a"]._site, Spares(tmp_path / "secrets"))
+    later = CoordinatorDesk(CONFIG, "a", desks["a"]._site, FolderSpares(tmp_path / "secrets"))
     assert later.offer(Orders(round=1, opening=found)) is None, "the gate is open: the credentials stay as they are"
     again = told(later, found, tmp_path, ["0.1", "1.1"])
     assert (again.index, again.standby, again.port, again.successors) == (0, True, first.port, "0.1,1.1")

@@ -173,3 +173,35 @@ PEER = ("Traceback (most recent call last):", "ringweave.errors.PeerError: rank 
 def test_what_deaths_come_to(deaths: list[Death], phase: Phase, cause: Cause | None, text: str) -> None:
     outcome = crew.conclude(deaths)
     assert (outcome.phase, outcome.cause, outcome.text) == (phase, cause, text)
+
+
+def epoch(number: int, *members: str, term: int = 1) -> dict[str, object]:
+    return {"kind": "epoch_begun", "term": term, "number": number, "members": list(members), "part": ""}
+
+
+def lost(member: str, reason: str = "no heartbeat") -> dict[str, object]:
+    return {"kind": "member_lost", "member": member, "reason": reason}
+
+
+FINISHED = "it has finished"
+
+
+@pytest.mark.parametrize(
+    ("events", "newest", "out"),
+    [
+        ([epoch(1, "0.0", "1.0"), lost("1.0")], (1, 1), ()),  # the others may not know of it, nor it of them
+        ([epoch(1, "0.0", "1.0"), lost("1.0"), epoch(2, "0.0")], (1, 2), ("1.0",)),
+        ([epoch(1, "0.0", "1.0"), epoch(2, "0.0"), epoch(3, "0.0", "1.1")], (1, 3), ()),
+        ([epoch(1, "0.0", "1.0"), epoch(1, "0.0", term=2), epoch(9, "1.0", "0.0")], (2, 1), ("1.0",)),
+        ([epoch(1, "0.0", "1.0"), lost("0.0", FINISHED), lost("1.0")], (1, 1), ("1.0",)),  # nobody is left to go on
+        ([epoch(1, "0.0", "1.0"), lost("0.0", FINISHED), lost("1.0", FINISHED)], (1, 1), ()),
+        ([epoch(1, "0.0", "1.0"), lost("1.0", FINISHED), epoch(2, "0.0")], (1, 2), ()),
+    ],
+)
+def test_who_is_no_member_any_more_is_read_from_what_the_coordinator_notes(
+    events: list[dict[str, object]], newest: tuple[int, int], out: tuple[str, ...], tmp_path: Path
+) -> None:
+    results = Results(tmp_path / "events.jsonl", ["0.0"])
+    assert results.look() == Result(members=("0.0",))
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert results.look() == Result(members=("0.0",), epoch=newest, out=out)

@@ -29,3 +29,12 @@ def test_last_words_are_whole(text: str, tmp_path: Path, monkeypatch: pytest.Mon
     else:
         assert text.startswith(found.text.removesuffix("..."))
         assert len(content) > MAX_LAST_WORDS - 10, "no more is cut than must be"
+
+
+def test_what_is_known_of_many_members_does_not_cost_the_last_words() -> None:
+    many = tuple(f"{rank}.0" for rank in range(2000))
+    said = Report(round=1, phase=Phase.SUCCEEDED, pid=7, text="all is well", epoch=(1, 2), members=many[:63], out=many)
+    heard = posts.parse_report(post.last_words(said))
+    assert (heard.phase, heard.text, heard.out) == (Phase.SUCCEEDED, "all is well", ())
+    few = Report(round=1, phase=Phase.SUCCEEDED, pid=7, epoch=(1, 2), members=many[:3], out=many[3:6])
+    assert posts.parse_report(post.last_words(few)) == few

@@ -1,11 +1,5 @@
 """A job whose Pods are real processes: operator, desk, agents and workers, asked for as the commands do."""
 
-import asyncio
-import os
-import random
-import threading
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,19 +7,10 @@ import pytest
 from ringweave.errors import JobError
 from ringweave.jobs.life.states import JobState
 from ringweave.jobs.requests.request import NodeRequest, Request
-from ringweave.launch.kubernetes import names
-from ringweave.launch.kubernetes.api import connecting, kinds
-from ringweave.launch.kubernetes.api.client import Client
-from ringweave.launch.kubernetes.service import KubernetesService
-from ringweave.launch.local.ports import free_port
 from ringweave.launch.services.service import LogLine, LogQuery
-from ringweave.testing.kubernetes.cluster import FakeCluster
-from ringweave.testing.kubernetes.operators import OperatorProcess
-from ringweave.testing.kubernetes.processes import ProcessKubelet
+from tests.launch.kubernetes.pods import SOON_S, Place, place
 from tests.launch.small_training import PREPARED
 
-SOON_S = 300.0
-BAD = (JobState.FAILED, JobState.STOPPED)
 SCRIPT = """
 import os, pathlib, time
 flag = pathlib.Path(os.environ["FLAG"])
@@ -33,80 +18,12 @@ print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "meets at", os
 while not flag.exists():
     time.sleep(0.05)
 """
+__all__ = ["place"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-class Place:
-    """The service, and a kubelet in a thread."""
-
-    def __init__(self, cluster: FakeCluster, kubeconfig: Path, root: Path) -> None:
-        self.environ = {**os.environ, "KUBECONFIG": str(kubeconfig)}
-        self.service = KubernetesService(self._connect, admitted_s=SOON_S)
-        self._cluster, self._root = cluster, root
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self.kubelet: ProcessKubelet | None = None
-
-    def _connect(self):
-        return connecting.connection(self.environ)
-
-    async def _serve(self) -> None:
-        async with Client(self._connect) as client:
-            self.kubelet = ProcessKubelet(client, "default", self._root)
-            self._cluster.handler.logs = self.kubelet.logs
-            await self.kubelet.serve()
-
-    def __enter__(self) -> "Place":
-        self._thread.start()
-        self._serving = asyncio.run_coroutine_threadsafe(self._serve(), self._loop)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._serving.cancel()
-        deadline_s = time.monotonic() + SOON_S
-        while asyncio.all_tasks(self._loop) and time.monotonic() < deadline_s:
-            time.sleep(0.02)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(SOON_S)
-        self._loop.close()
-
-    def left_secrets(self, job: str) -> list[str]:
-        assert self.kubelet is not None
-        listed = self.kubelet.client.list(kinds.SECRETS, "default", labelSelector=f"{names.JOB_LABEL}={job}")
-        found = asyncio.run_coroutine_threadsafe(listed, self._loop).result(SOON_S)
-        return [each["metadata"]["name"] for each in found]
-
-    def remove_pod(self, name: str) -> None:
-        """As somebody does who is not the operator."""
-        assert self.kubelet is not None
-        removed = self.kubelet.client.delete(kinds.PODS, "default", name)
-        asyncio.run_coroutine_threadsafe(removed, self._loop).result(SOON_S)
-
-    def wait(self, holds: Callable[[], bool], limit_s: float = SOON_S) -> None:
-        deadline_s = time.monotonic() + limit_s
-        while not holds():
-            there = self.service.jobs()
-            assert time.monotonic() < deadline_s, str(there)
-            assert not any(job.state in BAD for job in there), str(there)
-            time.sleep(0.25)  # each look is a connection of its own, which costs more than what it looks at
 
 
 def key(line: LogLine) -> tuple[str, int, int, int | None]:
     return line.node, line.attempt, line.round, line.rank
-
-
-@pytest.fixture
-def place(cluster: FakeCluster, kubeconfig: Path, tmp_path: Path) -> Iterator[Place]:
-    port = free_port(random.SystemRandom())
-    arguments = ["--namespace", "default", "--lease-namespace", "default", "--image", "example/train:1"]
-    arguments += ["--desk", f"https://127.0.0.1:{port}", "--desk-port", str(port), "--lease-s", "600"]
-    with (
-        Place(cluster, kubeconfig, tmp_path / "pods") as place,
-        OperatorProcess(kubeconfig, arguments, tmp_path / "operator.log") as operator,
-    ):
-        yield place
-        assert operator.stop() == 0, operator.log.read_text()
-        assert "Traceback" not in operator.log.read_text()
 
 
 def test_a_job_of_real_processes(place: Place, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ringweave.errors import JobError, LaunchError
-from ringweave.jobs.requests.request import Elastic, NodeRequest, Request
+from ringweave.jobs.requests.request import NodeRequest, Request
 from ringweave.launch.kubernetes.api import connecting
 from ringweave.launch.kubernetes.service import KubernetesService
 
@@ -25,17 +25,6 @@ def test_a_folder_beside_the_job_file_does_not_travel(tmp_path: Path) -> None:
 def test_there_are_no_labs_on_kubernetes(tmp_path: Path) -> None:
     request = Request(script="train.py", lab="two-racks", device="cpu", **REQUEST)
     with pytest.raises(JobError, match=r"lab: 'two-racks', expected none on kubernetes. Leave lab out, or submit it"):
-        service().submit(request, base=tmp_path)
-
-
-def test_there_are_no_elastic_jobs_on_kubernetes(tmp_path: Path) -> None:
-    nodes = (NodeRequest(name="n0", capacity=3), NodeRequest(name="n1", capacity=3))
-    request = Request(name="text", num_workers=6, nodes=nodes, script="train.py", elastic=Elastic(min=3))
-    text = (
-        r"elastic: 'min: 3', expected none on kubernetes\. Leave elastic out \(a lost node then has all begin again "
-        r"from the last checkpoint\), or submit it --on local\. \[text\]"
-    )
-    with pytest.raises(JobError, match=text):
         service().submit(request, base=tmp_path)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ringweave.jobs.life import failing, going_on, telling
+from ringweave.jobs.life import failing, going_on, hanging, telling
 from ringweave.jobs.life.observing import Cause, Group, Observed, Phase
 from ringweave.jobs.life.records import Blame, Ended, Job, Loss, NodeRecord, Record
 from ringweave.jobs.life.states import JobState, Reason, reason
@@ -28,7 +28,7 @@ def advance(job: Job, observed: Observed, now: float) -> Record:
         record = _tried_again(job, record)
     if is_to_run(job, record):
         record = _renewed(job, record, groups)
-    return _told(job, record, observed, now)
+    return _told(job, _silent(job, record, groups, now), observed, now)
 
 
 def regathered(record: Record, cause: str) -> Record:
@@ -61,6 +61,18 @@ def _looked(job: Job, groups: Groups) -> Record:
     return replace(job.record, nodes=tuple(nodes))
 
 
+def _silent(job: Job, record: Record, groups: Groups, now: float) -> Record:
+    """Since when nodes may hang."""
+    found = hanging.silent(job, record, groups) if is_to_run(job, record) else {}
+    nodes = [
+        replace(known, silent_since_s=(now if known.silent_since_s is None else known.silent_since_s))
+        if node in found
+        else replace(known, silent_since_s=None)
+        for node, known in enumerate(record.nodes)
+    ]
+    return replace(record, nodes=tuple(nodes))
+
+
 def _is_to_go(job: Job, record: Record, now: float) -> bool:
     expiry_s = expires_s(job, record)
     return record.deleting or job.desired.delete or (expiry_s is not None and now >= expiry_s)
@@ -78,7 +90,7 @@ def _decided(job: Job, record: Record, observed: Observed, now: float) -> Record
         return record
     finished_s = _finished_s(job, record, groups, now)
     if finished_s is not None:
-        return _ended(record, JobState.SUCCEEDED, reason("Finished", job=job.request.name), finished_s)
+        return _finished(job, record, groups, finished_s, now)
     if job.desired.stop_run >= record.run:
         return _ended(record, JobState.STOPPED, reason("Stopped", job=job.request.name), now)
     if job.desired.suspend:
@@ -86,8 +98,21 @@ def _decided(job: Job, record: Record, observed: Observed, now: float) -> Record
     record = _after_failures(job, record, observed, groups, now)
     finished_s = _finished_s(job, record, groups, now)  # again: of who is judged now nobody waits for any more
     if record.outcome is None and finished_s is not None:
-        return _ended(record, JobState.SUCCEEDED, reason("Finished", job=job.request.name), finished_s)
+        return _finished(job, record, groups, finished_s, now)
     return record
+
+
+def _finished(job: Job, record: Record, groups: Groups, finished_s: float, now: float) -> Record:
+    """It has succeeded, if need be without nodes that hang: nobody waits for them, and nobody pays."""
+    left = hanging.hung(job, record, groups, now)
+    if not left:
+        return _ended(record, JobState.SUCCEEDED, reason("Finished", job=job.request.name), finished_s)
+    nodes = list(record.nodes)
+    for node, text in left.items():
+        ended = Ended(attempt=nodes[node].attempt, cause=Cause.PLACE, charged=False, text=text)
+        nodes[node] = replace(nodes[node], ended=ended, is_left_behind=True)
+    record = replace(record, nodes=tuple(nodes))
+    return _ended(record, JobState.SUCCEEDED, telling.finished_without(job, left), now)
 
 
 def taken_away(job: Job, record: Record, cause: str, count: int, now: float) -> Record:
@@ -144,7 +169,7 @@ def _given_up(job: Job, record: Record, cause: Cause, text: str) -> Record:
 
 
 def _after_failures(job: Job, record: Record, observed: Observed, groups: Groups, now: float) -> Record:
-    verdict = failing.judge(failing.to_judge(job, record, groups), record, observed, now)
+    verdict = failing.judge(failing.to_judge(job, record, groups, now), record, observed, now)
     if record.blame is not None and not any(ended.charged for ended in verdict.ends.values()):
         verdict = replace(verdict, ends=verdict.ends | _paid(job, record, groups, record.blame))
     is_mistake = going_on.is_mistake(job, _judged(job, record, verdict.ends), observed, groups, now)
@@ -243,7 +268,7 @@ def _tried_again(job: Job, record: Record) -> Record:
     if record.outcome not in (JobState.FAILED, JobState.STOPPED) or job.desired.retry_run != record.run:
         return record
     record = _given_up(job, record, Cause.RETRIED, "the job was tried again")
-    nodes = tuple(replace(known, retries=0, is_given_up=False) for known in record.nodes)
+    nodes = tuple(replace(known, retries=0, is_given_up=False, is_left_behind=False) for known in record.nodes)
     return replace(
         record,
         nodes=nodes,

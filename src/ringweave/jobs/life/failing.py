@@ -11,7 +11,7 @@ that fails on some nodes while others train on is taken for a broken device, whi
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ringweave.jobs.life import going_on
+from ringweave.jobs.life import going_on, hanging
 from ringweave.jobs.life.observing import Cause, Group, Observed, Phase
 from ringweave.jobs.life.records import Blame, Ended, Job, Loss, Record
 
@@ -58,12 +58,13 @@ class Verdict:
     """Nothing is decided before this time, unless more is seen."""
 
 
-def to_judge(job: Job, record: Record, groups: dict[tuple[int, int], Group]) -> list[Failure]:
-    """What ended badly, or is gone, and was not judged yet.
+def to_judge(job: Job, record: Record, groups: dict[tuple[int, int], Group], now: float) -> list[Failure]:
+    """What ended badly, hangs, or is gone, and was not judged yet.
 
     Once a node of an elastic job has finished only the script's failures count: nobody has to be replaced any more.
     """
     found = [failure for node in job.used_nodes if (failure := _failure(node, record, groups)) is not None]
+    found += _hung(job, record, groups, now)
     is_through = going_on.is_through(job, record, groups)
     return [failure for failure in found if failure.cause is Cause.PROGRAM or not is_through]
 
@@ -88,6 +89,14 @@ def _failure(node: int, record: Record, groups: dict[tuple[int, int], Group]) ->
         return None
     text = group.text or (f"exit code {group.exit_code}" if group.exit_code is not None else "nobody knows why")
     return Failure(node=node, attempt=known.attempt, cause=cause, text=text, group=group)
+
+
+def _hung(job: Job, record: Record, groups: dict[tuple[int, int], Group], now: float) -> Iterator[Failure]:
+    for node, text in hanging.hung(job, record, groups, now).items():
+        attempt = record.nodes[node].attempt
+        group = groups[node, attempt]
+        if group.phase is not Phase.INTERRUPTED or group.round < record.round:
+            yield Failure(node=node, attempt=attempt, cause=Cause.PLACE, text=text, group=group)
 
 
 def judge(found: list[Failure], record: Record, observed: Observed, now: float) -> Verdict:

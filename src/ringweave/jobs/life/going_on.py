@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
+from ringweave.jobs.life import hanging
 from ringweave.jobs.life.observing import Cause, Group, Observed, Phase
 from ringweave.jobs.life.records import Job, Record
 
@@ -58,11 +59,12 @@ def is_through(job: Job, record: Record, groups: Groups) -> bool:
 def ends_s(job: Job, record: Record, groups: Groups, now: float) -> list[float]:
     """When each node of an elastic job that is through has finished; empty while others still train.
 
-    Also where one has failed by its script, which no other node can make good.
+    Also where one has failed by its script, which no other node can make good. One that hangs is not waited for.
     """
     current = list(_current(job, record, groups))
+    hung = hanging.hung(job, record, groups, now)
     if not is_through(job, record, groups) or any(
-        group.phase is Phase.RUNNING or group.cause is Cause.PROGRAM for group in current
+        (group.phase is Phase.RUNNING and group.node not in hung) or group.cause is Cause.PROGRAM for group in current
     ):
         return []
     return [now if each.ended_s is None else each.ended_s for each in current if each.phase is Phase.SUCCEEDED]

@@ -84,6 +84,12 @@ class Group:
     """Training steps that it has done."""
     last_loss: float | None = None
     """The last loss that it reported."""
+    epoch: tuple[int, int] = (0, 0)
+    """The newest epoch of the membership of an elastic job (term, number) that is known to it; zeros if none is."""
+    members: tuple[str, ...] = ()
+    """Its own workers as members of an elastic job, `RANK.LIFE`."""
+    out: tuple[str, ...] = ()
+    """Members of an elastic job that are none any more in that epoch, and have not finished."""
 
     @property
     def is_at_gate(self) -> bool:

@@ -8,7 +8,7 @@ not: all that has to survive is the record, which is saved before anything follo
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from ringweave.jobs.life import failing, going_on
+from ringweave.jobs.life import failing, going_on, hanging
 from ringweave.jobs.life.actions import (
     Action,
     CreateConfig,
@@ -131,8 +131,10 @@ def _wake_s(job: Job, observed: Observed, now: float) -> float | None:
         return None
     if is_to_run(job, job.record):
         groups = {(group.node, group.attempt): group for group in observed.groups}
-        found = failing.to_judge(job, job.record, groups)
-        return failing.judge(found, job.record, observed, now).wait_until_s
+        found = failing.to_judge(job, job.record, groups, now)
+        judged_s = failing.judge(found, job.record, observed, now).wait_until_s
+        hangs_s = hanging.hangs_at_s(job, job.record, groups, now)
+        return min((time_s for time_s in (judged_s, hangs_s) if time_s is not None), default=None)
     return expires_s(job, job.record)
 
 

@@ -39,6 +39,8 @@ class NodeRecord:
     """Replacements after failures of its own in this run."""
     is_given_up: bool = False
     """It has failed more often than it may, and the others of an elastic job go on without it to the end."""
+    is_left_behind: bool = False
+    """It hung when the others had finished, and the job has succeeded without it."""
     state: NodeState = NodeState.WAITING
     """What it is doing, for people."""
     reason: Reason | None = None
@@ -47,6 +49,8 @@ class NodeRecord:
     """Training steps done, as last reported."""
     last_loss: float | None = None
     """The last loss reported."""
+    silent_since_s: float | None = None
+    """Since when it may hang, as far as is known; None while nothing speaks for it."""
     history: tuple[Ended, ...] = ()
     """How earlier attempts ended, oldest first."""
 

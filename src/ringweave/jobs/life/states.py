@@ -156,6 +156,12 @@ REASONS: Mapping[str, _Kind] = {
         text="all nodes finished their iterations",
         helps="ringweave logs {job} shows the results; ringweave delete {job} removes what is kept",
     ),
+    "FinishedWithout": _Kind(
+        of="job",
+        states="Ending, Succeeded",
+        text="all nodes finished their iterations but {nodes}: {detail}",
+        helps="ringweave logs {job} shows the results; see to the machine of {nodes} before another job gets it",
+    ),
     "ProgramFailed": _Kind(
         of="job",
         states="Ending, Failed",
@@ -225,6 +231,12 @@ REASONS: Mapping[str, _Kind] = {
     ),
     "NodeFinished": _Kind(
         of="node", states="Succeeded", text="finished its iterations", helps="ringweave logs {job} --node {node}"
+    ),
+    "NodeLeftBehind": _Kind(
+        of="node",
+        states="Stopped",
+        text="the others finished without it: {detail}",
+        helps="See to its machine; ringweave logs {job} --node {node} shows how far it came",
     ),
     "NodeFailed": _Kind(
         of="node", states="Failed", text="failed: {detail}", helps="ringweave logs {job} --node {node} shows why"

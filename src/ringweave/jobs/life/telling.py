@@ -50,6 +50,18 @@ def failed(code: str, job: Job, nodes: tuple[int, ...], ends: Mapping[int, Ended
     return reason(code, job=job.request.name, nodes=text, node=names[0], detail=ends[nodes[0]].text)
 
 
+def finished_without(job: Job, left: Mapping[int, str]) -> Reason:
+    """The reason of a job that has succeeded without nodes that hang.
+
+    Args:
+        job: Which one.
+        left: Node -> what is to be said of it.
+    """
+    names = [job.node_name(node) for node in sorted(left)]
+    text = f"{'node' if len(names) == 1 else 'nodes'} {listed(names, len(names))}"
+    return reason("FinishedWithout", job=job.request.name, nodes=text, node=names[0], detail=left[min(left)])
+
+
 def failures(job: Job, record: Record, charged: Mapping[int, Ended]) -> str:
     """`node n1 failed (killed by SIGKILL), retry 1 of 3`, for the first of those that failed, and how many more."""
     node = min(charged)
@@ -96,6 +108,8 @@ def _node(view: _View, node: int) -> tuple[NodeState, str, str]:
 
 
 def _ended_node(view: _View, known: NodeRecord) -> tuple[NodeState, str, str]:
+    if known.is_left_behind and known.ended is not None:
+        return NodeState.STOPPED, "NodeLeftBehind", known.ended.text
     if view.record.outcome is JobState.SUCCEEDED and not known.is_given_up:
         return NodeState.SUCCEEDED, "NodeFinished", ""
     if known.ended is not None and known.ended.cause in (Cause.PROGRAM, Cause.PLACE):
@@ -134,7 +148,9 @@ def job_state(job: Job, record: Record, observed: Observed) -> tuple[JobState, R
         return JobState.DELETING, reason("Deleting", nodes=view.names(left) if left else "its config")
     living = sorted({group.node for group in observed.groups if group.phase.is_alive})
     if record.outcome is not None:
-        return JobState.ENDING if living else record.outcome, record.outcome_reason
+        # Of a node that hangs it may take for ever to be rid.
+        is_waited_for = any(not record.nodes[node].is_left_behind for node in living)
+        return JobState.ENDING if is_waited_for else record.outcome, record.outcome_reason
     if job.desired.suspend:
         nodes = view.names(living)
         return JobState.SUSPENDED, reason("Suspending", nodes=nodes) if living else reason("Suspended", job=name)

@@ -50,7 +50,7 @@ class Pair:
         """
         meeting = self.posts[index].meeting
         host, port = self.addresses[1 - index]
-        words = ["--host", meeting.host, "--port", str(meeting.port), "--other", f"{host}:{port}"]
+        words = ["--host", self.posts[index].listens_at, "--port", str(meeting.port), "--other", f"{host}:{port}"]
         words += ["--elastic", str(self.bounds), "--expected", str(self.expected), "--index", str(index)]
         words += ["--successors", ",".join(self.starting)] if self.starting and is_first else []
         return [*words, "--standby"] if is_standby else words

@@ -154,9 +154,10 @@ class Agent:
     def _with_result(self) -> Report:
         assert self._crew is not None
         result = self._crew.result()
+        report = replace(self._report, epoch=result.epoch, members=result.members, out=result.out)
         if result.iterations is None:
-            return self._report
-        return replace(self._report, iterations=result.iterations, last_loss=result.last_loss)
+            return report
+        return replace(report, iterations=result.iterations, last_loss=result.last_loss)
 
     def _tell(self, report: Report) -> None:
         self._report = report

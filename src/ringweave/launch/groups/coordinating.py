@@ -7,9 +7,11 @@ import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ringweave.launch.elastic.coordinating import ROLE, Coordinators, Pair
 from ringweave.launch.groups.config import Config
+from ringweave.launch.groups.handing import WhyStop, going_on
 from ringweave.launch.groups.posts import Opening, Orders
 from ringweave.launch.groups.spares import NUM_LIVES, Spares
 from ringweave.launch.local.attendants import Post
@@ -29,26 +31,36 @@ _RIVAL = 1
 class CoordinatorDesk:
     """Makes ready the coordinator of each round that is one node's."""
 
-    def __init__(self, config: Config, node: str, site: Site, spares: Spares) -> None:
-        """`node` is the name of any node of the job; only its first two have a coordinator."""
-        self._config, self._node, self._site, self._spares = config, node, site, spares
+    def __init__(self, config: Config, node: str, site: Site, spares: Spares, host: str | None = None) -> None:
+        """Makes nothing yet.
+
+        Args:
+            config: Of the job.
+            node: Name of any node of the job; only its first two have a coordinator.
+            site: Knows how the node is entered.
+            spares: Where credentials wait.
+            host: Name by which the others find this node, whoever leads it; None: its address stays the same.
+        """
+        self._config, self._node, self._site, self._spares, self._host = config, node, site, spares, host
         self._offered: tuple[int, Meeting] | None = None
 
-    def offer(self, orders: Orders) -> Meeting | None:
+    def offer(self, orders: Orders, why_stop: WhyStop = going_on) -> Meeting | None:
         """Where this node's coordinator of the round will listen; None where it has none, or the gate is open already.
 
         On the first node credentials of all processes of the round are there when this returns.
 
         Raises:
-            LaunchError: There is no free port.
+            RoundOverError: The credentials are not wanted any more, as `why_stop` says.
+            LaunchError: There is no free port, or nobody to give the credentials to.
             OSError: The credentials cannot be written.
         """
         is_open = orders.opening is not None and orders.opening.round == orders.round
         if self._node not in self._config.coordinating or is_open:
             return None
         if self._node == self._config.coordinating[0]:
-            self._spares.give(orders.round, self._issue(orders.round))
+            self._spares.give(orders.round, self._issue(orders.round), why_stop)
         meeting = self._site.meeting(self._node)
+        meeting = replace(meeting, host=self._host or meeting.host)
         self._offered = (orders.round, meeting)
         return meeting
 
@@ -69,7 +81,7 @@ class CoordinatorDesk:
         assert self._config.least is not None, "it has coordinators"
         places = zip(self._config.coordinating, opening.coordinators, strict=True)
         pair = Pair(
-            posts=[Post(node=node, meeting=meeting) for node, meeting in places],
+            posts=[self._post(node, meeting) for node, meeting in places],
             bounds=Bounds(least=self._config.least, most=self._config.world_size),
             expected=self._config.world_size,
             starting=starting,
@@ -83,6 +95,11 @@ class CoordinatorDesk:
             give_up=_say,
         )
         return RoundCoordinator(own, opening.coordinators[index].port, environ)
+
+    def _post(self, node: str, meeting: Meeting) -> Post:
+        """Its own listens at the address that this node has now; the name may still be the one's that was lost."""
+        is_named = node == self._node and self._host is not None
+        return Post(node=node, meeting=meeting, address=self._site.meeting(node).host if is_named else None)
 
     def _issue(self, round_: int) -> dict[str, list[Credentials]]:
         """Holder -> its credentials; those of a worker name it as a member, `RANK.LIFE`."""

@@ -50,6 +50,9 @@ class Assignment:
     """The way to the other groups of the job, for credentials of its workers where there is a parameter server."""
     spares: Spares | None = None
     """The same for the processes of an elastic job; None where the place has no elastic jobs."""
+    host: str | None = None
+    """Name by which the others find this node, also when another agent has taken its place; None where its address
+    stays the same."""
     around: Around = field(default_factory=Around)
     """What this process has beside the workers: locks of the group, processes of others that come from it."""
     shows_output: bool = True
@@ -111,7 +114,8 @@ def _coordinator_desk(assignment: Assignment) -> CoordinatorDesk | None:
         do = "Submit it to a place that has elastic jobs"
         got, expected = f"elastic, at least {config.least} workers", "a job that is not elastic"
         raise LaunchError(explain(f"job {config.job}", got=got, expected=expected, do=do))
-    return CoordinatorDesk(config, config.node(assignment.node).name, assignment.site, assignment.spares)
+    name = config.node(assignment.node).name
+    return CoordinatorDesk(config, name, assignment.site, assignment.spares, assignment.host)
 
 
 class _Workers:
@@ -137,7 +141,7 @@ class _Workers:
         """Where the parameter server and a coordinator of the round will listen, if they are this node's."""
         return {
             "server": self._desk.offer(orders.round, self._why_stop) if self._desk else None,
-            "coordinator": self._coordination.offer(orders) if self._coordination else None,
+            "coordinator": self._coordination.offer(orders, self._why_stop) if self._coordination else None,
         }
 
     def start(self, opening: Opening) -> Crew:
@@ -160,9 +164,11 @@ class _Workers:
             around=assignment.around,
         )
         books = Books(run_dir, group, self._versions | _record(assignment, opening, self._program))
-        attendant = self._attendant(opening, run_dir, [each.identity.name for each in credentials.values()])
+        names = [each.identity.name for each in credentials.values()]
+        attendant = self._attendant(opening, run_dir, names)
         is_elastic = self._coordination is not None
-        return Crew(group, launcher, books, Results(run_dir.events), attendant, is_elastic=is_elastic)
+        results = Results(run_dir.events, names if is_elastic else ())
+        return Crew(group, launcher, books, results, attendant, is_elastic=is_elastic)
 
     def _attendant(self, opening: Opening, run_dir: RunDir, starting: list[str]) -> Attendant | None:
         if self._coordination:
@@ -180,7 +186,7 @@ def _credentials(
     """Global rank -> what its worker shows to a server or to coordinators; empty where there is neither."""
     ranks = [worker.global_rank for worker in group.workers]
     if opening.coordinators and assignment.spares is not None:
-        return {rank: assignment.spares.take(opening.round, f"worker-{rank}") for rank in ranks}
+        return {rank: assignment.spares.take(opening.round, f"worker-{rank}", why_stop) for rank in ranks}
     if opening.server is not None:
         return {rank: assignment.handover.take(opening.round, rank, why_stop) for rank in ranks}
     return {}

@@ -76,6 +76,12 @@ class Report:
     """When it ended or was interrupted, seconds since 1970."""
     iterations: int | None = None
     last_loss: float | None = None
+    epoch: tuple[int, int] = (0, 0)
+    """The newest epoch of the membership of an elastic job (term, number) that is known to it; zeros if none is."""
+    members: tuple[str, ...] = ()
+    """Its own workers as members of an elastic job, `RANK.LIFE`."""
+    out: tuple[str, ...] = ()
+    """Members of an elastic job that are none any more in that epoch, and have not finished."""
 
     def group(self, node: int, attempt: int, *, called: int = 0, leaving: bool = False) -> Group:
         """The group as `reconcile` sees it."""
@@ -92,6 +98,9 @@ class Report:
             leaving=leaving,
             iterations=self.iterations,
             last_loss=self.last_loss,
+            epoch=self.epoch,
+            members=self.members,
+            out=self.out,
         )
 
 
@@ -122,20 +131,29 @@ def opening_of(config: Config, round_: int, offers: Mapping[str, Report]) -> Ope
         round_: Of the gate.
         offers: Node name -> what it said when it was ready.
     """
-    first = offers.get(config.nodes[0].name)
-    if first is None or first.meeting is None:
-        return None
-    if not all(name in offers and offers[name].coordinator for name in config.coordinating):
+    first, coordinators = offers.get(config.nodes[0].name), coordinators_of(config, offers)
+    if first is None or first.meeting is None or coordinators is None:
         return None
     hosts = {name: report.meeting.host for name, report in offers.items() if report.meeting}
-    coordinators = [offers[name].coordinator for name in config.coordinating]
     return Opening(
         round=round_,
         meeting=first.meeting,
         server=next((report.server for report in offers.values() if report.server), None),
-        coordinators=tuple(meeting for meeting in coordinators if meeting),
+        coordinators=coordinators,
         addresses=hosts if len(set(hosts.values())) > 1 else {},
     )
+
+
+def coordinators_of(config: Config, offers: Mapping[str, Report]) -> tuple[Meeting, ...] | None:
+    """Where the coordinators will listen, the one that decides first; none of a job that has none, None if not known.
+
+    Args:
+        config: Of the job.
+        offers: Node name -> what it said when it was ready.
+    """
+    offered = [offers[name].coordinator if name in offers else None for name in config.coordinating]
+    found = tuple(meeting for meeting in offered if meeting is not None)
+    return found if len(found) == len(config.coordinating) else None
 
 
 def dump_report(report: Report) -> str:

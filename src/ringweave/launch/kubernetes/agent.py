@@ -13,7 +13,8 @@ from pathlib import Path
 from ringweave.jobs.life.observing import Phase
 from ringweave.launch.groups.leading import Assignment, lead
 from ringweave.launch.groups.posts import Report
-from ringweave.launch.kubernetes.handing import DeskHandover
+from ringweave.launch.kubernetes import names
+from ringweave.launch.kubernetes.handing import DeskHandover, DeskSpares
 from ringweave.launch.kubernetes.objects import configs, keeping
 from ringweave.launch.kubernetes.post import Desk, DeskPost
 from ringweave.launch.local.sites import ThisMachine
@@ -60,6 +61,8 @@ def main(environ: Mapping[str, str]) -> int:
         cpus_shared_by=config.node(int(node)).workers,
         site=ThisMachine(environ.get("POD_IP") or "127.0.0.1"),
         handover=DeskHandover(desk, config.ranks(int(node))),
+        spares=DeskSpares(desk, config, int(node)),
+        host=names.found_at(job, int(node), namespace),
     )
     os.chdir(config.directory or home)
     last_words = Path(environ.get("RINGWEAVE_LAST_WORDS", LAST_WORDS))

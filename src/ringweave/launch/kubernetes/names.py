@@ -35,6 +35,11 @@ def server(job: str) -> str:
     return f"{job}-server"
 
 
+def spares(job: str, node: int) -> str:
+    """Name of the Secret with the credentials of a node's processes, where the job is elastic."""
+    return f"{job}-spares-{node}"
+
+
 def service(job: str) -> str:
     """Name of the headless Service: the workers' host names end in it."""
     return job
@@ -48,3 +53,8 @@ def pod(job: str, node: int, attempt: int) -> str:
 def host(job: str, node: int) -> str:
     """Host name of a node's Pod, the same for all attempts."""
     return f"{job}-{node}"
+
+
+def found_at(job: str, node: int, namespace: str) -> str:
+    """The name by which the Service lets other Pods find a node's Pod, whichever attempt it is."""
+    return f"{host(job, node)}.{service(job)}.{namespace}.svc"

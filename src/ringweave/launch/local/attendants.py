@@ -19,6 +19,14 @@ class Post:
 
     node: str
     meeting: Meeting
+    """Where others find it."""
+    address: str | None = None
+    """Where it listens itself; None: at the host where others find it, which may be a name that others resolve."""
+
+    @property
+    def listens_at(self) -> str:
+        """The address that it listens at."""
+        return self.address or self.meeting.host
 
 
 def start(

@@ -137,21 +137,6 @@ def refuse_lab(request: Request, place: str) -> None:
         raise JobError(explain("lab", got=request.lab, expected=f"none on {place}", do=do, where=request.name))
 
 
-def refuse_elastic(request: Request, place: str) -> None:
-    """Refuse an elastic job in a place that cannot replace one node while the others train.
-
-    Raises:
-        JobError: The request is one.
-    """
-    if request.elastic is not None:
-        do = (
-            "Leave elastic out (a lost node then has all begin again from the last checkpoint), or submit it --on local"
-        )
-        expected = f"none on {place}"
-        got = f"min: {request.elastic.min}"
-        raise JobError(explain("elastic", got=got, expected=expected, do=do, where=request.name))
-
-
 def check_query(job: Job, which: LogQuery) -> None:
     """Refuse to look for logs that there cannot be.
 

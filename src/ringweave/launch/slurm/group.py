@@ -12,7 +12,7 @@ from pathlib import Path
 from ringweave.launch.groups import config as configs
 from ringweave.launch.groups.handing import SharedFolder
 from ringweave.launch.groups.leading import Assignment, lead
-from ringweave.launch.groups.spares import Spares
+from ringweave.launch.groups.spares import FolderSpares
 from ringweave.launch.local.jobs import locks
 from ringweave.launch.local.jobs.folders import JobFolder
 from ringweave.launch.local.launcher import Around
@@ -40,7 +40,7 @@ def main(root: Path, node: int, attempt: int, key: str, lease_s: float) -> None:
         site=ThisMachine(address_towards(os.environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))),
         around=Around(guard_holds=(lock,)),
         handover=SharedFolder(folder.secrets),
-        spares=Spares(folder.secrets),
+        spares=FolderSpares(folder.secrets),
         shows_output=False,
     )
     os.chdir(config.directory or root)

@@ -11,7 +11,7 @@ from pathlib import Path
 from ringweave import wire
 from ringweave.errors import RingweaveError
 from ringweave.membership.messages import LOBBY
-from ringweave.membership.rules import settings
+from ringweave.membership.rules import reasons, settings
 from ringweave.membership.rules.records import Decree
 from ringweave.membership.rules.settings import Settings
 from ringweave.membership.serving import parts
@@ -101,9 +101,9 @@ class Process:
     def _note_lost(self, part: str, member: str, reason: str) -> None:
         if part == LOBBY:
             return
-        print(f"coordinator: {member} is no member any more: {reason or 'it has finished'}", flush=True)
+        print(f"coordinator: {member} is no member any more: {reason or reasons.FINISHED}", flush=True)
         if self._log:
-            self._log.write("member_lost", member=member, reason=reason or "it has finished")
+            self._log.write("member_lost", member=member, reason=reason or reasons.FINISHED)
 
 
 def _complain(peer: wire.Identity, kind: str, error: Exception) -> None:

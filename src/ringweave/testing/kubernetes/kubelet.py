@@ -6,7 +6,7 @@ and a group agent may never do is noted in `broken_rules`.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ringweave.jobs.life.observing import Cause, Phase
@@ -59,7 +59,8 @@ class PlayedKubelet:
                 if node not in hold:
                     self._ready.setdefault((job, round_), set()).add(node)
                     meeting = Meeting(host=f"10.0.{attempt % 250}.{node}", port=29500)
-                    await self.tell(pod, Report(round=round_, phase=Phase.READY, pid=1, meeting=meeting))
+                    ready = Report(round=round_, phase=Phase.READY, pid=1, meeting=meeting)
+                    await self.tell(pod, replace(ready, coordinator=_coordinator(config, job, node, self.namespace)))
             elif report.phase is Phase.READY and opening is not None and opening.round == round_:
                 await self._begin(job, config, pod, Report(round=round_, phase=Phase.RUNNING, pid=1))
         return found
@@ -143,6 +144,14 @@ class PlayedKubelet:
         except ApiError as error:
             if not error.is_gone and not error.is_stale:
                 raise
+
+
+def _coordinator(config: Object | None, job: str, node: int, namespace: str) -> Meeting | None:
+    """Where a node's coordinator listens, if the job is elastic and the node has one."""
+    known = configs.config_of(config["data"]) if config else None
+    if known is None or known.node(node).name not in known.coordinating:
+        return None
+    return Meeting(host=names.found_at(job, node, namespace), port=29600)
 
 
 def _ready(is_so: bool) -> Object:

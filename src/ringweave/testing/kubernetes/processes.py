@@ -1,9 +1,11 @@
 """A kubelet for tests that runs the containers of Pods as processes of this machine, with their files and their logs.
 
 Volumes become folders, the container's paths are told to the program by its environment, and there is no isolation.
+Names that the job's Service has for Pods are found as in a cluster: see `naming`.
 """
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -16,12 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from ringweave.launch.kubernetes import names
 from ringweave.launch.kubernetes.api import kinds
 from ringweave.launch.kubernetes.api.client import Client, Object
 from ringweave.launch.kubernetes.api.failures import ApiError
 from ringweave.launch.kubernetes.objects.pods import CONTAINER
 from ringweave.launch.kubernetes.resource import times
+from ringweave.testing.kubernetes.naming import sitecustomize
 
 _LOOK_S = 0.05
 
@@ -47,6 +52,7 @@ class ProcessKubelet:
         """Files of Pods go below `root`."""
         self.client, self._namespace, self._root = client, namespace, root
         self._containers: dict[str, _Container] = {}
+        self._hosts = root / "hosts"
 
     async def serve(self) -> None:
         """Start, watch and end containers until cancelled; none is left then."""
@@ -60,10 +66,12 @@ class ProcessKubelet:
                     container.process.kill()
                 container.process.wait()
 
-    def kill(self, pod: str) -> None:
-        """Kill the container of the Pod of this name, as when its machine is lost."""
+    def kill(self, pod: str, how: signal.Signals = signal.SIGKILL) -> None:
+        """Send all processes of the Pod of this name a signal at once: killed, as when its machine is lost."""
         found = next(each for each in self._containers.values() if each.pod["metadata"]["name"] == pod)
-        found.process.send_signal(signal.SIGKILL)
+        for process in [*psutil.Process(found.process.pid).children(recursive=True), found.process]:
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                process.send_signal(how)
 
     def logs(self, pod: Mapping[str, Any], params: Mapping[str, str]) -> AsyncIterator[bytes] | None:
         """What it printed so far, for the fake API server."""
@@ -102,6 +110,7 @@ class ProcessKubelet:
             process = subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
         container = _Container(process=process, folder=folder, pod=pod, started_s=time.time(), address=address)
         self._containers[uid] = container
+        self._write_hosts()
         started = {"startedAt": times.show(container.started_s)}
         await self._write(pod, {"phase": "Running", "podIP": address}, {"running": started})
 
@@ -124,7 +133,20 @@ class ProcessKubelet:
         last_words.touch()
         given = {item["name"]: item.get("value", address) for item in spec["containers"][0]["env"]}
         placed = {name: mounts.get(value, value) for name, value in given.items()}
-        return {**os.environ, **placed, "RINGWEAVE_LAST_WORDS": str(last_words)}
+        path = os.pathsep.join([str(Path(sitecustomize.__file__).parent), os.environ.get("PYTHONPATH", "")])
+        of_names = {sitecustomize.TABLE: str(self._hosts), "PYTHONPATH": path.rstrip(os.pathsep)}
+        return {**os.environ, **placed, **of_names, "RINGWEAVE_LAST_WORDS": str(last_words)}
+
+    def _write_hosts(self) -> None:
+        """What the headless Services say now: of each Pod whose container has not ended."""
+        lines = []
+        for container in self._containers.values():
+            spec = container.pod["spec"]
+            if not container.is_told:
+                lines.append(f"{container.address} {spec['hostname']}.{spec['subdomain']}.{self._namespace}.svc\n")
+        beside = self._hosts.with_suffix(".new")
+        beside.write_text("".join(lines), encoding="utf-8")
+        beside.replace(self._hosts)
 
     async def _texts(self, volume: Mapping[str, Any]) -> dict[str, str]:
         if "configMap" in volume:
@@ -144,6 +166,7 @@ class ProcessKubelet:
         if container.is_told:
             return
         container.is_told = True
+        self._write_hosts()
         code = container.process.returncode
         ended = {
             "exitCode": 128 - code if code < 0 else code,
@@ -170,4 +193,5 @@ class ProcessKubelet:
             container.process.terminate()
         elif not container.is_told or container.folder.exists():
             container.is_told = True
+            self._write_hosts()
             shutil.rmtree(container.folder, ignore_errors=True)

@@ -41,9 +41,10 @@ def test_what_the_agent_says_of_its_round_counts(phase: Phase) -> None:
     assert (group.node, group.attempt, group.round, group.phase) == (1, 2, 2, phase)
 
 
-def test_what_it_said_of_an_earlier_round_does_not() -> None:
+def test_what_it_said_of_an_earlier_round_is_all_that_is_known_until_it_has_heard_that_it_is_called_back() -> None:
     group = seeing.group_of(a_pod(report=said(Phase.RUNNING, 1), round_=2), NOW)
-    assert (group.round, group.phase, group.text) == (2, Phase.PENDING, "called back to the gate")
+    assert (group.round, group.called, group.phase) == (1, 2, Phase.RUNNING)
+    assert seeing.group_of(a_pod(report=said(Phase.READY, 1), round_=2), NOW).round == 1, "it is not at the new gate"
 
 
 def test_one_that_finished_an_earlier_round_finished_that() -> None:

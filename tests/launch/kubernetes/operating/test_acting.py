@@ -5,20 +5,34 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from ringweave.errors import LaunchError
+from ringweave.jobs.life import records
+from ringweave.jobs.life.observing import Phase
+from ringweave.launch.groups import config
+from ringweave.launch.groups.posts import Report
 from ringweave.launch.kubernetes import names
 from ringweave.launch.kubernetes.api import connecting, kinds
 from ringweave.launch.kubernetes.api.client import Client, Object
-from ringweave.launch.kubernetes.objects import configs
+from ringweave.launch.kubernetes.objects import configs, lodging
 from ringweave.launch.kubernetes.objects.owning import Owner
 from ringweave.launch.kubernetes.objects.pods import PodSettings
+from ringweave.launch.kubernetes.objects.seeing import Seen
+from ringweave.launch.kubernetes.operating import acting
 from ringweave.launch.kubernetes.operating.acting import Actor
+from ringweave.launch.kubernetes.operating.desk import condition_of
+from ringweave.launch.kubernetes.operating.looking import Look
+from ringweave.launch.kubernetes.resource import reading
+from ringweave.launch.workers import Meeting
 
+NODE = {"name": "n0", "capacity": 3}
 OF_JOB = (kinds.SECRETS, kinds.SERVICES)
 SPEC: dict[str, Any] = {
     "cpuWorkers": 3,
     "script": "a.py",
     "source": "pass",
-    "nodes": [{"name": "n0", "capacity": 3}],
+    "nodes": [NODE],
     "requester": {"username": "admin", "groups": ["system:masters"]},
 }
 
@@ -69,3 +83,62 @@ def test_what_is_not_the_jobs_stays(kubeconfig: Path) -> None:
             await client.delete(kinds.SERVICES, "default", names.service("namesake"))
 
     asyncio.run(run())
+
+
+ELASTIC: dict[str, Any] = {**SPEC, "nodes": [NODE, {**NODE, "name": "n1"}], "cpuWorkers": 6, "elastic": {"min": 3}}
+
+
+def test_the_secrets_of_an_elastic_job_go_with_it(kubeconfig: Path) -> None:
+    async def run() -> None:
+        async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
+            body = {"metadata": {"name": "spared", "finalizers": [names.FINALIZER]}, "spec": ELASTIC}
+            job = await client.create(kinds.TRAINING_JOBS, "default", body)
+            owner = Owner.of(job)
+            await make_beside(client, owner)
+            for node in range(2):
+                body = lodging.secret(owner, names.spares("spared", node), (1, 1), {"worker-0.0": "text"})
+                await client.create(kinds.SECRETS, "default", body)
+            assert len(await left(client, "spared")) == 4
+            await client.delete(kinds.TRAINING_JOBS, "default", "spared")
+            await Actor(client, PodSettings(), time.time).forget(
+                await client.get(kinds.TRAINING_JOBS, "default", "spared")
+            )
+            assert await left(client, "spared") == []
+
+    asyncio.run(run())
+
+
+def looked(*phases: Phase) -> Look:
+    """At an elastic job whose agents say this of themselves; who is ready offers a coordinator."""
+    metadata = {"name": "text", "namespace": "default", "uid": "1", "creationTimestamp": "2026-11-22T12:00:00Z"}
+    nodes = [{"name": f"n{index}", "capacity": 3, "maxRetries": 3, "deletionPolicy": "delete"} for index in range(2)]
+    resource = {"metadata": metadata, "spec": {**ELASTIC, "nodes": nodes, "minPerNode": 3}}
+    job = records.new_job(reading.request_of(resource), requester="ann", counts=(3, 3), now=0.0)
+    pods = {}
+    for node, phase in enumerate(phases):
+        offers = {"meeting": Meeting(host=f"10.0.0.{node}", port=1)} if phase is Phase.READY else {}
+        coordinator = Meeting(host=names.found_at("text", node, "default"), port=2) if offers else None
+        report = Report(round=1, phase=phase, pid=1, coordinator=coordinator, **offers)
+        pods[node, 1] = {
+            "metadata": {"annotations": {names.ROUND: "1"}},
+            "status": {"podIP": f"10.0.0.{node}", "conditions": [condition_of(report, 0.0)]},
+        }
+    return Look(resource=resource, job=job, seen=Seen(config=None, pods=pods))
+
+
+def test_the_gate_of_an_elastic_job_says_where_its_coordinators_are() -> None:
+    look = looked(Phase.READY, Phase.READY)
+    opening = acting.opening_of(look, config.of_job(look.job, directory=None, script_text=""), 1)
+    hosts = [meeting.host for meeting in opening.coordinators]
+    assert hosts == ["text-0.text.default.svc", "text-1.text.default.svc"]
+    assert opening.addresses == {"n0": "10.0.0.0", "n1": "10.0.0.1"}
+
+
+def test_a_gate_that_somebody_shut_while_an_elastic_job_trains_stays_shut() -> None:
+    look = looked(Phase.RUNNING, Phase.RUNNING)
+    text = (
+        r"gate of round 1: 'no addresses of coordinators', expected what nodes n0 and n1 offered before they started\. "
+        r"Nothing to do: who trains goes on, and when a node is lost all gather at the gate of the next round"
+    )
+    with pytest.raises(LaunchError, match=text):
+        acting.opening_of(look, config.of_job(look.job, directory=None, script_text=""), 1)

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from ringweave.launch.kubernetes.objects.lodging import MAX_WORKERS
+from ringweave.launch.groups.spares import NUM_LIVES
+from ringweave.launch.kubernetes.objects.lodging import MAX_WORKERS, MAX_WORKERS_OF_NODE
 from ringweave.launch.kubernetes.objects.pods import PodSettings
 from ringweave.launch.kubernetes.operating.admission import Admission, RefusalError
 from ringweave.wire import Authority
@@ -31,3 +32,30 @@ def test_a_job_whose_credentials_no_secret_holds_is_refused() -> None:
 def test_a_secret_holds_the_credentials_of_as_many_as_may() -> None:
     longest = Authority("j" * 60).issue("worker", "511").to_text()
     assert MAX_WORKERS * (len(longest) + 3) < 2**20 - 2**16
+
+
+def test_an_elastic_job_with_too_many_workers_on_a_node_is_refused() -> None:
+    client: Any = None
+    many = MAX_WORKERS_OF_NODE + 1
+    node = {"capacity": many, "maxRetries": 3, "deletionPolicy": "delete"}
+    spec = {
+        "cpuWorkers": 2 * many,
+        "script": "a.py",
+        "minPerNode": 3,
+        "elastic": {"min": many},
+        "nodes": [{"name": "n0", **node}, {"name": "n1", **node}],
+        "requester": {"username": "ann"},
+    }
+    resource = {"metadata": {"name": "many", "namespace": "default", "uid": "u"}, "spec": spec}
+    text = (
+        rf"workers of a node: {many}, expected at most {many - 1} in an elastic job, whose spare credentials one Secret"
+    )
+    with pytest.raises(RefusalError, match=text) as caught:
+        asyncio.run(Admission(client, PodSettings(), lambda: 0.0).admit(resource))
+    assert caught.value.code == "TooManyForElastic"
+
+
+def test_a_secret_holds_the_spare_credentials_of_as_many_as_may() -> None:
+    longest = Authority("j" * 60).issue("worker", "2147483647.7").to_text()
+    key = len("worker-2147483647.7")
+    assert (MAX_WORKERS_OF_NODE + 1) * NUM_LIVES * (len(longest) + key) < 2**20 - 2**16

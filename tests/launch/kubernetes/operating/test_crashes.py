@@ -94,6 +94,15 @@ LIVES: dict[str, tuple[dict[str, Any], list[Happening], set[str]]] = {
         ],
         {"0-1", "1-1", "1-2"},
     ),
+    "elastic": (
+        {"elastic": {"min": 3}},
+        [
+            (lambda scene: scene.all_run, World.kill),
+            (lambda scene: (1, 2) in scene.pods and scene.all_run, World.end_all),
+            (in_state("Succeeded"), World.remove),
+        ],
+        {"0-1", "1-1", "1-2"},
+    ),
     "suspended": (
         {},
         [

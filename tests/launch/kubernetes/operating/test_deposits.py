@@ -11,6 +11,7 @@ from ringweave.jobs.life import records
 from ringweave.launch.kubernetes import names
 from ringweave.launch.kubernetes.api import connecting, kinds
 from ringweave.launch.kubernetes.api.client import Client, Object
+from ringweave.launch.kubernetes.api.failures import ApiError
 from ringweave.launch.kubernetes.objects import keeping
 from ringweave.launch.kubernetes.objects.owning import Owner
 from ringweave.launch.kubernetes.operating.deposits import Depositor, Deposits, PassedError, TurnedDownError
@@ -55,13 +56,13 @@ class Scene:
         await self.client.delete(kinds.TRAINING_JOBS, "default", self.owner.name)
 
 
-def play(kubeconfig: Path, name: str, act: Callable[[Scene], Awaitable[None]]) -> None:
+def play(kubeconfig: Path, name: str, act: Callable[[Scene], Awaitable[None]], **spec: Any) -> None:
     """With a job of its own, of which nothing is left afterwards."""
 
     async def run() -> None:
         async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
             metadata = {"name": name, "finalizers": [names.FINALIZER]}
-            made = await client.create(kinds.TRAINING_JOBS, "default", {"metadata": metadata, "spec": SPEC})
+            made = await client.create(kinds.TRAINING_JOBS, "default", {"metadata": metadata, "spec": SPEC | spec})
             scene = Scene(client, await admitted(client, made))
             try:
                 await act(scene)
@@ -105,6 +106,55 @@ def test_credentials_are_those_of_the_round_and_of_who_asks(kubeconfig: Path) ->
         assert await scene.lodged(2) == SECOND
 
     play(kubeconfig, "lodges", act)
+
+
+def test_spare_credentials_are_used_once_each_and_are_those_of_the_round(kubeconfig: Path) -> None:
+    async def act(scene: Scene) -> None:
+        lives = {"worker-3.0": "a", "worker-3.1": "b", "worker-4.0": "c", "worker-4.1": "d", "coordinator-1.0": "e"}
+        second = scene.by(node=1)
+        assert await scene.deposits.take_spares(second, 1, ["worker-3"]) is None, "not yet"
+        await scene.deposits.lodge_spares(scene.by(), 1, 1, lives)
+        await scene.deposits.lodge_spares(scene.by(), 1, 1, lives)  # an answer was lost
+        assert await scene.deposits.take_spares(second, 1, ["worker-3", "worker-4"]) == {
+            "worker-3": "a",
+            "worker-4": "c",
+        }
+        assert await scene.deposits.take_spares(second, 1, ["coordinator-1"]) == {"coordinator-1": "e"}
+        assert await scene.deposits.take_spares(second, 1, ["worker-3", "worker-4"]) == {
+            "worker-3": "b",
+            "worker-4": "d",
+        }
+        text = r"round 1 of job spares: no credentials are left for coordinator-1, worker-3"
+        with pytest.raises(PassedError, match=text):
+            await scene.deposits.take_spares(second, 1, ["worker-3", "coordinator-1"])
+        await scene.deposits.lodge_spares(scene.by(attempt=2), 2, 1, lives)
+        with pytest.raises(PassedError, match=r"round 1 of job spares is over: round 2 has begun"):
+            await scene.deposits.take_spares(second, 1, ["worker-3"])
+        with pytest.raises(TurnedDownError, match="credentials of round 1: those of a later attempt are there"):
+            await scene.deposits.lodge_spares(scene.by(), 1, 1, lives)
+        with pytest.raises(
+            TurnedDownError, match="credentials of node 2: job spares has no such node, or is not elastic"
+        ):
+            await scene.deposits.lodge_spares(scene.by(), 2, 2, lives)
+
+    play(kubeconfig, "spares", act, elastic={"min": 3}, mode="auto")
+
+
+def test_two_agents_that_take_at_once_get_different_ones(kubeconfig: Path) -> None:
+    """As one that is cut off and the one in its place: who is slower is told to ask again."""
+
+    async def act(scene: Scene) -> None:
+        lives = {f"worker-0.{life}": f"text {life}" for life in range(8)}
+        await scene.deposits.lodge_spares(scene.by(), 1, 0, lives)
+        asked = [scene.deposits.take_spares(scene.by(), 1, ["worker-0"]) for _ in range(4)]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        texts = [each["worker-0"] for each in found if isinstance(each, dict)]
+        assert texts
+        assert len(set(texts)) == len(texts)
+        assert all(each.is_stale for each in found if isinstance(each, ApiError))
+        assert len(texts) + sum(isinstance(each, ApiError) for each in found) == 4
+
+    play(kubeconfig, "races", act, elastic={"min": 3}, mode="auto")
 
 
 def test_somebody_elses_secret_stays(kubeconfig: Path) -> None:

@@ -13,12 +13,13 @@ import pytest
 
 from ringweave.jobs.life.observing import Phase
 from ringweave.jobs.life.records import Job
+from ringweave.launch.groups.config import Config, ConfigNode
 from ringweave.launch.groups.handing import RoundOverError
 from ringweave.launch.groups.posts import Opening, Report, dump_opening, dump_report
 from ringweave.launch.kubernetes import names
 from ringweave.launch.kubernetes.api import connecting, kinds
 from ringweave.launch.kubernetes.api.client import Client, Object
-from ringweave.launch.kubernetes.handing import DeskHandover
+from ringweave.launch.kubernetes.handing import DeskHandover, DeskSpares
 from ringweave.launch.kubernetes.objects import configs, lodging, seeing
 from ringweave.launch.kubernetes.objects.owning import Owner
 from ringweave.launch.kubernetes.objects.seeing import Seen
@@ -27,6 +28,7 @@ from ringweave.launch.kubernetes.operating.looking import Look
 from ringweave.launch.kubernetes.post import Desk as Address
 from ringweave.launch.kubernetes.post import DeskPost
 from ringweave.launch.workers import Meeting
+from ringweave.wire import Authority
 
 SOON_S = 250.0
 UID = "22222222-2222-2222-2222-222222222222"
@@ -214,6 +216,28 @@ def test_a_pod_that_still_starts_a_round_when_the_next_ones_credentials_come_is_
     office.note()
     address = office.address()
     wait(lambda: address.ask("PUT", "report", "{}")[0] == 400)
-    office.run(office.client.create(kinds.SECRETS, "default", lodging.secret(office.owner, (2, 1), {"3": "three"})))
+    body = lodging.secret(office.owner, names.server(office.name), (2, 1), {"3": "three"})
+    office.run(office.client.create(kinds.SECRETS, "default", body))
     with pytest.raises(RoundOverError, match=rf"'410 round 1 of job {office.name} is over: round 2 has begun'"):
         DeskHandover(address, [3]).take(1, 3)
+
+
+def test_spare_credentials_are_taken_from_a_nodes_secret_until_none_is_left(office: Office) -> None:
+    office.note()
+    address, authority = office.address(), Authority("job")
+    wait(lambda: address.ask("PUT", "spares/1/0", "{}")[0] == 409)
+    assert address.ask("PUT", "spares/1/0", "[]")[0] == 400
+    issued = {f"worker-0.{life}": authority.issue("worker", f"0.{life}").to_text() for life in range(2)}
+    body = lodging.secret(office.owner, names.spares(office.name, 0), (1, 1), issued)
+    office.run(office.client.create(kinds.SECRETS, "default", body))
+    config = Config(
+        job=office.name, device="cpu", mode="auto", nodes=(ConfigNode(index=0, name="n0", workers=1),), script="s"
+    )
+    # Each is another agent's: what one has taken none gets again.
+    taken = [DeskSpares(address, config, 0).take(1, "worker-0").identity.name for _ in range(2)]
+    assert taken == ["0.0", "0.1"]
+    text = (
+        rf"'410 round 1 of job {office.name}: no credentials are left for worker-0', expected a round that is not over"
+    )
+    with pytest.raises(RoundOverError, match=text):
+        DeskSpares(address, config, 0).take(1, "worker-0")

@@ -27,7 +27,7 @@ def test_the_committed_file_is_what_the_code_renders(check_golden) -> None:
 
 def test_every_key_of_the_job_file_has_its_field() -> None:
     spec = fields.spec()["properties"]
-    keys = {RENAMED.get(key, key) for key in RequestEntry.model_fields} - {"name", "lab", "elastic"}
+    keys = {RENAMED.get(key, key) for key in RequestEntry.model_fields} - {"name", "lab"}
     assert keys <= spec.keys()
     assert spec["mode"]["enum"] == list(MODES)
     node = spec["nodes"]["items"]["properties"]

@@ -6,7 +6,7 @@ from pathlib import Path
 from ruamel.yaml import YAML
 
 from ringweave.jobs.life.records import Desired
-from ringweave.jobs.requests.request import DeletionPolicy, NodeRequest, Request
+from ringweave.jobs.requests.request import DeletionPolicy, Elastic, NodeRequest, Request
 from ringweave.launch.kubernetes.resource import fields, reading
 from ringweave.launch.kubernetes.resource.definition import definition
 from ringweave.testing.kubernetes.checks import rules, schemas
@@ -43,6 +43,7 @@ def test_a_request_becomes_a_resource_and_back() -> None:
         {"device": "cpu"},
         {"arguments": ("--epochs", "3"), "environment": {"SEED": "1"}, "ttl_s": 2.5, "suspend": True},
         {"data": "/data", "image": "a/b:1", "mode": "balanced", "min_per_node": 5},
+        {"elastic": Elastic(min=10)},
     ):
         request = a_request(**changes)
         assert reading.request_of(resource_of(request)) == request

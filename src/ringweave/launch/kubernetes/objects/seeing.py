@@ -101,11 +101,11 @@ def _is_over(pod: Pod) -> bool:
 
 def _living(pod: Pod) -> Group:
     report, round_ = report_of(pod), round_of(pod)
-    if report is None or report.round < round_:
-        lack, text = (None, "called back to the gate") if report else _waits_for(pod)
+    if report is None:
+        lack, text = _waits_for(pod)
         return Group(node=0, attempt=0, round=round_, phase=Phase.PENDING, text=text, lacks=lack)
-    # Ended by its own word: the container is about to.
-    return report.group(0, 0)
+    # It may not have heard yet that it is called back. Ended by its own word: the container is about to.
+    return report.group(0, 0, called=round_)
 
 
 def _ended(pod: Pod, now: float) -> Group:

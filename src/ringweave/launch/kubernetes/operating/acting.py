@@ -12,13 +12,14 @@ from ringweave.jobs.life import actions
 from ringweave.jobs.life.actions import Action
 from ringweave.jobs.life.records import Job
 from ringweave.launch.groups import posts
+from ringweave.launch.groups.config import Config
 from ringweave.launch.groups.posts import Opening
 from ringweave.launch.kubernetes import names
 from ringweave.launch.kubernetes.api import kinds
 from ringweave.launch.kubernetes.api.client import Client, Object
 from ringweave.launch.kubernetes.api.failures import ApiError
 from ringweave.launch.kubernetes.api.kinds import Kind
-from ringweave.launch.kubernetes.objects import configs, keeping, pods, seeing
+from ringweave.launch.kubernetes.objects import configs, keeping, lodging, pods, seeing
 from ringweave.launch.kubernetes.objects.pods import PodSettings
 from ringweave.launch.kubernetes.objects.seeing import Pod
 from ringweave.launch.kubernetes.operating import looking
@@ -135,7 +136,7 @@ class Actor:
         for found in kept:
             if owner.owns(found):
                 await self._delete(kinds.CONFIG_MAPS, found)
-        await self._delete_beside(owner)
+        await self._delete_beside(resource)
         if "deletionTimestamp" not in metadata:
             await self._delete(kinds.TRAINING_JOBS, resource)
         left = [finalizer for finalizer in metadata.get("finalizers", ()) if finalizer != names.FINALIZER]
@@ -169,13 +170,7 @@ class Actor:
         config = look.seen.config
         if config is None:
             return  # made just now: the next look sees it
-        current = {node: look.seen.pods[node, look.job.record.nodes[node].attempt] for node in look.job.used_nodes}
-        addresses = {look.job.node_name(node): _address(pod) for node, pod in current.items()}
-        reports = [report for pod in current.values() if (report := seeing.report_of(pod))]
-        first = seeing.report_of(current[look.job.used_nodes[0]])
-        meeting = first.meeting if first and first.meeting else Meeting(host=next(iter(addresses.values())), port=0)
-        server = next((report.server for report in reports if report.server), None)
-        opening = Opening(round=round_, meeting=meeting, server=server, addresses=addresses)
+        opening = opening_of(look, configs.config_of(config["data"]), round_)
         body = {
             # Of the look: a gate that somebody else opened meanwhile is not shut again.
             "metadata": {"resourceVersion": config["metadata"]["resourceVersion"]},
@@ -245,14 +240,15 @@ class Actor:
 
     async def _delete_config(self, look: Look) -> None:
         """The ConfigMap last: while it is there, there may be more."""
-        await self._delete_beside(look.owner)
+        await self._delete_beside(look.resource)
         if look.seen.config is not None:
             await self._delete(kinds.CONFIG_MAPS, look.seen.config)
 
-    async def _delete_beside(self, owner: looking.Owner) -> None:
+    async def _delete_beside(self, resource: Object) -> None:
         """The Service and the Secrets, where they are there and the job's."""
-        secrets = (names.config(owner.name), names.server(owner.name))
-        of_job = [(kinds.SERVICES, names.service(owner.name)), *((kinds.SECRETS, name) for name in secrets)]
+        owner = looking.Owner.of(resource)
+        secrets = [(kinds.SECRETS, name) for name in lodging.secrets_of(resource)]
+        of_job = [(kinds.SERVICES, names.service(owner.name)), *secrets]
         for kind, name in of_job:
             try:
                 found = await self._client.get(kind, owner.namespace, name)
@@ -308,11 +304,38 @@ def _raise(failed: dict[Action, BaseException]) -> None:
         raise error
 
 
-def _address(pod: Pod) -> str:
+def opening_of(look: Look, config: Config, round_: int) -> Opening:
+    """Where all meet, by what their agents offer.
+
+    Raises:
+        LaunchError: Nobody says any more where the coordinators of an elastic job are.
+    """
+    current = {node: look.seen.pods[node, look.job.record.nodes[node].attempt] for node in look.job.used_nodes}
+    addresses = {look.job.node_name(node): _address(look.owner, node, pod) for node, pod in current.items()}
+    offers = {
+        look.job.node_name(node): report
+        for node, pod in current.items()
+        if (report := seeing.report_of(pod)) is not None
+    }
+    first = offers.get(config.nodes[0].name)
+    coordinators = posts.coordinators_of(config, offers)
+    if coordinators is None:
+        do = "Nothing to do: who trains goes on, and when a node is lost all gather at the gate of the next round"
+        expected = f"what nodes {' and '.join(config.coordinating)} offered before they started"
+        text = explain(f"gate of round {round_}", got="no addresses of coordinators", expected=expected, do=do)
+        raise LaunchError(text)
+    return Opening(
+        round=round_,
+        meeting=first.meeting if first and first.meeting else Meeting(host=next(iter(addresses.values())), port=0),
+        server=next((report.server for report in offers.values() if report.server), None),
+        coordinators=coordinators,
+        addresses=addresses,
+    )
+
+
+def _address(owner: looking.Owner, node: int, pod: Pod) -> str:
     """Its IP; the host name of its node in the job where the API server knows none."""
-    metadata = pod["metadata"]
-    known = pod.get("status", {}).get("podIP")
-    return known or f"{pod['spec']['hostname']}.{pod['spec']['subdomain']}.{metadata['namespace']}.svc"
+    return pod.get("status", {}).get("podIP") or names.found_at(owner.name, node, owner.namespace)
 
 
 def _foreign(kind: Kind, name: str, look: Look) -> LaunchError:

@@ -50,6 +50,11 @@ class Admission:
             request = reading.request_of(resource)
             if request.mode in config.SERVED and request.num_workers > lodging.MAX_WORKERS:
                 raise RefusalError("TooManyForServer", _too_many(request.mode, request.num_workers))
+            if (
+                request.elastic is not None
+                and (most := max(request.split.counts or (0,))) > lodging.MAX_WORKERS_OF_NODE
+            ):
+                raise RefusalError("TooManyForElastic", _too_many_of_a_node(most))
             loop = asyncio.get_running_loop()
             async with self._lock:  # one question at a time, and none twice
                 job = await asyncio.to_thread(
@@ -94,6 +99,12 @@ class Admission:
 def _too_many(mode: str, num_workers: int) -> str:
     expected = f"at most {lodging.MAX_WORKERS} with mode {mode}, whose credentials one Secret holds"
     return explain("workers", got=num_workers, expected=expected, do="Ask for fewer, or take mode balanced")
+
+
+def _too_many_of_a_node(num_workers: int) -> str:
+    expected = f"at most {lodging.MAX_WORKERS_OF_NODE} in an elastic job, whose spare credentials one Secret holds"
+    do = "Share them out over more nodes, or leave elastic out"
+    return explain("workers of a node", got=num_workers, expected=expected, do=do)
 
 
 def _code(error: JobError) -> str:

@@ -4,7 +4,7 @@ Nothing is made for a job that is being removed: whether it is, is asked before 
 may come in between.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,15 +50,49 @@ class Deposits:
             TurnedDownError: The job is being removed, or a later attempt has lodged its own.
             ApiError: Somebody else does the same at this moment; it may be tried again.
         """
-        turn = (round_, by.attempt)
-        found = await self._secret(by.owner)
-        if found is not None and lodging.turn_of(found) > turn:
-            raise TurnedDownError(f"credentials of round {round_}: those of a later attempt are there")
-        await self._check_wanted(by.owner)
-        if found is not None:
-            await self._delete(kinds.SECRETS, found)
-        made = await self._client.create(kinds.SECRETS, by.owner.namespace, lodging.secret(by.owner, turn, texts))
-        await self._check_still_wanted(by.owner, kinds.SECRETS, made)
+        await self._lodge(by, names.server(by.owner.name), round_, texts)
+
+    async def lodge_spares(self, by: Depositor, round_: int, node: int, texts: Mapping[str, str]) -> None:
+        """Have the Secret of a node hold these credentials, by `HOLDER.LIFE`; those of a former turn go.
+
+        Raises:
+            TurnedDownError: The job is being removed, a later attempt has lodged its own, or there is no such node.
+            ApiError: Somebody else does the same at this moment; it may be tried again.
+        """
+        name = names.spares(by.owner.name, node)
+        resource = await looking.resource(self._client, (by.owner.namespace, by.owner.name))
+        if resource is not None and name not in lodging.secrets_of(resource):
+            raise TurnedDownError(
+                f"credentials of node {node}: job {by.owner.name} has no such node, or is not elastic"
+            )
+        await self._lodge(by, name, round_, texts)
+
+    async def take_spares(self, by: Depositor, round_: int, holders: Sequence[str]) -> dict[str, str] | None:
+        """The next credentials of each of these processes of the depositor's node, which nobody gets again.
+
+        None where they are not there, or not yet.
+
+        Raises:
+            PassedError: Those of a later round have replaced them, or one of the processes has no more.
+            ApiError: Somebody else takes some at this moment; it may be tried again.
+        """
+        found = await self._of_round(by.owner, names.spares(by.owner.name, by.node), round_)
+        if found is None:
+            return None
+        keys = lodging.next_lives(found, holders)
+        if missing := sorted(set(holders) - keys.keys()):
+            raise PassedError(
+                f"round {round_} of job {by.owner.name}: no credentials are left for {', '.join(missing)}"
+            )
+        texts = lodging.texts_of(found, set(keys.values()))
+        metadata = found["metadata"]
+        body = {
+            # Of this look: what somebody else has taken meanwhile is not taken again.
+            "metadata": {"resourceVersion": metadata["resourceVersion"]},
+            "data": dict.fromkeys(keys.values()),
+        }
+        await self._client.patch(kinds.SECRETS, metadata["namespace"], metadata["name"], body)
+        return {holder: texts[key] for holder, key in keys.items()}
 
     async def lodged(self, owner: Owner, round_: int, ranks: Collection[str]) -> dict[str, str] | None:
         """The credentials of these workers for this round; None where they are not there, or not yet.
@@ -66,13 +100,8 @@ class Deposits:
         Raises:
             PassedError: Those of a later round have replaced them.
         """
-        found = await self._secret(owner)
-        latest = 0 if found is None else lodging.turn_of(found)[0]
-        if latest > round_:
-            raise PassedError(f"round {round_} of job {owner.name} is over: round {latest} has begun")
-        if found is None or latest < round_:
-            return None
-        return lodging.texts_of(found, ranks)
+        found = await self._of_round(owner, names.server(owner.name), round_)
+        return None if found is None else lodging.texts_of(found, ranks)
 
     async def keep_log(self, by: Depositor, text: str) -> None:
         """Keep what an attempt printed, unless it is kept already or its Pod stays to be asked.
@@ -95,8 +124,27 @@ class Deposits:
             return
         await self._check_still_wanted(by.owner, kinds.CONFIG_MAPS, made)
 
-    async def _secret(self, owner: Owner) -> Object | None:
-        name = names.server(owner.name)
+    async def _lodge(self, by: Depositor, name: str, round_: int, texts: Mapping[str, str]) -> None:
+        turn = (round_, by.attempt)
+        found = await self._secret(by.owner, name)
+        if found is not None and lodging.turn_of(found) > turn:
+            raise TurnedDownError(f"credentials of round {round_}: those of a later attempt are there")
+        await self._check_wanted(by.owner)
+        if found is not None:
+            await self._delete(kinds.SECRETS, found)
+        body = lodging.secret(by.owner, name, turn, texts)
+        made = await self._client.create(kinds.SECRETS, by.owner.namespace, body)
+        await self._check_still_wanted(by.owner, kinds.SECRETS, made)
+
+    async def _of_round(self, owner: Owner, name: str, round_: int) -> Object | None:
+        """The Secret, if it is of this round; None where there is none, or not yet."""
+        found = await self._secret(owner, name)
+        latest = 0 if found is None else lodging.turn_of(found)[0]
+        if latest > round_:
+            raise PassedError(f"round {round_} of job {owner.name} is over: round {latest} has begun")
+        return found if latest == round_ else None
+
+    async def _secret(self, owner: Owner, name: str) -> Object | None:
         found = await self._found(kinds.SECRETS, owner, name)
         if found is not None and not owner.owns(found):
             do = f"Remove the Secret, or give the job {owner.name} another name"

@@ -107,6 +107,8 @@ class Desk:
         app.router.add_put(path + "/report", self._take_report)
         app.router.add_put(path + r"/credentials/{round:\d+}", self._lodge)
         app.router.add_get(path + r"/credentials/{round:\d+}", self._give_lodged)
+        app.router.add_put(path + r"/spares/{round:\d+}/{of:\d+}", self._lodge_spares)
+        app.router.add_post(path + r"/spares/{round:\d+}", self._give_spares)
         app.router.add_put(path + "/log", self._keep_log)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
@@ -156,29 +158,31 @@ class Desk:
         return web.Response(status=204)
 
     async def _lodge(self, request: web.Request) -> web.Response:
-        by, round_ = self._depositor(await self._admitted(request)), int(request.match_info["round"])
-        try:
-            texts = _TEXTS.validate_json(await request.read())
-        except ValueError:
-            return web.Response(status=400, text="no credentials")
-        return await _answered(self._deposits.lodge(by, round_, texts))
+        by, round_ = await self._visit(request)
+        texts = await _texts(request)
+        return _no_texts() if texts is None else await _answered(self._deposits.lodge(by, round_, texts))
+
+    async def _lodge_spares(self, request: web.Request) -> web.Response:
+        by, round_ = await self._visit(request)
+        node, texts = int(request.match_info["of"]), await _texts(request)
+        return _no_texts() if texts is None else await _answered(self._deposits.lodge_spares(by, round_, node, texts))
 
     async def _give_lodged(self, request: web.Request) -> web.Response:
-        by, round_ = self._depositor(await self._admitted(request)), int(request.match_info["round"])
-        try:
-            texts = await self._deposits.lodged(by.owner, round_, request.query.get("ranks", "").split(","))
-        except PassedError as error:
-            return web.Response(status=410, text=str(error))
-        except LaunchError as error:
-            return _refused(error)
-        if texts is None:
-            return web.Response(status=404, text=f"nobody has lodged credentials of round {round_}; ask again")
-        return web.json_response(texts)
+        by, round_ = await self._visit(request)
+        return await _given(self._deposits.lodged(by.owner, round_, request.query.get("ranks", "").split(",")), round_)
+
+    async def _give_spares(self, request: web.Request) -> web.Response:
+        by, round_ = await self._visit(request)
+        return await _given(self._deposits.take_spares(by, round_, request.query.get("holders", "").split(",")), round_)
 
     async def _keep_log(self, request: web.Request) -> web.Response:
         by = self._depositor(await self._admitted(request))
         text = (await request.read()).decode("utf-8", "replace")
         return await _answered(self._deposits.keep_log(by, text))
+
+    async def _visit(self, request: web.Request) -> tuple[Depositor, int]:
+        """Who comes for credentials, and of which round."""
+        return self._depositor(await self._admitted(request)), int(request.match_info["round"])
 
     def _depositor(self, key: PodKey) -> Depositor:
         namespace, job, node, attempt = key
@@ -259,6 +263,31 @@ async def _answered(work: Awaitable[None]) -> web.Response:
     except LaunchError as error:
         return _refused(error)
     return web.Response(status=204)
+
+
+async def _given(work: Awaitable[dict[str, str] | None], round_: int) -> web.Response:
+    """The credentials; else whether it helps to ask again."""
+    try:
+        texts = await work
+    except PassedError as error:
+        return web.Response(status=410, text=str(error))
+    except LaunchError as error:
+        return _refused(error)
+    if texts is None:
+        return web.Response(status=404, text=f"nobody has lodged credentials of round {round_}; ask again")
+    return web.json_response(texts)
+
+
+async def _texts(request: web.Request) -> dict[str, str] | None:
+    """The credentials that are brought; None where they are none."""
+    try:
+        return _TEXTS.validate_json(await request.read())
+    except ValueError:
+        return None
+
+
+def _no_texts() -> web.Response:
+    return web.Response(status=400, text="no credentials")
 
 
 def _refused(error: LaunchError) -> web.Response:

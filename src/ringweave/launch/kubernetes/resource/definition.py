@@ -9,9 +9,9 @@ from ringweave.launch.kubernetes.resource.fields import Schema
 
 CONDITIONS = {
     "Admitted": "It may run: the requester may submit it, and the total can be split.",
-    "Running": "All its nodes train.",
+    "Running": "All its nodes train; of an elastic job enough of them do.",
     "Suspended": "It is suspended.",
-    "Succeeded": "All nodes finished with exit code 0.",
+    "Succeeded": "All nodes finished with exit code 0; of an elastic job all that did not hang.",
     "Failed": "The script failed, a node failed too often, or somebody stopped it.",
 }
 """Type -> what it says when it is True."""

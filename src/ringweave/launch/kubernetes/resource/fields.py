@@ -19,11 +19,15 @@ MAX_VARIABLES = 200
 MAX_SOURCE = 2**20
 """Characters of a script; its bytes count when the ConfigMap is made."""
 _HOST_NAME = r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*$"
+_LEAST = (
+    "With so many workers at least the others go on, with fewer all begin again from the last checkpoint. At most all "
+    "but those of the smallest node that the split uses."
+)
 _MAX_RETRIES = NodeRequest.__dataclass_fields__["max_retries"].default
 
 FIXED = (
     *("gpus", "cpuWorkers", "script", "source", "directory", "arguments", "environment", "data", "image", "mode"),
-    *("nodes", "minPerNode", "ttlSecondsAfterFinished", "managedBy", "requester"),
+    *("elastic", "nodes", "minPerNode", "ttlSecondsAfterFinished", "managedBy", "requester"),
 )
 """Fields that never change once a job is there; the others are what verbs set."""
 
@@ -80,6 +84,13 @@ def _what_runs() -> Schema:
             "description": "How to train; auto leaves the choice to the planner. ps-hra, ps: with a parameter server.",
             "enum": list(rules.MODES),
             "default": "auto",
+        },
+        "elastic": {
+            "type": "object",
+            "description": "Absent: when a node is lost all begin again from the last checkpoint. Present: the others "
+            "go on without losing a train step, its Pod alone is replaced, and its workers join the others.",
+            "required": ["min"],
+            "properties": {"min": _count(_LEAST)},
         },
     }
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ringweave.jobs.life import records
 from ringweave.jobs.life.records import Desired, Job
-from ringweave.jobs.requests.request import DeletionPolicy, NodeRequest, Request
+from ringweave.jobs.requests.request import DeletionPolicy, Elastic, NodeRequest, Request
 from ringweave.launch.kubernetes import names
 from ringweave.launch.kubernetes.resource import times
 
@@ -31,6 +31,7 @@ def request_of(resource: Resource) -> Request:
         nodes=tuple(map(_node, spec["nodes"])),
         arguments=tuple(spec.get("arguments", ())),
         environment={item["name"]: item["value"] for item in spec.get("environment", ())},
+        elastic=Elastic(min=spec["elastic"]["min"]) if "elastic" in spec else None,
         min_per_node=spec["minPerNode"],
         ttl_s=spec.get("ttlSecondsAfterFinished"),
         suspend=spec.get("suspend", False),
@@ -126,6 +127,8 @@ def resource_of(
     }
     if source is not None:
         spec["source"] = source
+    if request.elastic is not None:
+        spec["elastic"] = {"min": request.elastic.min}
     if request.arguments:
         spec["arguments"] = list(request.arguments)
     if request.environment:

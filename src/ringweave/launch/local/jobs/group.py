@@ -18,7 +18,7 @@ from ringweave.launch.groups import config as configs
 from ringweave.launch.groups.config import Config
 from ringweave.launch.groups.handing import SharedFolder
 from ringweave.launch.groups.leading import Assignment, lead
-from ringweave.launch.groups.spares import Spares
+from ringweave.launch.groups.spares import FolderSpares
 from ringweave.launch.local.jobs import locks, supervisor
 from ringweave.launch.local.jobs.folders import JobFolder
 from ringweave.launch.local.jobs.post import FilePost
@@ -43,7 +43,7 @@ def main(root: Path, node: int, attempt: int) -> None:
         site=InLab(lab.find(config.lab)) if config.lab else ThisMachine(),
         around=Around(guard_holds=(locks.INHERITED,), is_other=leads_a_job),
         handover=SharedFolder(folder.secrets),
-        spares=Spares(folder.secrets),
+        spares=FolderSpares(folder.secrets),
         shows_output=False,
     )
     os.chdir(config.directory or root)

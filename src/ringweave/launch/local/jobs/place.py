@@ -1,6 +1,7 @@
 """What there is of one job on this machine, looked at and changed."""
 
 import contextlib
+import os
 import shutil
 import signal
 import time
@@ -90,13 +91,19 @@ class LocalPlace(FolderPlace):
         bells.ring(folder.bell)
 
     def _hurry(self, folder: GroupFolder, report: Report | None) -> None:
-        """Kill an agent that does not leave; its workers die with it, and the guard ends what they started."""
+        """Kill an agent that does not leave; its workers die with it, and the guard ends what they started.
+
+        A guard that stands still as they did is woken: it holds the lock until it has seen to that.
+        """
         asked_s = max((path.stat().st_mtime for path in (folder.orders, folder.removing) if path.exists()), default=0)
         if time.time() - asked_s < LEAVE_S:
             return
         for process in self._agents(folder, report):
             with contextlib.suppress(psutil.Error):
                 process.send_signal(signal.SIGKILL)
+        for pid in locks.holders(folder.alive):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
     def _agents(self, folder: GroupFolder, report: Report | None) -> Iterator[psutil.Process]:
         """The group's agent; it is looked for among all processes where it has never said its number."""

@@ -1,0 +1,1 @@
+"""What processes that play Pods have on their path."""
