@@ -56,9 +56,13 @@ def test_a_node_can_be_slow_only_at_work_that_takes_time(capsys: pytest.CaptureF
     assert slow["processors"] == "assumed"
     assert slow["simulated_s"] > 1.2 * costs["simulated_s"]
     assert main.call(["simulate", RACKS, "--straggle", "a-1=30", "--processors", "none"]) == 2
-    assert capsys.readouterr().err.strip().endswith(
-        "--processors with a slow node: 'none', expected assumed, or a FILE. Leave --processors out: work that takes no "
-        "time is not slower on a-1."
+    assert (
+        capsys.readouterr()
+        .err.strip()
+        .endswith(
+            "--processors with a slow node: 'none', expected assumed, or a FILE. Leave --processors out: work that takes no "
+            "time is not slower on a-1."
+        )
     )
 
 
