@@ -60,8 +60,8 @@ def test_a_node_can_be_slow_only_at_work_that_takes_time(capsys: pytest.CaptureF
         capsys.readouterr()
         .err.strip()
         .endswith(
-            "--processors with a slow node: 'none', expected assumed, or a FILE. Leave --processors out: work that takes no "
-            "time is not slower on a-1."
+            "--processors with a slow node: 'none', expected assumed, or a FILE. Leave --processors out: work that "
+            "takes no time is not slower on a-1."
         )
     )
 

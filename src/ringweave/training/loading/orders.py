@@ -44,11 +44,10 @@ def read(loader: DataLoader) -> Reading:
     Raises:
         TrainingError: Its batches cannot be shared.
     """
-    _check_batches(loader)
+    batch_samples = _fixed_batch(loader)
     if isinstance(loader.dataset, IterableDataset):
-        return _read_stream(loader, loader.batch_size)
-    sampler = loader.sampler
-    batch_samples, drop_last = loader.batch_size, loader.drop_last
+        return _read_stream(loader, batch_samples)
+    sampler, drop_last = loader.sampler, loader.drop_last
     num_samples = len(sampler)  # pyrefly: ignore - every sampler of a data set with an index has a length
     order = "sampled"
     if isinstance(sampler, DistributedSampler):
@@ -99,27 +98,30 @@ def evaluated(loader: DataLoader) -> Sequence[int]:
     Raises:
         TrainingError: It has none with an index, draws some anew each time, or its batches cannot be cut anew.
     """
-    _check_batches(loader)
+    _fixed_batch(loader)
     sampler, what = loader.sampler, "loader to be split"
     if isinstance(loader.dataset, IterableDataset):
         do = "Let the stream itself give each rank its part"
         raise TrainingError(explain(what, got="one of a stream", expected="a data set with an index", do=do))
+    total = len(loader.dataset)  # pyrefly: ignore - every data set with an index has a length
     draws_anew = isinstance(sampler, WeightedRandomSampler) or (
-        isinstance(sampler, RandomSampler) and (sampler.replacement or len(sampler) != len(loader.dataset))
+        isinstance(sampler, RandomSampler) and (sampler.replacement or len(sampler) != total)
     )
     if draws_anew:
         expected, do = "samples that are the same for every rank", "Name them by a Subset of the data set"
         raise TrainingError(explain(what, got=f"one with {type(sampler).__name__}", expected=expected, do=do))
     if isinstance(sampler, (RandomSampler, SequentialSampler, DistributedSampler)):
-        return range(len(loader.dataset))
+        return range(total)
     return sorted(int(index) for index in sampler)
 
 
-def _check_batches(loader: DataLoader) -> None:
+def _fixed_batch(loader: DataLoader) -> int:
+    """Samples of a batch."""
     if loader.batch_size is None or type(loader.batch_sampler) not in (BatchSampler, type(None)):
         what, got = "batches of the loader", type(loader.batch_sampler).__name__
         do = "Give the DataLoader batch_size, and a sampler where needed, but no batch_sampler"
         raise TrainingError(explain(what, got=got, expected="batches of a fixed size", do=do))
+    return loader.batch_size
 
 
 def _read_stream(loader: DataLoader, batch_size: int) -> Reading:
