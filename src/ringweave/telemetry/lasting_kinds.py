@@ -64,4 +64,9 @@ LASTING_KINDS: Mapping[str, Kind] = {
         fields={"fault": "the line of the script", "target": "what it hit, such as a process id or links"},
     ),
     "fault_lifted": Kind(meaning="Chaos took it back.", written_by="chaos", fields={"fault": "the line of the script"}),
+    "chaos_ended": Kind(
+        meaning="No fault comes any more; what the job does from here on does not count.",
+        written_by="chaos",
+        fields={"outcome": "`done`: the job was through; `stopped`: its time was over; `failed`: it was given up"},
+    ),
 }

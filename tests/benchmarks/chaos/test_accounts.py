@@ -267,3 +267,22 @@ def test_attempts_are_counted() -> None:
     attempts = [{"time": time, "kind": "run_started", "attempt": 1} for time in (99.0, 120.0)]
     assert judge([attempts[0], *begin(), *steps(1, 5, 100.0), attempts[1]]).attempts == 2
     assert judge([*begin(), *steps(1, 5, 100.0)]).attempts == 1, "torchrun writes no such event"
+
+
+def chaos_ended(time: float, outcome: str) -> dict[str, Any]:
+    return {"time": time, "kind": "chaos_ended", "outcome": outcome}
+
+
+def test_time_in_which_a_job_that_hangs_says_nothing_counts_and_that_of_its_end_does_not() -> None:
+    """101 s; after 20 of them a kill, and nothing more."""
+    events = [*begin(), *steps(1, 21, 100.0), fault("at 20s kill worker 1", 120.2)]
+    found = judge([*events, chaos_ended(201.0, "stopped"), {"time": 230.0, "kind": "run_ended"}])
+    assert found.wall_s == pytest.approx(101.0, abs=0.1)
+    assert found.goodput == pytest.approx(21 / 101, abs=0.01)
+    assert found.broken == ("training did not go on after: at 20s kill worker 1",)
+
+
+def test_a_fault_that_hits_a_job_which_is_through_breaks_no_promise() -> None:
+    late = [fault("at 9s kill worker 1", 109.2), chaos_ended(140.0, "done"), {"time": 141.0, "kind": "run_ended"}]
+    found = judge([*begin(), epoch(99, ["0.0", "1.0"], ["0.0", "1.0"]), *steps(1, 10, 100.0), *late])
+    assert (found.wall_s, found.broken) == (pytest.approx(9.2, abs=0.01), ())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ringweave import topology
+from ringweave import telemetry, topology
 from ringweave.benchmarks.chaos import faults, session
 from ringweave.benchmarks.chaos.doing.hands import Hands
 from ringweave.benchmarks.chaos.faults import Fault
@@ -72,12 +72,17 @@ def play(
     return world
 
 
+def outcomes(out: Path) -> list[str]:
+    return [event["outcome"] for event in telemetry.read(out / "events.jsonl") if event["kind"] == "chaos_ended"]
+
+
 def test_faults_begin_and_end_in_their_time_after_the_first_step(tmp_path: Path) -> None:
     script = "at 5s pause worker 1 for 3s\nat 6s cut a for 10s\nat 7s kill worker 0"
     world = play(tmp_path, script, [], until_s=30.0)
     assert world.said == ["-3 start", "5 pause", "6 cut", "7 kill", "7.5 no kill", "8 no pause", "16 no cut"]
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert kinds.count("fault_begun") == kinds.count("fault_lifted") == 3
+    assert outcomes(tmp_path) == ["stopped"]
     assert world.attempts[-1].was_stopped
 
 
@@ -90,6 +95,7 @@ def test_a_failed_attempt_is_followed_by_another_one(tmp_path: Path) -> None:
 def test_a_job_that_is_done_ends_it_all_and_what_lasts_is_taken_back(tmp_path: Path) -> None:
     world = play(tmp_path, "at 5s cut a for 100s\nat 50s kill worker 0", [(10.0, 0)], until_s=100.0)
     assert world.said == ["-3 start", "5 cut", "10 no cut"]
+    assert outcomes(tmp_path) == ["done"]
 
 
 def test_a_fault_whose_worker_is_not_there_waits_for_it(tmp_path: Path) -> None:
@@ -129,6 +135,7 @@ def test_a_job_that_fails_twice_before_its_first_step_gets_another_chance(tmp_pa
 def test_wrong_usage_ends_it_later_on_as_well(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"'it has ended with 2', expected train steps"):
         play(tmp_path, "", [(4.0, 2)])
+    assert outcomes(tmp_path) == ["failed"]
 
 
 def test_without_a_lab_it_is_said_before_anything_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,6 +176,15 @@ def test_a_server_is_replaced_when_another_one_leads() -> None:
     assert (found.taken_over_s, found.survivors, found.stall_s) == (pytest.approx(1.5), 3, pytest.approx(1.5))
 
 
+def test_nobody_takes_over_from_a_standby_and_what_comes_much_later_is_of_another_fault() -> None:
+    led = [{"time": time, "kind": "params_led", "server": server} for time, server in ((0.5, 0), (7.0, 1))]
+    happens = [fault("at 5.4s kill standby", 5.4), fault("at 5.5s kill server-standby", 5.5)]
+    happens.append(fault("at 5.6s kill coordinator", 5.6))
+    others = [each for rank in range(3) for each in steps(rank, *range(6, 40))]
+    found = survivors.takeovers(job(*happens, *led, *others, epoch(30.0, ALL, [], term=2)))
+    assert [(each.taken_over_s, each.stall_s) for each in found] == [(None, 0.0)] * 3
+
+
 def test_a_worker_that_died_before_the_coordinator_is_not_waited_for() -> None:
     both = [fault("at 5.2s kill worker 1", 5.2), fault("at 5.5s kill coordinator", 5.5)]
     others = [each for rank in (0, 2) for each in steps(rank, *range(6, 30))]

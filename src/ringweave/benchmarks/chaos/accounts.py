@@ -107,7 +107,7 @@ def report(
         return _nothing(wanted)
     begin_s, end_s = done[0].time_s, done[-1].time_s
     begun = histories.begun(events)
-    wall_s = max(end_s, events[-1]["time"]) - begin_s
+    wall_s = max(end_s, histories.end_s(events)) - begin_s
     first_s = min((time_s for time_s, _ in begun), default=end_s)
     calm = [each for each in done if each.time_s < first_s]
     rate = (len(calm) - 1) / (calm[-1].time_s - begin_s) if len(calm) > 2 else None

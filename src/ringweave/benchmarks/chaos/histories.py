@@ -83,6 +83,17 @@ def begun(events: Sequence[Event]) -> list[tuple[float, Fault]]:
     ]
 
 
+def end_s(events: Sequence[Event]) -> float:
+    """When the job's time was over: its last step if it was through, the end of chaos if it was stopped or given up.
+
+    What it takes to end the processes is nobody's stall.
+    """
+    ended = next((event for event in reversed(events) if event["kind"] == "chaos_ended"), None)
+    if ended is not None and ended["outcome"] == "done":
+        return max(event["time"] for event in events if event["kind"] in ("train_step_done", "fault_begun"))
+    return ended["time"] if ended else events[-1]["time"] if events else 0.0
+
+
 def slot_of(member: str) -> tuple[int, int]:
     """(rank that the launcher gave to it, how many had that rank before) of a member's name."""
     rank, _, incarnation = member.partition(".")

@@ -139,7 +139,7 @@ def play(
         LaunchError: The job made no train step in its time, or was not understood.
     """
     table, tail, begin_s = Timetable(waiting=list(plan.faults)), Tail(log.path), None
-    attempts, deadline_s = _Attempts(plan, start, progress), clock() + plan.start_s
+    attempts, deadline_s, outcome = _Attempts(plan, start, progress), clock() + plan.start_s, "failed"
     try:
         while True:
             now_s = clock()
@@ -149,12 +149,15 @@ def play(
                 raise LaunchError(_no_step(plan, f"no train step after {plan.start_s:g} s"))
             since_s = now_s - begin_s if begin_s is not None else -1.0
             if since_s >= plan.until_s:
+                outcome = "stopped"
                 return
             _act(table, since_s, does, log, progress)
             if attempts.look(now_s, has_stepped=begin_s is not None):
+                outcome = "done"
                 return
             sleep(POLL_S)
     finally:
+        log.write("chaos_ended", outcome=outcome)
         for fault, lift in table.over(float("inf")):
             _lift(fault, lift, log)
         attempts.stop()

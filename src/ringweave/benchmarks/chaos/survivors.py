@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ringweave.benchmarks.chaos import faults
+from ringweave.benchmarks.chaos import faults, histories
 from ringweave.benchmarks.chaos.faults import Fault
 from ringweave.benchmarks.chaos.histories import Epoch, Worker, begun, epochs, workers
 from ringweave.telemetry import Event
@@ -41,7 +41,7 @@ class Toll:
     back_s: float | None
     """From the fault to the last victim's first step as a member again; None if one never was."""
     watched_s: float
-    """From the fault to the last event: what takes longer is not known."""
+    """From the fault to the end of the job: what takes longer is not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,10 +55,10 @@ class Takeover:
     None if one made no step any more."""
     stall_median_s: float | None
     taken_over_s: float | None
-    """From the fault to the first epoch of another coordinator, or until another server leads; None if there was none.
-    A coordinator forms an epoch only where members come or go."""
+    """From the fault to the first epoch of another coordinator, or until another server leads; None if there was none
+    in the ten seconds after it, or it hit a standby. A coordinator forms an epoch only where members come or go."""
     watched_s: float
-    """From the fault to the last event."""
+    """From the fault to the end of the job."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,7 +152,7 @@ class _Story:
 
     def __init__(self, events: Sequence[Event]) -> None:
         self.everybody, self.epochs, self.happened = workers(events), epochs(events), begun(events)
-        self.end_s = events[-1]["time"] if events else 0.0
+        self.end_s = histories.end_s(events)
 
     def survivors(self, time_s: float, settled_s: float, hit: set[int]) -> tuple[list[Worker], list[Worker]]:
         """(workers that had to go on after a fault until it was settled, those that were put out instead)."""
@@ -218,10 +218,12 @@ def _toll(time_s: float, fault: Fault, story: _Story) -> Toll:
 
 def _takeover_s(events: Sequence[Event], time_s: float, fault: Fault) -> float | None:
     """When another coordinator or server had taken over after a fault; None if none did."""
-    kind, key = ("params_led", "server") if fault.target.startswith(faults.SERVER) else ("epoch_begun", "term")
+    if fault.target not in (faults.COORDINATOR, faults.SERVER):
+        return None
+    kind, key = ("params_led", "server") if fault.target == faults.SERVER else ("epoch_begun", "term")
     before = [event[key] for event in events if event["kind"] == kind and event["time"] <= time_s]
     first = before[-1] if before else 0 if key == "server" else None
-    until_s = time_s + fault.lasts_s + _HORIZON_S
+    until_s = time_s + fault.lasts_s + _GRACE_S
     later = [event for event in events if event["kind"] == kind and time_s < event["time"] <= until_s]
     return next((event["time"] for event in later if event[key] != first), None)
 

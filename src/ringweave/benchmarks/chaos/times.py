@@ -4,7 +4,15 @@ from collections.abc import Sequence
 
 from ringweave.telemetry import Event
 
-_STEADY = ("worker_watched", "train_step_done", "fault_begun", "fault_lifted", "worker_started", "worker_exited")
+_STEADY = (
+    "worker_watched",
+    "train_step_done",
+    "fault_begun",
+    "fault_lifted",
+    "chaos_ended",
+    "worker_started",
+    "worker_exited",
+)
 """Written by the clock of when chaos began, or by processes outside of all nodes."""
 
 
