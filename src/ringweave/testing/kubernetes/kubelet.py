@@ -90,6 +90,21 @@ class PlayedKubelet:
             pod, {"phase": phase, "conditions": [_ready(False)]}, {"state": {"terminated": ended}, "ready": False}
         )
 
+    async def lose_container(self, pod: Object) -> None:
+        """After its machine was started anew the kubelet knows nothing of the container but that it is gone."""
+        lost = {
+            "exitCode": 137,
+            "reason": "ContainerStatusUnknown",
+            "message": "The container could not be located when the pod was terminated",
+            "startedAt": None,
+            "finishedAt": None,
+        }
+        await self._write(
+            pod,
+            {"phase": "Failed", "conditions": [_ready(False)]},
+            {"state": {"terminated": lost}, "ready": False},
+        )
+
     async def succeed(self, pod: Object, *, iterations: int = 100, last_loss: float = 1.5) -> None:
         """All its workers ended well."""
         report = Report(

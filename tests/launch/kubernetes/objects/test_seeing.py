@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from ruamel.yaml import YAML
 
 from ringweave.jobs.life.observing import Cause, Lack, Phase
 from ringweave.launch.groups.posts import Report, dump_report
@@ -127,6 +128,57 @@ def test_one_that_was_told_to_stop_is_leaving_until_it_has_ended() -> None:
 def test_an_end_is_told_in_whole_seconds(finished: str, expected: float) -> None:
     pod = a_pod("Failed", ended={"exitCode": 1, "finishedAt": finished})
     assert seeing.group_of(pod, NOW + 0.4).ended_s == expected
+
+
+CONTAINER_STATUS_UNKNOWN = """
+phase: Failed
+conditions:
+- {type: Ready, status: "False", lastProbeTime: null, lastTransitionTime: "2027-01-15T07:59:58Z"}
+containerStatuses:
+- name: workers
+  image: example/train:1
+  imageID: ""
+  lastState: {}
+  ready: false
+  restartCount: 0
+  started: false
+  state:
+    terminated:
+      exitCode: 137
+      finishedAt: null
+      message: The container could not be located when the pod was terminated
+      reason: ContainerStatusUnknown
+      startedAt: null
+"""
+"""As a kubelet writes it that found no container after its machine was started anew."""
+
+
+def test_a_container_of_which_the_kubelet_knows_nothing_any_more_was_lost_by_its_place() -> None:
+    status = YAML(typ="safe", pure=True).load(CONTAINER_STATUS_UNKNOWN)
+    group = seeing.group_of(a_pod(status=status), NOW)
+    assert (group.phase, group.cause, group.ended_s) == (Phase.FAILED, Cause.PLACE, None)
+    assert group.text == "ContainerStatusUnknown, exit code 137"
+
+
+@pytest.mark.parametrize(
+    ("odd", "text"),
+    [
+        ({"conditions": ["a text"]}, "its Pod cannot be understood (TypeError: "),
+        (
+            {"phase": "Failed", "containerStatuses": [{"name": "workers", "state": {"terminated": 1}}]},
+            "(AttributeError: ",
+        ),
+    ],
+)
+def test_a_pod_that_nobody_understands_is_the_places_failure_and_no_error(odd: dict[str, Any], text: str) -> None:
+    group = seeing.group_of(a_pod(status=odd, deletionTimestamp="2027-01-15T07:59:58Z"), NOW)
+    assert (group.node, group.attempt, group.phase, group.cause) == (1, 2, Phase.FAILED, Cause.PLACE)
+    assert text in group.text
+    assert group.leaving
+
+
+def test_a_round_that_is_no_number_is_the_first_so_that_it_is_written_anew() -> None:
+    assert seeing.round_of(a_pod(annotations={names.ROUND: "three"})) == 1
 
 
 def test_pods_without_our_labels_are_not_ours() -> None:

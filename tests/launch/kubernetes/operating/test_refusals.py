@@ -1,74 +1,22 @@
 """Pods that a quota or a policy refuses are told of, and made once they are allowed; logs survive errors."""
 
-import asyncio
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
-from ringweave.jobs.life.observing import Cause
 from ringweave.jobs.life.states import JobState
 from ringweave.launch.kubernetes import names, showing
-from ringweave.launch.kubernetes.api import connecting, kinds
-from ringweave.launch.kubernetes.api.client import Client, Object
+from ringweave.launch.kubernetes.api import kinds
 from ringweave.launch.kubernetes.objects import keeping, seeing
-from ringweave.launch.kubernetes.objects.pods import PodSettings
-from ringweave.launch.kubernetes.operating.acting import Actor, RefusedError, UnreadLogError
-from ringweave.launch.kubernetes.operating.admission import Admission
-from ringweave.launch.kubernetes.operating.controller import Controller
+from ringweave.launch.kubernetes.operating.acting import RefusedError, UnreadLogError
 from ringweave.launch.kubernetes.resource import refusals
 from ringweave.testing.kubernetes.cluster import FakeCluster
-from ringweave.testing.kubernetes.kubelet import PlayedKubelet
 from ringweave.testing.kubernetes.server.refusing import Refused
+from tests.launch.kubernetes.operating.worlds import World, fail_a_node, play, refuse
 
-SPEC: dict[str, Any] = {
-    "cpuWorkers": 6,
-    "script": "a.py",
-    "source": "pass",
-    "nodes": [{"name": "n0", "capacity": 3}, {"name": "n1", "capacity": 3}],
-    "requester": {"username": "admin", "groups": ["system:masters"]},
-}
 QUOTA = 'pods "{}" is forbidden: exceeded quota: compute, requested: pods=1, used: pods=3, limited: pods=3'
-
-
-class World:
-    """One job and the parts of an operator, without a queue."""
-
-    def __init__(self, client: Client, name: str) -> None:
-        self.client, self.name, self.now_s = client, name, time.time()
-        settings = PodSettings(image="example/train:1")
-        self.actor = Actor(client, settings, lambda: self.now_s)
-        self.controller = Controller(
-            client, self.actor, Admission(client, settings, lambda: self.now_s), lambda: self.now_s
-        )
-        self.kubelet = PlayedKubelet(client, "default")
-
-    async def settle(self) -> None:
-        """As many passes as it takes until there is nothing to do."""
-        while (await self.controller.reconcile(("default", self.name))).again:
-            pass
-
-    async def job(self) -> Object:
-        return await self.client.get(kinds.TRAINING_JOBS, "default", self.name)
-
-    async def pods(self) -> list[str]:
-        return [pod["metadata"]["name"] for pod in (await self.kubelet.pods(self.name)).values()]
-
-
-def play(kubeconfig: Path, name: str, test: Callable[[World], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
-            world = World(client, name)
-            await client.create(kinds.TRAINING_JOBS, "default", {"metadata": {"name": name}, "spec": SPEC})
-            await test(world)
-            await client.delete(kinds.TRAINING_JOBS, "default", name)
-            await world.settle()
-            assert await world.pods() == []
-
-    asyncio.run(run())
 
 
 @pytest.fixture(autouse=True)
@@ -76,18 +24,6 @@ def _as_before(cluster: FakeCluster) -> Iterator[None]:
     yield
     cluster.handler.delay = None
     cluster.handler.logs = lambda _pod, _params: None
-
-
-def refuse(cluster: FakeCluster, method: str, ending: str, refused: Callable[[str], Refused]) -> None:
-    """Refuse some requests; those that make a Pod by its name."""
-
-    async def look(http: web.Request) -> None:
-        if http.method == method and http.path.endswith("/pods" if method == "POST" else ending):
-            body = (await http.json())["metadata"]["name"] if method == "POST" else http.path
-            if method != "POST" or body.endswith(ending):
-                raise refused(body)
-
-    cluster.handler.delay = look
 
 
 def test_a_quota_that_refuses_one_pod_is_told_of_until_it_allows_it(cluster: FakeCluster, kubeconfig: Path) -> None:
@@ -199,14 +135,3 @@ def test_a_log_that_cannot_be_read_now_is_tried_again_and_holds_nothing_else_up(
         assert names.JOB_LABEL in kept["metadata"]["labels"]
 
     play(kubeconfig, "silent", test)
-
-
-async def fail_a_node(world: World) -> None:
-    """Both nodes run, then the second one fails, and the time to judge is over."""
-    await world.settle()
-    for _ in range(2):
-        await world.kubelet.step(world.name)
-        await world.settle()
-    pods = await world.kubelet.pods(world.name)
-    await world.kubelet.fail(pods[1, 1], Cause.PLACE)
-    world.now_s += 60.0

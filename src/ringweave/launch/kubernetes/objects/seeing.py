@@ -52,8 +52,9 @@ def key_of(pod: Pod) -> Key | None:
 
 
 def round_of(pod: Pod) -> int:
-    """The round that it was told to gather for."""
-    return int(pod["metadata"].get("annotations", {}).get(names.ROUND, "1"))
+    """The round that it was told to gather for; the first one where somebody wrote anything else there."""
+    text = pod["metadata"].get("annotations", {}).get(names.ROUND, "1")
+    return int(text) if text.isdecimal() else 1
 
 
 def report_of(pod: Pod) -> Report | None:
@@ -88,11 +89,20 @@ def group_of(pod: Pod, now: float) -> Group:
     key = key_of(pod)
     assert key is not None
     node, attempt = key
-    told = _ended(pod, now) if _is_over(pod) else _living(pod)
+    try:
+        told = _ended(pod, now) if _is_over(pod) else _living(pod)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        told = _not_understood(pod, error)
     group = replace(told, node=node, attempt=attempt)
     is_to_go = "deletionTimestamp" in pod["metadata"]
     was_stopped = names.STOPPED in pod["metadata"].get("annotations", {})
     return replace(group, leaving=is_to_go or (was_stopped and group.phase.is_alive))
+
+
+def _not_understood(pod: Pod, error: Exception) -> Group:
+    """Of a Pod that holds what nobody expects: it is to be replaced, and stands in nobody's way."""
+    text = f"its Pod cannot be understood ({type(error).__name__}: {error})"
+    return Group(node=0, attempt=0, round=round_of(pod), phase=Phase.FAILED, cause=Cause.PLACE, text=text)
 
 
 def _is_over(pod: Pod) -> bool:
@@ -142,8 +152,8 @@ def _why_failed(status: Mapping[str, Any], ended: Mapping[str, Any]) -> str:
 
 
 def _ended_s(ended: Mapping[str, Any], now: float) -> float | None:
-    """When it ended: somewhere within the second that the API server names."""
-    if "finishedAt" not in ended:
+    """When it ended: somewhere within the second that the API server names; None where the kubelet does not know."""
+    if not ended.get("finishedAt"):  # null, where it found the container gone
         return None
     second_s = times.parse(ended["finishedAt"])
     return now if second_s <= now < second_s + 1 else second_s + 0.5
