@@ -9,8 +9,9 @@ import pytest
 from ringweave.jobs.life.states import JobState
 from ringweave.launch.kubernetes import names, showing
 from ringweave.launch.kubernetes.api import kinds
+from ringweave.launch.kubernetes.api.failures import ApiError
 from ringweave.launch.kubernetes.objects import keeping, seeing
-from ringweave.launch.kubernetes.operating.acting import RefusedError, UnreadLogError
+from ringweave.launch.kubernetes.operating.refusing import PATIENCE_S, RefusedError, UnreadLogError
 from ringweave.launch.kubernetes.resource import refusals
 from ringweave.testing.kubernetes.cluster import FakeCluster
 from ringweave.testing.kubernetes.server.refusing import Refused
@@ -83,10 +84,90 @@ def test_a_quota_that_refuses_one_pod_is_told_of_until_it_allows_it(cluster: Fak
     ],
 )
 def test_each_refusal_has_its_word_and_what_helps(message: str, code: str) -> None:
-    why = refusals.reason_of(None, [refusals.Refusal(node=None, message=message)])  # type: ignore[arg-type]
+    why = refusals.reason_of(None, [refusals.Refusal(node=None, message=message, what="its config")])  # type: ignore[arg-type]
     assert why.code == code
     assert str(why).startswith(f"the API server refuses its config: {message}. ")
     assert why.helps
+
+
+WEBHOOK = (
+    'Internal error occurred: failed calling webhook "validate.kyverno.svc-fail": failed to call webhook: Post '
+    '"https://kyverno-svc.kyverno.svc:443/validate/fail": dial tcp 10.96.0.7:443: connect: connection refused'
+)
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "text"),
+    [
+        (Refused(500, "InternalError", WEBHOOK), "WebhookUnreachable", f"fails at the Pod of node n1: {WEBHOOK}. "),
+        (
+            Refused(500, "InternalError", "etcdserver: no leader"),
+            "ApiServerFails",
+            "n1: etcdserver: no leader. Ask who",
+        ),
+    ],
+)
+def test_a_failure_that_lasts_is_told_of_until_it_is_over(
+    cluster: FakeCluster, kubeconfig: Path, failure: Refused, code: str, text: str
+) -> None:
+    refuse(cluster, "POST", "-1-1", lambda _: failure)
+
+    async def test(world: World) -> None:
+        with pytest.raises(ApiError) as caught:
+            await world.settle()
+        assert failure.message in str(caught.value)
+        assert (await world.job())["status"]["reason"] == "NotReady", "it may be over at once"
+        world.now_s += PATIENCE_S
+        with pytest.raises(RefusedError):
+            await world.settle()
+        status = (await world.job())["status"]
+        assert (status["state"], status["reason"], status["nodes"][1]["reason"]) == ("Pending", code, code)
+        assert text in next(item["message"] for item in status["conditions"] if item["type"] == "Running")
+        cluster.handler.delay = None
+        await world.settle()
+        assert (await world.job())["status"]["reason"] not in refusals.CODES
+        refuse(cluster, "POST", "-1-2", lambda _: failure)
+        await world.client.delete(kinds.PODS, "default", "fails-1-1")
+        with pytest.raises(ApiError, match="500 InternalError"):  # counted anew
+            await world.settle()
+
+    play(kubeconfig, "fails", test)
+
+
+def test_a_name_that_is_taken_by_something_else_is_told_of(kubeconfig: Path) -> None:
+    async def test(world: World) -> None:
+        await world.client.create(kinds.SERVICES, "default", {"metadata": {"name": "web"}, "spec": {}})
+        with pytest.raises(RefusedError, match="1 refused, expected none: Service web is there already"):
+            await world.settle()
+        status = (await world.job())["status"]
+        assert (status["state"], status["reason"]) == ("Pending", "NameTaken")
+        assert status["message"] == (
+            "the API server refuses its config: Service web is there already, and belongs to something else "
+            "(kubectl -n default get services web -o yaml)"
+        )
+        assert status["helps"] == "Remove that object, or delete the job and submit it under another name"
+        await world.client.delete(kinds.SERVICES, "default", "web")
+        await world.settle()
+        assert (await world.job())["status"]["reason"] not in refusals.CODES
+
+    play(kubeconfig, "web", test)
+
+
+def test_a_pod_that_a_former_job_of_the_name_has_left_is_told_of(kubeconfig: Path) -> None:
+    async def test(world: World) -> None:
+        labels = {names.JOB_LABEL: "orphans", names.NODE_LABEL: "1", names.ATTEMPT_LABEL: "1"}
+        left = {"metadata": {"name": "orphans-1-1", "labels": labels}, "spec": {"containers": [{"name": "workers"}]}}
+        await world.client.create(kinds.PODS, "default", left)  # as kubectl delete --cascade=orphan leaves it
+        with pytest.raises(RefusedError, match="Pod orphans-1-1 is there already"):
+            await world.settle()
+        status = (await world.job())["status"]
+        assert [node.get("reason") == "NameTaken" for node in status["nodes"]] == [False, True]
+        assert "refuses the Pod of node n1: Pod orphans-1-1 is there already" in status["message"]
+        await world.client.delete(kinds.PODS, "default", "orphans-1-1")
+        await world.settle()
+        assert "orphans-1-1" in await world.pods()
+
+    play(kubeconfig, "orphans", test)
 
 
 async def told(*texts: str) -> AsyncIterator[bytes]:

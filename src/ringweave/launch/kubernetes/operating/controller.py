@@ -11,9 +11,10 @@ from ringweave.launch.kubernetes import names
 from ringweave.launch.kubernetes.api import kinds
 from ringweave.launch.kubernetes.api.client import Client, Object
 from ringweave.launch.kubernetes.operating import looking
-from ringweave.launch.kubernetes.operating.acting import Actor, RefusedError
+from ringweave.launch.kubernetes.operating.acting import Actor
 from ringweave.launch.kubernetes.operating.admission import Admission, RefusalError
 from ringweave.launch.kubernetes.operating.looking import Key, Look
+from ringweave.launch.kubernetes.operating.refusing import RefusedError
 from ringweave.launch.kubernetes.resource import reading, refusals, telling
 
 Listener = Callable[[Look], None]
