@@ -44,7 +44,7 @@ def test_what_the_agent_says_of_its_round_counts(phase: Phase) -> None:
 
 def test_what_it_said_of_an_earlier_round_does_not() -> None:
     group = seeing.group_of(a_pod(report=said(Phase.RUNNING, 1), round_=2), NOW)
-    assert (group.round, group.phase, group.text) == (2, Phase.PENDING, "called back to the gate")
+    assert (group.round, group.called, group.phase) == (1, 2, Phase.RUNNING)
 
 
 def test_one_that_finished_an_earlier_round_finished_that() -> None:

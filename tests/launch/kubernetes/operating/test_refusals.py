@@ -208,6 +208,10 @@ def test_a_log_that_cannot_be_read_now_is_tried_again_and_holds_nothing_else_up(
         assert set(await world.pods()) == {"silent-0-1", "silent-1-1"}, "it stays for its log"
         called_back = (await world.kubelet.pods("silent"))[0, 1]
         assert seeing.round_of(called_back) == 2, "the other one is not held up"
+        with pytest.raises(UnreadLogError):
+            await world.settle()
+        told = (await world.job())["status"]["nodes"][0]
+        assert (told["state"], told["reason"]) == ("Interrupted", "NodeCalledBack"), "also once its Pod says so"
         world.now_s += keeping.PATIENCE_S
         await world.settle()
         assert set(await world.pods()) == {"silent-0-1", "silent-1-2"}

@@ -8,7 +8,7 @@ from ringweave.jobs.life.observing import Cause, Group, Lack, Observed, Phase, c
 from ringweave.launch.groups import posts
 from ringweave.launch.groups.posts import Opening, Report
 from ringweave.launch.kubernetes import names
-from ringweave.launch.kubernetes.objects import configs
+from ringweave.launch.kubernetes.objects import configs, silence
 from ringweave.launch.kubernetes.resource import times
 
 Pod = Mapping[str, Any]
@@ -88,15 +88,16 @@ def group_of(pod: Pod, now: float) -> Group:
     """
     key = key_of(pod)
     assert key is not None
-    node, attempt = key
     try:
         told = _ended(pod, now) if _is_over(pod) else _living(pod)
+        told = replace(told, silence=silence.silence_of(pod, now))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         told = _not_understood(pod, error)
-    group = replace(told, node=node, attempt=attempt)
     is_to_go = "deletionTimestamp" in pod["metadata"]
     was_stopped = names.STOPPED in pod["metadata"].get("annotations", {})
-    return replace(group, leaving=is_to_go or (was_stopped and group.phase.is_alive))
+    leaving = is_to_go or (was_stopped and told.phase.is_alive)
+    is_held = told.phase.is_alive or leaving
+    return replace(told, node=key[0], attempt=key[1], leaving=leaving, silence=told.silence if is_held else None)
 
 
 def _not_understood(pod: Pod, error: Exception) -> Group:
@@ -111,11 +112,11 @@ def _is_over(pod: Pod) -> bool:
 
 def _living(pod: Pod) -> Group:
     report, round_ = report_of(pod), round_of(pod)
-    if report is None or report.round < round_:
-        lack, text = (None, "called back to the gate") if report else _waits_for(pod)
+    if report is None:
+        lack, text = _waits_for(pod)
         return Group(node=0, attempt=0, round=round_, phase=Phase.PENDING, text=text, lacks=lack)
     # Ended by its own word: the container is about to.
-    return report.group(0, 0)
+    return report.group(0, 0, called=round_)
 
 
 def _ended(pod: Pod, now: float) -> Group:

@@ -112,6 +112,15 @@ class Api:
         body = patching.patched(old.body, patch, content_type, is_custom=request.resource.is_custom)
         return self._change(request, old, body, is_patch=True)
 
+    def bind(self, request: Request, body: Object) -> Item:
+        """The Pod on the node that a scheduler has chosen for it.
+
+        Raises:
+            Refused: There is no such Pod, or it has a node.
+        """
+        new = objects.bound(self.get(request).body, body["target"]["name"])
+        return self.store.put(request.resource.key, request.key, {**new, "metadata": dict(new["metadata"])})
+
     def _change(self, request: Request, old: Item, body: Object, *, is_patch: bool = False) -> Item:
         resource = request.resource
         new = objects.updated(resource, old.body, body, subresource=request.subresource, is_patch=is_patch)
@@ -160,7 +169,8 @@ class Api:
         metadata = dict(old.body["metadata"])
         if "deletionTimestamp" in metadata and metadata.get("deletionGracePeriodSeconds", 0) <= grace_s:
             return old
-        metadata |= {"deletionTimestamp": objects.now_text(), "deletionGracePeriodSeconds": grace_s}
+        # The time at which it is to be gone, and not the one of the request.
+        metadata |= {"deletionTimestamp": objects.now_text(grace_s), "deletionGracePeriodSeconds": grace_s}
         if "generation" in metadata:
             metadata["generation"] += 1
         new = {**old.body, "metadata": metadata}

@@ -174,6 +174,8 @@ class Handler:
             raise Refused(400, "BadRequest", "the request has no object")
         if "review" in request.resource.plural:
             return _json(api.users.review(request.resource.kind, body, request.user), status=201)
+        if request.subresource == "binding":
+            return self._one(http, request, api.bind(request, body), status=201)
         if method == "PUT":
             return self._one(http, request, api.replace(request, body))
         return self._one(http, request, api.create(request, body), status=201)

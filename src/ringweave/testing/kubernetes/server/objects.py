@@ -4,7 +4,7 @@ import re
 import secrets
 import uuid
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from ringweave.testing.kubernetes.checks import rules, schemas
@@ -27,9 +27,9 @@ _MOST_BYTES = 2**20
 _GRACE_S = 30
 
 
-def now_text() -> str:
-    """The time as the server writes it."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+def now_text(later_s: float = 0.0) -> str:
+    """The time so many seconds from now, as the server writes it."""
+    return (datetime.now(UTC) + timedelta(seconds=later_s)).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def made(resource: Resource, namespace: str, body: Object) -> Object:
@@ -110,6 +110,23 @@ def updated(resource: Resource, old: Object, body: Object, *, subresource: str, 
     return new
 
 
+def bound(old: Object, machine: str) -> Object:
+    """A Pod that its scheduler has given to a node.
+
+    Raises:
+        Refused: It has one.
+    """
+    name = old["metadata"]["name"]
+    if old["spec"].get("nodeName"):
+        text = f"pod {name} is already assigned to node {old['spec']['nodeName']!r}"
+        raise refusing.conflict("pods/binding", "", name, text)
+    status = old.get("status", {})
+    scheduled = {"type": "PodScheduled", "status": "True", "lastTransitionTime": now_text()}
+    conditions = [item for item in status.get("conditions") or () if item["type"] != "PodScheduled"]
+    told = _timed({**status, "conditions": [*conditions, scheduled]})
+    return {**old, "spec": {**old["spec"], "nodeName": machine}, "status": told}
+
+
 def _timed(status: Mapping[str, Any]) -> Object:
     """A Pod's status as a server has it: times that nobody knows are null, and never absent."""
     containers = [
@@ -130,7 +147,7 @@ def _timed_state(kind: str, state: Mapping[str, Any]) -> Object:
 
 def _check_pod(resource: Resource, old: Object, new: Object) -> None:
     """Of a Pod's spec next to nothing can change."""
-    free = ("activeDeadlineSeconds", "tolerations", "nodeName", "terminationGracePeriodSeconds")
+    free = ("activeDeadlineSeconds", "tolerations", "terminationGracePeriodSeconds")
 
     def fixed(spec: Mapping[str, Any]) -> Any:
         rest = {key: value for key, value in spec.items() if key not in free}
