@@ -50,8 +50,8 @@ class PlayedKubelet:
         opening = configs.opening_of(config)
         found = await self.pods(job)
         for (node, attempt), pod in found.items():
-            phase = pod.get("status", {}).get("phase")
-            if phase in ("Succeeded", "Failed") or pod["metadata"]["name"] in self.lost:
+            is_over = "terminated" in seeing.state_of(pod) or pod["status"].get("phase") in ("Succeeded", "Failed")
+            if is_over or pod["metadata"]["name"] in self.lost:
                 continue
             if "deletionTimestamp" in pod["metadata"]:
                 await self._let_go(pod)
@@ -180,7 +180,19 @@ class PlayedKubelet:
     async def _write(self, pod: Object, status: dict[str, Any], container: dict[str, Any]) -> None:
         whole = {"name": CONTAINER, "image": "image", "imageID": "id", "restartCount": 0, "started": True, **container}
         metadata = pod["metadata"]
-        body = {"metadata": {"uid": metadata["uid"]}, "status": {**status, "containerStatuses": [whole]}}
+        beside = [
+            {
+                **whole,
+                "name": each["name"],
+                "ready": True,
+                "state": {"running": {"startedAt": times.show(self.clock())}},
+            }
+            for each in pod["spec"]["containers"]
+            if each["name"] != CONTAINER
+        ]
+        if beside:  # as long as one runs, the Pod does
+            status = {**status, "phase": "Running"}
+        body = {"metadata": {"uid": metadata["uid"]}, "status": {**status, "containerStatuses": [*beside, whole]}}
         try:
             await self.client.patch(kinds.PODS, self.namespace, metadata["name"], body, subresource="status")
         except ApiError as error:

@@ -11,6 +11,7 @@ from ringweave.launch.kubernetes import names, showing
 from ringweave.launch.kubernetes.api import kinds
 from ringweave.launch.kubernetes.api.failures import ApiError
 from ringweave.launch.kubernetes.objects import keeping, seeing
+from ringweave.launch.kubernetes.objects.pods import CONTAINER
 from ringweave.launch.kubernetes.operating.refusing import PATIENCE_S, RefusedError, UnreadLogError
 from ringweave.launch.kubernetes.resource import refusals
 from ringweave.testing.kubernetes.cluster import FakeCluster
@@ -191,7 +192,7 @@ def test_the_end_of_a_long_log_is_what_is_kept(cluster: FakeCluster, kubeconfig:
         text = kept["data"][keeping.LOG]
         assert text.endswith("[0] the last words")
         assert keeping.MAX_BYTES - 1000 < len(text) <= keeping.MAX_BYTES
-        assert asked == [{"tailLines": str(keeping.MAX_LINES)}]
+        assert asked == [{"container": CONTAINER, "tailLines": str(keeping.MAX_LINES)}]
 
     play(kubeconfig, "wordy", test)
 

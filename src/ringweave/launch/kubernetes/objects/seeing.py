@@ -9,6 +9,7 @@ from ringweave.launch.groups import posts
 from ringweave.launch.groups.posts import Opening, Report
 from ringweave.launch.kubernetes import names
 from ringweave.launch.kubernetes.objects import configs, silence
+from ringweave.launch.kubernetes.objects.pods import CONTAINER
 from ringweave.launch.kubernetes.resource import times
 
 Pod = Mapping[str, Any]
@@ -64,7 +65,7 @@ def report_of(pod: Pod) -> Report | None:
     """
     conditions = pod.get("status", {}).get("conditions") or ()
     at_desk = _parsed(item.get("message", "") for item in conditions if item["type"] == names.AT_GATE)
-    ended = _terminated(pod)
+    ended = state_of(pod).get("terminated")
     if at_desk is not None and (ended is None or not at_desk.phase.is_alive):
         return at_desk
     return _parsed([ended.get("message", "")] if ended else []) or at_desk
@@ -107,7 +108,8 @@ def _not_understood(pod: Pod, error: Exception) -> Group:
 
 
 def _is_over(pod: Pod) -> bool:
-    return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
+    """Its workers' container has ended; others in it may run on, and the Pod's phase with them."""
+    return "terminated" in state_of(pod) or pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
 
 
 def _living(pod: Pod) -> Group:
@@ -120,9 +122,9 @@ def _living(pod: Pod) -> Group:
 
 
 def _ended(pod: Pod, now: float) -> Group:
-    """Of a Pod in whose containers nothing runs any more."""
+    """Of a Pod in whose container for workers nothing runs any more."""
     report, status = report_of(pod), pod["status"]
-    ended = _terminated(pod) or {}
+    ended = state_of(pod).get("terminated") or {}
     ended_s = _ended_s(ended, now)
     if report is not None and not report.phase.is_alive:
         group = report.group(0, 0)
@@ -133,7 +135,7 @@ def _ended(pod: Pod, now: float) -> Group:
     base = replace(base, **_result(report))
     if names.STOPPED in pod["metadata"].get("annotations", {}):
         return replace(base, phase=Phase.STOPPED, text="it was told to stop")
-    if status["phase"] == "Succeeded":
+    if status["phase"] == "Succeeded" or (exit_code == 0 and not status.get("reason")):
         return replace(base, phase=Phase.SUCCEEDED)
     cause = cause_of_exit(exit_code, None, complains_of_peer=False) if ended else Cause.PLACE
     if status.get("reason") or ended.get("reason") not in (None, "Error"):
@@ -160,21 +162,24 @@ def _ended_s(ended: Mapping[str, Any], now: float) -> float | None:
     return now if second_s <= now < second_s + 1 else second_s + 0.5
 
 
-def _terminated(pod: Pod) -> Mapping[str, Any] | None:
-    for container in pod.get("status", {}).get("containerStatuses", ()):
-        if "terminated" in container.get("state", {}):
-            return container["state"]["terminated"]
-    return None
+def state_of(pod: Pod) -> Mapping[str, Any]:
+    """What the kubelet says of the workers' container: `waiting`, `running` or `terminated`, or nothing yet.
+
+    Containers that somebody else puts beside it, such as the proxy of a service mesh, do not count.
+    """
+    containers = pod.get("status", {}).get("containerStatuses") or ()
+    return next((each.get("state", {}) for each in containers if each.get("name") == CONTAINER), {})
 
 
 def _waits_for(pod: Pod) -> tuple[Lack | None, str]:
     """What it lacks, and why it is not ready yet, as the scheduler or the kubelet says."""
     status = pod.get("status", {})
-    for container in status.get("containerStatuses", ()):
-        waiting = container.get("state", {}).get("waiting", {})
+    before = (each.get("state", {}) for each in status.get("initContainerStatuses") or ())
+    for state in (state_of(pod), *before):
+        waiting = state.get("waiting", {})
         if waiting.get("reason") and waiting["reason"] not in _WAITS_WELL:
             return Lack.MEANS, _said(waiting)
-    for item in status.get("conditions", ()):
+    for item in status.get("conditions") or ():
         if item["type"] == "PodScheduled" and item["status"] == "False":
             return Lack.ROOM, _said(item)
     return None, "its container is being made" if status.get("phase") else ""

@@ -207,12 +207,13 @@ class Actor:
         try:
             # Not with limitBytes: that cuts off the end of what tailLines chose.
             async with asyncio.timeout(keeping.READ_S):
-                async for line in self._client.lines(path, {"tailLines": str(keeping.MAX_LINES)}):
+                async for line in self._client.lines(path, keeping.asked_for(tailLines=str(keeping.MAX_LINES))):
                     log.add(line)
         except (LaunchError, TimeoutError) as error:
-            if isinstance(error, ApiError) and error.status in (400, 404):
-                return  # nothing ran, or nothing is left of it
-            self._give_up_later(metadata["uid"], error)
+            if isinstance(error, ApiError) and keeping.has_nothing_to_tell(error):
+                return
+            if not (isinstance(error, ApiError) and error.is_refusal):
+                self._give_up_later(metadata["uid"], error)
             log.add(keeping.unread(error))
         self._unread.pop(metadata["uid"], None)
         await self._create_or_adopt(look, kinds.CONFIG_MAPS, keeping.log_map(look.owner, pod, log.lines))

@@ -1,6 +1,6 @@
 """The verbs of the API over the store: create, get, list, replace, patch, delete. No HTTP here."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,8 @@ class Api:
         """Begins with the namespace `default`."""
         self.store = Store()
         self.users = Users(self.store)
+        self.mutate: Callable[[Resource, Object], Object] = lambda _, body: body
+        """What webhooks make of an object that is created, where a test plays some."""
         self.resources: dict[tuple[str, str, str], Resource] = {
             (found.group, found.version, found.plural): found for found in resources.BUILT_IN
         }
@@ -74,7 +76,7 @@ class Api:
         _check_kind(resource, body)
         if resource.is_namespaced and self.store.get(("", "namespaces"), ("", request.namespace)) is None:
             raise refusing.not_found("namespaces", "", request.namespace)
-        new = objects.made(resource, request.namespace, body)
+        new = self.mutate(resource, objects.made(resource, request.namespace, body))
         new = objects.checked(resource, new, None, is_strict=request.params.get("fieldValidation") == "Strict")
         policies.check(self.store, resource, "CREATE", request.user, new, None)
         name = new["metadata"]["name"]

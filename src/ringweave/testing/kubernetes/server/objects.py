@@ -110,6 +110,23 @@ def updated(resource: Resource, old: Object, body: Object, *, subresource: str, 
     return new
 
 
+def container_of(pod: Object, asked: str) -> str:
+    """Name of the container whose log is asked for.
+
+    Raises:
+        Refused: There is none of this name, or none was named and there are several.
+    """
+    name, spec = pod["metadata"]["name"], pod["spec"]
+    names, before = ([each["name"] for each in spec.get(key) or ()] for key in ("containers", "initContainers"))
+    if not asked and len(names) > 1:
+        others = f" or one of the init containers: [{' '.join(before)}]" if before else ""
+        text = f"a container name must be specified for pod {name}, choose one of: [{' '.join(names)}]{others}"
+        raise Refused(400, "BadRequest", text)
+    if asked and asked not in (*names, *before):
+        raise Refused(400, "BadRequest", f"container {asked} is not valid for pod {name}")
+    return asked or names[0]
+
+
 def bound(old: Object, machine: str) -> Object:
     """A Pod that its scheduler has given to a node.
 
