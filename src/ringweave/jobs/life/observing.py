@@ -109,6 +109,8 @@ class Observed:
 
     config: bool = False
     """The config (node names, counts, script) exists."""
+    torn: bool = False
+    """Of the config a part is missing, which somebody has removed: it has to be made again, before any group."""
     gate: int = 0
     """The gate is open for rounds up to this one; 0 without a config."""
     groups: tuple[Group, ...] = ()

@@ -4,6 +4,7 @@ Volumes become folders, the container's paths are told to the program by its env
 """
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -24,6 +25,8 @@ from ringweave.launch.kubernetes.objects.pods import CONTAINER
 from ringweave.launch.kubernetes.resource import times
 
 _LOOK_S = 0.05
+_MOUNT_S = 1.0
+"""From one look at the objects of volumes to the next; a kubelet takes a minute."""
 
 
 @dataclass(slots=True)
@@ -38,6 +41,8 @@ class _Container:
     """Of loopback, and no other Pod's."""
     is_told: bool = False
     """That it has ended."""
+    mounted_s: float = 0.0
+    """When its volumes were last made as their objects are."""
 
 
 class ProcessKubelet:
@@ -114,17 +119,22 @@ class ProcessKubelet:
             path.mkdir(parents=True, exist_ok=True)
             volumes[volume["name"]] = path
             try:
-                texts = await self._texts(volume)
+                await self._fill(path, volume)
             except ApiError:
                 return None
-            for name, text in texts.items():
-                (path / name).write_text(text)
         mounts = {mount["mountPath"]: str(volumes[mount["name"]]) for mount in spec["containers"][0]["volumeMounts"]}
         last_words = folder / "last-words"
         last_words.touch()
         given = {item["name"]: item.get("value", address) for item in spec["containers"][0]["env"]}
         placed = {name: mounts.get(value, value) for name, value in given.items()}
         return {**os.environ, **placed, "RINGWEAVE_LAST_WORDS": str(last_words)}
+
+    async def _fill(self, path: Path, volume: Mapping[str, Any]) -> None:
+        """The files of a volume as its object has them now; each is there at any time, as it was or as it is."""
+        for name, text in (await self._texts(volume)).items():
+            beside = path.with_name(f"{path.name}.{name}")
+            beside.write_text(text)
+            beside.replace(path / name)
 
     async def _texts(self, volume: Mapping[str, Any]) -> dict[str, str]:
         if "configMap" in volume:
@@ -140,6 +150,11 @@ class ProcessKubelet:
         if container.process.poll() is None:
             if is_late:
                 container.process.terminate()
+            elif time.time() >= container.mounted_s + _MOUNT_S:
+                container.mounted_s = time.time()
+                for volume in pod["spec"]["volumes"]:
+                    with contextlib.suppress(ApiError):  # what is gone stays as it was
+                        await self._fill(container.folder / volume["name"], volume)
             return
         if container.is_told:
             return

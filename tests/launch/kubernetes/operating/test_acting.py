@@ -5,13 +5,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ringweave.launch.kubernetes import names
 from ringweave.launch.kubernetes.api import connecting, kinds
 from ringweave.launch.kubernetes.api.client import Client, Object
+from ringweave.launch.kubernetes.api.failures import ApiError
 from ringweave.launch.kubernetes.objects import configs
 from ringweave.launch.kubernetes.objects.owning import Owner
 from ringweave.launch.kubernetes.objects.pods import PodSettings
 from ringweave.launch.kubernetes.operating.acting import Actor
+from tests.launch.kubernetes.operating.worlds import World, play, run_all
 
 OF_JOB = (kinds.SECRETS, kinds.SERVICES)
 SPEC: dict[str, Any] = {
@@ -55,6 +59,33 @@ def test_a_job_that_is_deleted_before_its_config_map_is_there_leaves_nothing(kub
             assert [each["metadata"]["name"] for each in jobs] == []
 
     asyncio.run(run())
+
+
+def secret_and_service(name: str) -> tuple[tuple[kinds.Kind, str], ...]:
+    return (kinds.SECRETS, names.config(name)), (kinds.SERVICES, names.service(name))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_secret_or_service_that_somebody_removes_is_made_again(kubeconfig: Path, which: int) -> None:
+    name = f"torn-{which}"
+
+    async def test(world: World) -> None:
+        kind, removed = secret_and_service(name)[which]
+        await run_all(world)
+        before = await world.client.get(kind, "default", removed)
+        await world.client.delete(kind, "default", removed)
+        await world.settle()
+        again = await world.client.get(kind, "default", removed)
+        assert again["metadata"]["uid"] != before["metadata"]["uid"]
+        assert (await world.job())["status"]["state"] == "Running", "who runs is not disturbed"
+        await world.client.patch(kinds.TRAINING_JOBS, "default", name, {"spec": {"suspend": True}})
+        await world.client.delete(kind, "default", removed)
+        await world.settle()
+        assert await left(world.client, name) == []
+        with pytest.raises(ApiError, match="not found"):
+            await world.client.get(kinds.CONFIG_MAPS, "default", names.config(name))
+
+    play(kubeconfig, name, test)
 
 
 def test_what_is_not_the_jobs_stays(kubeconfig: Path) -> None:

@@ -25,6 +25,8 @@ class Seen:
     """The ConfigMap; None where there is none."""
     pods: Mapping[Key, Pod]
     """(node, attempt) -> Pod."""
+    is_torn: bool = False
+    """The Secret or the Service beside the ConfigMap is missing, or not the job's."""
 
     @property
     def opening(self) -> Opening | None:
@@ -35,7 +37,8 @@ class Seen:
         """As `reconcile` sees it."""
         opening = self.opening
         groups = tuple(group_of(pod, now) for _, pod in sorted(self.pods.items()))
-        return Observed(config=self.config is not None, gate=opening.round if opening else 0, groups=groups)
+        gate = opening.round if opening else 0
+        return Observed(config=self.config is not None, torn=self.is_torn, gate=gate, groups=groups)
 
 
 def by_key(pods: Iterable[Pod]) -> dict[Key, Pod]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from ringweave.errors import LaunchError
 from ringweave.jobs.admission.permissions import DENY_S
 from ringweave.jobs.life import actions
+from ringweave.jobs.life.advancing import is_to_run
 from ringweave.jobs.life.reconciling import reconcile
 from ringweave.launch.kubernetes import names
 from ringweave.launch.kubernetes.api import kinds
@@ -111,7 +112,8 @@ class Controller:
     async def _lead(self, resource: Object) -> Pass:
         job = reading.job_of(resource)
         assert job is not None
-        seen = await looking.objects(self._client, looking.Owner.of(resource))
+        runs = is_to_run(job, job.record)
+        seen = await looking.objects(self._client, looking.Owner.of(resource), runs=runs)
         look = Look(resource=resource, job=job, seen=seen)
         now = self._clock()
         wanted = reconcile(job, seen.observed(now), now)
