@@ -100,3 +100,18 @@ def test_what_is_not_the_jobs_stays(kubeconfig: Path) -> None:
             await client.delete(kinds.SERVICES, "default", names.service("namesake"))
 
     asyncio.run(run())
+
+
+def test_a_finalizer_that_somebody_else_has_added_since_the_look_stays(kubeconfig: Path) -> None:
+    async def run() -> None:
+        async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
+            look = await a_job(client, "audited")
+            both = {"metadata": {"finalizers": [names.FINALIZER, "example.org/audit"]}}
+            await client.patch(kinds.TRAINING_JOBS, "default", "audited", both)
+            await Actor(client, PodSettings(), time.time).forget(look)
+            found = await client.get(kinds.TRAINING_JOBS, "default", "audited")
+            assert found["metadata"]["finalizers"] == ["example.org/audit"]
+            none = {"metadata": {"finalizers": []}}
+            await client.patch(kinds.TRAINING_JOBS, "default", "audited", none)
+
+    asyncio.run(run())

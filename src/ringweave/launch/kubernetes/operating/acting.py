@@ -130,9 +130,16 @@ class Actor:
         await self._delete_beside(owner)
         if "deletionTimestamp" not in metadata:
             await self._delete(kinds.TRAINING_JOBS, resource)
-        left = [finalizer for finalizer in metadata.get("finalizers", ()) if finalizer != names.FINALIZER]
-        body = {"metadata": {"uid": metadata["uid"], "finalizers": left}}
+        await self._let_go(namespace, name, metadata["uid"])
+
+    async def _let_go(self, namespace: str, name: str, uid: str) -> None:
+        """Take our finalizer from the job as it is now: one that somebody else has added since the look stays."""
         try:
+            metadata = (await self._client.get(kinds.TRAINING_JOBS, namespace, name))["metadata"]
+            if metadata["uid"] != uid:
+                return
+            left = [finalizer for finalizer in metadata.get("finalizers", ()) if finalizer != names.FINALIZER]
+            body = {"metadata": {"resourceVersion": metadata["resourceVersion"], "finalizers": left}}
             await self._client.patch(kinds.TRAINING_JOBS, namespace, name, body)
         except ApiError as error:
             if not error.is_gone:

@@ -8,18 +8,19 @@ from base64 import b64decode
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import kopf
 from aiohttp import web
 
+from ringweave.errors import UsageError, explain
 from ringweave.launch.kubernetes import names
 from ringweave.launch.kubernetes.api import certificates, connecting, kinds
 from ringweave.launch.kubernetes.api.certificates import ServerCertificate
 from ringweave.launch.kubernetes.api.client import Client
 from ringweave.launch.kubernetes.api.failures import ApiError
-from ringweave.launch.kubernetes.objects.pods import PodSettings
+from ringweave.launch.kubernetes.objects.pods import PodSettings, Quantity, Toleration
 from ringweave.launch.kubernetes.operating import ending
 from ringweave.launch.kubernetes.operating.acting import Actor
 from ringweave.launch.kubernetes.operating.admission import Admission
@@ -28,6 +29,7 @@ from ringweave.launch.kubernetes.operating.desk import Desk
 from ringweave.launch.kubernetes.operating.leading import Leader, LeaseSettings
 from ringweave.launch.kubernetes.operating.queueing import Queue
 
+_Read = TypeVar("_Read")
 Connect = Callable[[], kopf.ConnectionInfo]
 RENEWALS = 4 / 15
 """Of the time of a lease, from one renewal to the next."""
@@ -219,7 +221,11 @@ def quiet() -> None:
 
 
 def settings_of(given: Mapping[str, Any], *, identity: str) -> OperatorSettings:
-    """The settings that the command line makes."""
+    """The settings that the command line makes.
+
+    Raises:
+        UsageError: An amount or a taint is none.
+    """
     return OperatorSettings(
         lease=LeaseSettings(
             namespace=given["lease_namespace"],
@@ -227,11 +233,35 @@ def settings_of(given: Mapping[str, Any], *, identity: str) -> OperatorSettings:
             duration_s=given["lease_s"],
             renew_s=given["lease_s"] * RENEWALS,
         ),
-        pods=PodSettings(image=given["image"], gpu_resource=given["gpu_resource"], desk=given["desk"]),
+        pods=_pods_of(given),
         namespaces=tuple(given["namespaces"]),
         num_workers=given["workers"],
         desk_port=None if given["no_desk"] else given["desk_port"],
         liveness=given["liveness"],
+    )
+
+
+def _pods_of(given: Mapping[str, Any]) -> PodSettings:
+    def read(option: str, text: str, parse: Callable[[str], _Read], expected: str) -> _Read:
+        try:
+            return parse(text)
+        except ValueError:
+            do = "Write it as Kubernetes does"
+            raise UsageError(explain(f"--{option}", got=text, expected=expected, do=do)) from None
+
+    def amount(option: str) -> Quantity | None:
+        text = given[option.replace("-", "_")]
+        return None if text is None else read(option, text, Quantity.parse, "a whole number and a unit: 4, 500m, 16Gi")
+
+    taints = (read("toleration", text, Toleration.parse, "KEY[=VALUE][:EFFECT]") for text in given["tolerations"])
+    return PodSettings(
+        image=given["image"],
+        gpu_resource=given["gpu_resource"],
+        desk=given["desk"],
+        user=given["run_as"],
+        tolerations=tuple(taints),
+        worker_cpu=amount("worker-cpu"),
+        worker_memory=amount("worker-memory"),
     )
 
 

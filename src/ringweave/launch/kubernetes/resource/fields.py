@@ -19,6 +19,8 @@ MAX_VARIABLES = 200
 MAX_SOURCE = 2**20
 """Characters of a script; its bytes count when the ConfigMap is made."""
 _HOST_NAME = r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*$"
+_SEEN = r"[^\p{C}\p{Z}]"
+"""Neither a control character nor a separator, in the regular expressions of the API server (RE2)."""
 _MAX_RETRIES = NodeRequest.__dataclass_fields__["max_retries"].default
 
 FIXED = (
@@ -191,5 +193,5 @@ def _text(description: str, most: int, *, least: int | None = None) -> Schema:
 
 
 def _line(description: str, most: int, *, least: int) -> Schema:
-    """Text on one line that is not blank."""
-    return {**_text(description, most, least=least), "pattern": r"^[^\x00-\x1f\x7f]*[^\x00-\x20\x7f][^\x00-\x1f\x7f]*$"}
+    """Text on one line that is not blank, as a request wants it: of what can be seen, and spaces."""
+    return {**_text(description, most, least=least), "pattern": rf"^({_SEEN}| )*{_SEEN}({_SEEN}| )*$"}

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ringweave.testing.kubernetes.checks import policies, rules, schemas
+from ringweave.testing.kubernetes.checks import pod_security, policies, rules, schemas
 from ringweave.testing.kubernetes.checks.users import User, Users
 from ringweave.testing.kubernetes.server import objects, patching, refusing, resources
 from ringweave.testing.kubernetes.server.refusing import Refused
@@ -79,6 +79,9 @@ class Api:
         new = self.mutate(resource, objects.made(resource, request.namespace, body))
         new = objects.checked(resource, new, None, is_strict=request.params.get("fieldValidation") == "Strict")
         policies.check(self.store, resource, "CREATE", request.user, new, None)
+        if resource.plural == "pods":
+            space = self.store.get(("", "namespaces"), ("", request.namespace))
+            pod_security.check(space.body if space else {"metadata": {}}, new)
         name = new["metadata"]["name"]
         key = (request.namespace if resource.is_namespaced else "", name)
         if self.store.get(resource.key, key) is not None:
