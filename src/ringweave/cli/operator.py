@@ -22,6 +22,20 @@ from ringweave.errors import LaunchError, explain
 )
 @click.option("--image", metavar="IMAGE", help="Container image of jobs that name none. Default: they must name one.")
 @click.option("--gpu-resource", default="nvidia.com/gpu", metavar="NAME", help="What a GPU is called in this cluster.")
+@click.option("--run-as", type=click.IntRange(min=1), metavar="UID", help="User of workers. Default: the image's.")
+@click.option(
+    "--toleration",
+    "tolerations",
+    multiple=True,
+    metavar="KEY[=VALUE][:EFFECT]",
+    help="Taint of nodes that workers may be on all the same, such as nvidia.com/gpu; may be given several times.",
+)
+@click.option(
+    "--worker-cpu",
+    metavar="CPUS",
+    help="CPUs of each worker, request and limit. Default: CPU workers ask for 1.",
+)
+@click.option("--worker-memory", metavar="BYTES", help="Memory of each worker, request and limit, such as 16Gi.")
 @click.option(
     "--desk",
     default="https://ringweave-operator.ringweave-system.svc:8443",

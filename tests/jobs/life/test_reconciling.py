@@ -6,7 +6,7 @@ import pytest
 
 from ringweave.jobs.life import actions, advancing, reconciling
 from ringweave.jobs.life.failing import SETTLE_S
-from ringweave.jobs.life.observing import Cause, Group, Lack, Observed, Phase
+from ringweave.jobs.life.observing import Cause, Group, Lack, Observed, Phase, Silence
 from ringweave.jobs.life.records import Record
 from ringweave.jobs.life.states import JobState, NodeState
 from ringweave.testing.places import FakePlace
@@ -162,12 +162,31 @@ def test_a_suspended_job_makes_nothing_and_says_how_to_go_on() -> None:
 def test_a_pending_group_says_what_its_place_says() -> None:
     place = FakePlace(job=lives.a_job())
     lives.settle(place)
-    place.groups[1, 1] = replace(place.groups[1, 1], text="0/3 nodes have 3 free GPUs")
+    place.groups[1, 1] = replace(place.groups[1, 1], text="its container is being made")
     place.step((0, 1))
     lives.settle(place)
-    assert str(record_of(place).reason).startswith(
-        "waits for a place for node n1: 0/3 nodes have 3 free GPUs. Free room"
-    )
+    helps = "Nothing to do while an image or files are on their way; if it lasts, see what its place says of it."
+    assert str(record_of(place).reason) == f"waits for node n1 to begin: its container is being made. {helps}"
+    assert str(record_of(place).nodes[1].reason).startswith("begins: its container is being made. Nothing to do while")
+
+
+def test_one_whose_machine_does_not_answer_says_so_and_what_helps() -> None:
+    place = running()
+    place.end((0, 1), Cause.PLACE)
+    lives.settle(place)
+    place.groups[1, 1] = replace(place.groups[1, 1], silence=Silence(text="it is dark", mend="pull its plug"))
+    lives.settle(place)
+    record = record_of(place)
+    helps = "Once you know that nothing runs there any more, pull its plug."
+    assert str(record.reason) == f"the machine of node n1 does not answer: it is dark. {helps}"
+    assert str(record.nodes[1].reason) == f"its machine does not answer: it is dark. {helps}"
+
+
+def test_one_whose_machine_does_not_answer_runs_as_long_as_nobody_misses_it() -> None:
+    place = running()
+    place.groups[1, 1] = replace(place.groups[1, 1], silence=Silence(text="it is dark", mend="pull its plug"))
+    lives.settle(place)
+    assert (record_of(place).state, record_of(place).reason) == (JobState.RUNNING, None)
 
 
 def lacking(lack: Lack, text: str, *, is_retried: bool) -> Record:

@@ -64,10 +64,10 @@ class Place:
         found = asyncio.run_coroutine_threadsafe(listed, self._loop).result(SOON_S)
         return [each["metadata"]["name"] for each in found]
 
-    def remove_pod(self, name: str) -> None:
+    def remove(self, kind: kinds.Kind, name: str) -> None:
         """As somebody does who is not the operator."""
         assert self.kubelet is not None
-        removed = self.kubelet.client.delete(kinds.PODS, "default", name)
+        removed = self.kubelet.client.delete(kind, "default", name)
         asyncio.run_coroutine_threadsafe(removed, self._loop).result(SOON_S)
 
     def wait(self, holds: Callable[[], bool], limit_s: float = SOON_S) -> None:

@@ -15,6 +15,7 @@ from ringweave.launch.kubernetes.api import connecting, kinds
 from ringweave.launch.kubernetes.api.client import Client, Object
 from ringweave.launch.kubernetes.api.failures import ApiError
 from ringweave.launch.kubernetes.operating import leading
+from ringweave.launch.kubernetes.resource import times
 from ringweave.testing.kubernetes.checks import rules
 from ringweave.testing.kubernetes.cluster import FakeCluster
 from ringweave.testing.kubernetes.operators import OperatorProcess
@@ -68,6 +69,8 @@ def test_a_pod_that_a_node_has_stays_until_its_kubelet_lets_go(kubeconfig: Path)
         await client.delete(kinds.PODS, "default", "held")
         found = await client.get(kinds.PODS, "default", "held")
         assert found["metadata"]["deletionGracePeriodSeconds"] == 30
+        until_s = times.parse(found["metadata"]["deletionTimestamp"])
+        assert until_s - times.parse(found["metadata"]["creationTimestamp"]) >= 30, "when it is to be gone"
         await client.delete(kinds.PODS, "default", "held", gracePeriodSeconds=0)
         with pytest.raises(ApiError, match="not found"):
             await client.get(kinds.PODS, "default", "held")

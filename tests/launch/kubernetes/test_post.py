@@ -16,7 +16,7 @@ def test_last_words_are_whole(text: str, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(post, "LAST_S", 0.0)
     told = Report(round=3, phase=Phase.FAILED, pid=7, cause=Cause.PLACE, text=text, ended_s=5.0, last_loss=0.5)
     path = tmp_path / "last-words"
-    DeskPost(Desk(url="http://127.0.0.1:9", group="a/b/0/1", token=""), path).tell(told)
+    DeskPost(Desk(url="http://127.0.0.1:9", group="a/b/0/1", token=str), path).tell(told)
     content = path.read_bytes()
     assert len(content) <= MAX_LAST_WORDS
     found = posts.parse_report(content)

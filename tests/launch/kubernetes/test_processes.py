@@ -7,6 +7,7 @@ import pytest
 from ringweave.errors import JobError
 from ringweave.jobs.life.states import JobState
 from ringweave.jobs.requests.request import NodeRequest, Request
+from ringweave.launch.kubernetes.api import kinds
 from ringweave.launch.services.service import LogLine, LogQuery
 from tests.launch.kubernetes.pods import SOON_S, Place, place
 from tests.launch.small_training import PREPARED
@@ -49,12 +50,14 @@ def test_a_job_of_real_processes(place: Place, tmp_path: Path) -> None:
     place.wait(lambda: service.job("real").state is JobState.RUNNING)
     place.wait(lambda: len(list(service.logs("real", LogQuery()))) == 4)
     assert place.kubelet is not None
+    # It is made again, with another token, before the next Pod: the agent that runs on shows that one from then on.
+    place.remove(kinds.SECRETS, "real-config")
     place.kubelet.kill("real-1-1")
     place.wait(lambda: service.job("real").nodes[1].retries == 1)
     place.wait(lambda: service.job("real").state is JobState.RUNNING)
     place.wait(lambda: len(list(service.logs("real", LogQuery(node="n0")))) == 6)
     place.wait(lambda: len(list(service.logs("real", LogQuery(node="n1")))) == 2)  # who still connects would fail, too
-    place.remove_pod("real-0-1")
+    place.remove(kinds.PODS, "real-0-1")
     place.wait(lambda: service.job("real").nodes[0].retries == 1)
     place.wait(lambda: len(list(service.logs("real", LogQuery(node="n0", attempt=1)))) == 6)
     flag.touch()

@@ -1,13 +1,19 @@
 """What `--on kubernetes` refuses by itself, before it asks anybody."""
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ringweave.errors import JobError, LaunchError
 from ringweave.jobs.requests.request import NodeRequest, Request
-from ringweave.launch.kubernetes.api import connecting
+from ringweave.launch.kubernetes.api import connecting, kinds
+from ringweave.launch.kubernetes.api.client import Client
+from ringweave.launch.kubernetes.resource.definition import definition
 from ringweave.launch.kubernetes.service import KubernetesService
+from ringweave.testing.kubernetes.checks import schemas
+from ringweave.testing.kubernetes.cluster import FakeCluster
 
 REQUEST = {"name": "text", "num_workers": 3, "nodes": (NodeRequest(name="n0", capacity=3),)}
 
@@ -41,3 +47,55 @@ def test_a_script_that_was_handed_over_is_not_looked_for(tmp_path: Path) -> None
 def test_an_api_server_that_does_not_answer_is_named() -> None:
     with pytest.raises(LaunchError, match=r"Kubernetes API server: .* expected an answer.*\[http://127\.0\.0\.1:9\]"):
         service().jobs()
+
+
+def script_field(whole: dict[str, Any]) -> dict[str, Any]:
+    """The schema of `spec.script` in a definition."""
+    schema = whole["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    return schema["properties"]["spec"]["properties"]["script"]
+
+
+def test_one_job_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> None:
+    """As an API server keeps it that had an older definition when it was stored."""
+    older = definition()
+    del script_field(older)["pattern"]
+    with FakeCluster() as cluster:
+        kubeconfig = cluster.kubeconfig(tmp_path / "config")
+
+        def connect() -> connecting.kopf.ConnectionInfo:
+            return connecting.connection({"KUBECONFIG": str(kubeconfig)})
+
+        async def store() -> None:
+            async with Client(connect) as client:
+                await client.create(kinds.DEFINITIONS, None, older)
+                for name, script in (("odd", "a\u00a0b.py"), ("plain", "a.py")):
+                    spec = {"cpuWorkers": 3, "script": script, "nodes": [{"name": "n0", "capacity": 3}]}
+                    body = {"metadata": {"name": name}, "spec": spec}
+                    await client.create(kinds.TRAINING_JOBS, "default", body)
+
+        asyncio.run(store())
+        service = KubernetesService(connect)
+        shown = {job.name: job for job in service.jobs()}
+        assert set(shown) == {"odd", "plain"}
+        odd = shown["odd"]
+        assert odd.reason is not None
+        assert (odd.state, odd.reason.code, odd.workers) == ("Failed", "Invalid", 3)
+        assert r"script: 'a\xa0b.py', expected a path" in odd.reason.text
+        assert odd.reason.helps == "ringweave delete odd --on kubernetes, and submit it anew"
+        service.act("odd", "delete")
+        assert [job.name for job in service.jobs()] == ["plain"]
+
+
+LINES = ("a b.py", "\u00e9.py", "a\u00a0b.py", "a\u2028b", "a\u200bb", "\t", " ", "a\nb", "\ue000", "\U0001f642")
+
+
+@pytest.mark.parametrize("text", LINES)
+def test_the_api_server_wants_of_a_line_what_a_request_wants(text: str) -> None:
+    schema = script_field(definition())
+    is_legal = not list(schemas.problems(schema, text))
+    try:
+        Request(script=text, **REQUEST)
+    except JobError:
+        assert not is_legal
+    else:
+        assert is_legal

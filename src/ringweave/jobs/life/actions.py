@@ -27,7 +27,7 @@ class SaveRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CreateConfig:
-    """Make the config: node names with their counts, and the script; its gate is closed."""
+    """Make the config, or what is missing of it: node names with their counts, and the script; its gate is closed."""
 
     counts: tuple[int, ...]
 

@@ -55,6 +55,16 @@ class Cause(enum.StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Silence:
+    """A machine that does not answer: whether anything runs there only somebody can know who goes and sees."""
+
+    text: str
+    """What shows it; the same as long as it lasts."""
+    mend: str
+    """What tells the place that nothing runs there any more, as a command."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
     """One worker group that is seen: the workers of one node in one attempt."""
 
@@ -76,6 +86,8 @@ class Group:
     """What the place says: why it is pending, or how it ended."""
     lacks: Lack | None = None
     """What a pending one is known to lack; None where it may only be on its way."""
+    silence: Silence | None = None
+    """Its machine does not answer, as far as the place knows; None where it does, or where the group has ended."""
     ended_s: float | None = None
     """When it ended or was interrupted, on the clock that `reconcile` is given."""
     leaving: bool = False
@@ -103,6 +115,8 @@ class Observed:
 
     config: bool = False
     """The config (node names, counts, script) exists."""
+    torn: bool = False
+    """Of the config a part is missing, which somebody has removed: it has to be made again, before any group."""
     gate: int = 0
     """The gate is open for rounds up to this one; 0 without a config."""
     groups: tuple[Group, ...] = ()

@@ -78,7 +78,7 @@ def _deleted(groups: Iterable[Group]) -> Iterator[DeleteGroup]:
 
 def _run(job: Job, record: Record, observed: Observed, kept: list[Group]) -> Iterator[Action]:
     groups = {group.node: group for group in kept}
-    if not observed.config:
+    if observed.torn or not observed.config:
         yield CreateConfig(counts=job.counts)
     is_through = going_on.is_through(job, record, {(group.node, group.attempt): group for group in kept})
     for node in job.used_nodes:

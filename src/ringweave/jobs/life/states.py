@@ -117,6 +117,18 @@ REASONS: Mapping[str, _Kind] = {
         helps="See that what is named there can be had: it is tried again; "
         "where the job has to change for it, ringweave delete {job}, and submit it anew",
     ),
+    "MachineSilent": _Kind(
+        of="job",
+        states="Pending, Retrying, Ending, Suspended, Deleting",
+        text="the machine of {nodes} does not answer: {detail}",
+        helps="Once you know that nothing runs there any more, {mend}",
+    ),
+    "Beginning": _Kind(
+        of="job",
+        states="Pending",
+        text="waits for {nodes} to begin: {detail}",
+        helps="Nothing to do while an image or files are on their way; if it lasts, see what its place says of it",
+    ),
     "NotReady": _Kind(
         of="job",
         states="Pending",
@@ -211,6 +223,18 @@ REASONS: Mapping[str, _Kind] = {
         states="Pending",
         text="waits for its place: {detail}",
         helps="Free room there, or ask for fewer; ringweave logs {job} --node {node} shows what it does",
+    ),
+    "NodeBeginning": _Kind(
+        of="node",
+        states="Pending",
+        text="begins: {detail}",
+        helps="Nothing to do while its image or files are on their way; if it lasts, see what its place says of it",
+    ),
+    "NodeSilent": _Kind(
+        of="node",
+        states="Waiting, Pending, Ready, Running, Interrupted",
+        text="its machine does not answer: {detail}",
+        helps="Once you know that nothing runs there any more, {mend}",
     ),
     "NodeCannotBegin": _Kind(
         of="node",

@@ -82,8 +82,12 @@ def nodes(job: Job, record: Record, observed: Observed) -> tuple[NodeRecord, ...
     told = []
     for node, known in enumerate(record.nodes):
         state, code, detail = _node(view, node)
+        mend = ""
+        group = view.group(node)
+        if group is not None and group.silence is not None and record.outcome is None and node in waited_for:
+            code, detail, mend = "NodeSilent", group.silence.text, group.silence.mend
         others = view.names(waited_for) if code == "NodeAtGate" else ""
-        words = {"job": job.request.name, "node": job.node_name(node), "attempt": known.attempt}
+        words = {"job": job.request.name, "node": job.node_name(node), "attempt": known.attempt, "mend": mend}
         why = reason(code, **words, detail=detail, nodes=others) if code else None
         told.append(replace(known, state=state, reason=why))
     return tuple(told)
@@ -126,10 +130,9 @@ def _living_node(view: _View, group: Group) -> tuple[NodeState, str, str]:
         return NodeState.READY, "NodeMayStart" if is_open else "NodeAtGate", ""
     if group.phase is Phase.RUNNING:
         return NodeState.RUNNING, "", ""
-    if group.phase is Phase.PENDING and group.lacks is Lack.MEANS:
-        return NodeState.PENDING, "NodeCannotBegin", detail
+    if group.phase is Phase.PENDING:
+        return NodeState.PENDING, _PENDING[group.lacks], detail
     table = {
-        Phase.PENDING: (NodeState.PENDING, "NodePending"),
         Phase.SUCCEEDED: (NodeState.SUCCEEDED, "NodeFinished"),
         Phase.INTERRUPTED: (NodeState.INTERRUPTED, "NodeFailing"),
         Phase.FAILED: (NodeState.FAILED, "NodeFailing"),
@@ -139,21 +142,27 @@ def _living_node(view: _View, group: Group) -> tuple[NodeState, str, str]:
     return state, code, detail
 
 
+_PENDING = {Lack.MEANS: "NodeCannotBegin", Lack.ROOM: "NodePending", None: "NodeBeginning"}
+
+
 def job_state(job: Job, record: Record, observed: Observed) -> tuple[JobState, Reason | None]:
     """State and reason of the job; its nodes have been told already."""
     view = _view(job, record, observed)
     name = job.request.name
     if record.deleting:
         left = sorted({group.node for group in observed.groups})
-        return JobState.DELETING, reason("Deleting", nodes=view.names(left) if left else "its config")
+        why = reason("Deleting", nodes=view.names(left) if left else "its config")
+        return JobState.DELETING, _silent(view, observed.groups) or why
     living = sorted({group.node for group in observed.groups if group.phase.is_alive})
+    # Of a node that hangs it may take for ever to be rid.
+    if record.outcome is not None and any(not record.nodes[node].is_left_behind for node in living):
+        return JobState.ENDING, _silent(view, observed.groups) or record.outcome_reason
     if record.outcome is not None:
-        # Of a node that hangs it may take for ever to be rid.
-        is_waited_for = any(not record.nodes[node].is_left_behind for node in living)
-        return JobState.ENDING if is_waited_for else record.outcome, record.outcome_reason
+        return record.outcome, record.outcome_reason
     if job.desired.suspend:
         nodes = view.names(living)
-        return JobState.SUSPENDED, reason("Suspending", nodes=nodes) if living else reason("Suspended", job=name)
+        why = reason("Suspending", nodes=nodes) if living else reason("Suspended", job=name)
+        return JobState.SUSPENDED, _silent(view, observed.groups) or why
     return _gathering(view)
 
 
@@ -181,7 +190,19 @@ def _going_on(view: _View, lost: list[int], loss: Loss) -> Reason:
     return _of(view, "GoesOn" if coming else "GoesOnWithout", coming or lost, detail=loss.text)
 
 
+def _silent(view: _View, groups: Iterable[Group | None]) -> Reason | None:
+    """Of those whose machine does not answer; None where all do."""
+    found = [(group.node, group.silence) for group in groups if group is not None and group.silence is not None]
+    if not found:
+        return None
+    nodes, first = view.names(sorted({node for node, _ in found})), found[0][1]
+    return reason("MachineSilent", nodes=nodes, detail=first.text, mend=first.mend)
+
+
 def _waits(view: _View, missing: list[int]) -> Reason:
+    silent = _silent(view, map(view.group, missing))
+    if silent is not None:
+        return silent
     for lack, code in ((Lack.MEANS, "CannotBegin"), (Lack.ROOM, "NotPlaced")):
         lacking = [node for node in missing if (group := view.group(node)) is not None and group.lacks is lack]
         if lacking:
@@ -190,7 +211,7 @@ def _waits(view: _View, missing: list[int]) -> Reason:
     if view.record.round_cause:
         return _of(view, "Replacing", missing, detail=view.record.round_cause)
     if pending:
-        return _of(view, "NotPlaced", pending, detail=_detail(view, pending[0]))
+        return _of(view, "Beginning", pending, detail=_detail(view, pending[0]))
     return _of(view, "NotReady", missing)
 
 

@@ -49,7 +49,7 @@ def main(environ: Mapping[str, str]) -> int:
     desk = Desk(
         url=environ["RINGWEAVE_DESK"],
         group=f"{namespace}/{job}/{node}/{attempt}",
-        token=(Path(environ["RINGWEAVE_SECRET_DIR"]) / configs.TOKEN).read_text(),
+        token=(Path(environ["RINGWEAVE_SECRET_DIR"]) / configs.TOKEN).read_text,
         authority=environ.get("RINGWEAVE_DESK_AUTHORITY", ""),
     )
     home = Path(environ["RINGWEAVE_HOME"])

@@ -118,14 +118,17 @@ class Logs:
 
     async def _stream(self, client: Client, key: seeing.Key, pod: Mapping[str, Any]) -> None:
         path = kinds.PODS.path(self._owner.namespace, pod["metadata"]["name"], "log")
+        params = keeping.asked_for(follow="true") if self._which.follow else keeping.asked_for()
         round_ = 1
         try:
-            async for line in client.lines(path, {"follow": "true"} if self._which.follow else {}):
+            async for line in client.lines(path, params):
                 round_ = await self._take(key, round_, line)
                 if self._hung_up.is_set():
                     return
         except ApiError as error:
-            if error.status not in (400, 404):  # it has not begun, or is gone: kept logs have it then
+            if error.status == 400 and not keeping.has_nothing_to_tell(error):
+                await self._tell(key, [keeping.unread(error)])
+            elif not keeping.has_nothing_to_tell(error):  # else kept logs have it, or will
                 raise
 
     async def _tell(self, key: seeing.Key, lines: Sequence[str]) -> None:

@@ -35,7 +35,8 @@ class Desk:
     url: str
     group: str
     """`NAMESPACE/JOB/NODE/ATTEMPT`."""
-    token: str
+    token: Callable[[], str]
+    """Says it anew for each question: where somebody removed the Secret it is made again, with another one."""
     authority: str = ""
     """The certificate that the desk shows, as PEM; empty where it is reached without TLS."""
 
@@ -54,7 +55,7 @@ class Desk:
             connection = http.client.HTTPSConnection(host, port, timeout=_LONGEST_S, context=context)
         else:
             connection = http.client.HTTPConnection(host, port, timeout=_LONGEST_S)
-        headers = {"Authorization": f"Bearer {self.token}", **({TAG: tag} if tag else {})}
+        headers = {"Authorization": f"Bearer {self.token()}", **({TAG: tag} if tag else {})}
         try:
             content = None if body is None else body.encode()  # http.client would write Latin-1
             connection.request(method, f"/v1/{self.group}/{what}", body=content, headers=headers)

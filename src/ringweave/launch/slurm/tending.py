@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ringweave.jobs.life import advancing
 from ringweave.jobs.life.actions import Event
-from ringweave.jobs.life.observing import Group, Observed, Phase
+from ringweave.jobs.life.observing import Group, Lack, Observed, Phase
 from ringweave.jobs.life.records import Job
 from ringweave.launch.local.jobs import locks
 from ringweave.launch.slurm.asking import requesting, waiting
@@ -176,7 +176,7 @@ class Tending:
 def told(tended: Tended, now: float) -> Job:
     """The job as it is to be shown: what its controller saved last, or why there is none yet."""
     entry, found = tended.entry, tended.allocation
-    job = entry.job
+    job, lacks = entry.job, Lack.ROOM
     if not wants_allocation(entry):
         return job
     if found is None and entry.hold.unsure:
@@ -187,15 +187,23 @@ def told(tended: Tended, now: float) -> Job:
     elif found.is_pending:
         text = waiting.tell(found)
     elif entry.hold.adopted != f"{found.job_id}.{found.restarts}":
-        text = f"Slurm job {found.job_id} ({found.state}): its controller starts"
+        text, lacks = f"Slurm job {found.job_id} ({found.state}): its controller starts", None
     else:
         return job
     if job.record.outcome is not None:  # tried again, and nobody has begun with it
         job = replace(job, record=advancing.advance(job, Observed(), now))
     elif entry.hold.adopted:
         job = replace(job, record=advancing.regathered(job.record, f"{STOPPED_FROM_OUTSIDE}; {text}"))
+        lacks = None  # the new round says what it waits for
     groups = tuple(
-        Group(node=node, attempt=job.record.nodes[node].attempt, round=job.record.round, phase=Phase.PENDING, text=text)
+        Group(
+            node=node,
+            attempt=job.record.nodes[node].attempt,
+            round=job.record.round,
+            phase=Phase.PENDING,
+            text=text,
+            lacks=lacks,
+        )
         for node in job.used_nodes
         if job.record.nodes[node].ended is None
     )

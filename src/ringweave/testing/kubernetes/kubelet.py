@@ -34,6 +34,8 @@ class PlayedKubelet:
     broken_rules: list[str] = field(default_factory=list)
     created: set[tuple[str, str]] = field(default_factory=set)
     """(name, uid) of every Pod that was ever seen."""
+    lost: set[str] = field(default_factory=set)
+    """Names of Pods whose machine does nothing any more."""
     _ready: dict[tuple[str, int], set[int]] = field(default_factory=dict)
 
     async def pods(self, job: str) -> dict[Key, Object]:
@@ -48,8 +50,11 @@ class PlayedKubelet:
         opening = configs.opening_of(config)
         found = await self.pods(job)
         for (node, attempt), pod in found.items():
-            phase = pod.get("status", {}).get("phase")
-            if phase in ("Succeeded", "Failed") or "deletionTimestamp" in pod["metadata"]:
+            is_over = "terminated" in seeing.state_of(pod) or pod["status"].get("phase") in ("Succeeded", "Failed")
+            if is_over or pod["metadata"]["name"] in self.lost:
+                continue
+            if "deletionTimestamp" in pod["metadata"]:
+                await self._let_go(pod)
                 continue
             if names.STOPPED in pod["metadata"].get("annotations", {}):
                 await self.end(pod, Report(round=seeing.round_of(pod), phase=Phase.STOPPED, pid=1, text="stopped"))
@@ -69,7 +74,7 @@ class PlayedKubelet:
         """The Pod runs, and its agent says this."""
         running = {"state": {"running": {"startedAt": times.show(self.clock())}}, "ready": True}
         is_ready = report.phase in (Phase.READY, Phase.RUNNING)
-        conditions = [condition_of(report, self.clock()), _ready(is_ready)]
+        conditions = [condition_of(report, self.clock()), _ready(is_ready), _condition("ContainersReady", is_so=True)]
         node, _ = seeing.key_of(pod) or (0, 0)
         address = {"podIP": f"10.1.{node % 250}.1"}
         await self._write(pod, {"phase": "Running", "conditions": conditions, **address}, running)
@@ -89,6 +94,37 @@ class PlayedKubelet:
         phase = "Succeeded" if is_good else "Failed"
         await self._write(
             pod, {"phase": phase, "conditions": [_ready(False)]}, {"state": {"terminated": ended}, "ready": False}
+        )
+
+    async def bind(self, pod: Object, machine: str) -> None:
+        """What a scheduler does: the Pod has a machine, and stays from now on until somebody says that it has ended."""
+        name = pod["metadata"]["name"]
+        target = {"apiVersion": "v1", "kind": "Node", "name": machine}
+        body = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": target}
+        await self.client.request("POST", kinds.PODS.path(self.namespace, name, "binding"), body=body)
+
+    async def lose_machine(self, pod: Object) -> None:
+        """Nothing is heard of its machine any more: the control plane marks its Pods as not ready."""
+        name = pod["metadata"]["name"]
+        self.lost.add(name)
+        unready = {"type": "Ready", "status": "False", "lastTransitionTime": times.show(self.clock())}
+        await self.client.patch(
+            kinds.PODS, self.namespace, name, {"status": {"conditions": [unready]}}, subresource="status"
+        )
+
+    async def lose_container(self, pod: Object) -> None:
+        """After its machine was started anew the kubelet knows nothing of the container but that it is gone."""
+        lost = {
+            "exitCode": 137,
+            "reason": "ContainerStatusUnknown",
+            "message": "The container could not be located when the pod was terminated",
+            "startedAt": None,
+            "finishedAt": None,
+        }
+        await self._write(
+            pod,
+            {"phase": "Failed", "conditions": [_ready(False)]},
+            {"state": {"terminated": lost}, "ready": False},
         )
 
     async def succeed(self, pod: Object, *, iterations: int = 100, last_loss: float = 1.5) -> None:
@@ -117,6 +153,13 @@ class PlayedKubelet:
         )
         await self.end(pod, report, exit_code=exit_code or 1)
 
+    async def _let_go(self, pod: Object) -> None:
+        """Of one that was deleted: nothing of it runs any more."""
+        metadata = pod["metadata"]
+        await self.client.delete(
+            kinds.PODS, self.namespace, metadata["name"], gracePeriodSeconds=0, preconditions={"uid": metadata["uid"]}
+        )
+
     async def _begin(self, job: str, config: Object | None, pod: Object, report: Report) -> None:
         """It starts, and had better be allowed to."""
         wanted = {node.index for node in configs.config_of(config["data"]).nodes} if config else set()
@@ -138,7 +181,19 @@ class PlayedKubelet:
     async def _write(self, pod: Object, status: dict[str, Any], container: dict[str, Any]) -> None:
         whole = {"name": CONTAINER, "image": "image", "imageID": "id", "restartCount": 0, "started": True, **container}
         metadata = pod["metadata"]
-        body = {"metadata": {"uid": metadata["uid"]}, "status": {**status, "containerStatuses": [whole]}}
+        beside = [
+            {
+                **whole,
+                "name": each["name"],
+                "ready": True,
+                "state": {"running": {"startedAt": times.show(self.clock())}},
+            }
+            for each in pod["spec"]["containers"]
+            if each["name"] != CONTAINER
+        ]
+        if beside:  # as long as one runs, the Pod does
+            status = {**status, "phase": "Running"}
+        body = {"metadata": {"uid": metadata["uid"]}, "status": {**status, "containerStatuses": [*beside, whole]}}
         try:
             await self.client.patch(kinds.PODS, self.namespace, metadata["name"], body, subresource="status")
         except ApiError as error:
@@ -155,4 +210,8 @@ def _coordinator(config: Object | None, job: str, node: int, namespace: str) -> 
 
 
 def _ready(is_so: bool) -> Object:
-    return {"type": "Ready", "status": "True" if is_so else "False", "lastProbeTime": None, "lastTransitionTime": None}
+    return _condition("Ready", is_so=is_so)
+
+
+def _condition(kind: str, *, is_so: bool) -> Object:
+    return {"type": kind, "status": "True" if is_so else "False", "lastProbeTime": None, "lastTransitionTime": None}

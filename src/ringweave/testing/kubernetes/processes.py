@@ -29,6 +29,8 @@ from ringweave.launch.kubernetes.resource import times
 from ringweave.testing.kubernetes.naming import sitecustomize
 
 _LOOK_S = 0.05
+_MOUNT_S = 1.0
+"""From one look at the objects of volumes to the next; a kubelet takes a minute."""
 
 
 @dataclass(slots=True)
@@ -43,6 +45,8 @@ class _Container:
     """Of loopback, and no other Pod's."""
     is_told: bool = False
     """That it has ended."""
+    mounted_s: float = 0.0
+    """When its volumes were last made as their objects are."""
 
 
 class ProcessKubelet:
@@ -123,11 +127,9 @@ class ProcessKubelet:
             path.mkdir(parents=True, exist_ok=True)
             volumes[volume["name"]] = path
             try:
-                texts = await self._texts(volume)
+                await self._fill(path, volume)
             except ApiError:
                 return None
-            for name, text in texts.items():
-                (path / name).write_text(text)
         mounts = {mount["mountPath"]: str(volumes[mount["name"]]) for mount in spec["containers"][0]["volumeMounts"]}
         last_words = folder / "last-words"
         last_words.touch()
@@ -148,6 +150,13 @@ class ProcessKubelet:
         beside.write_text("".join(lines), encoding="utf-8")
         beside.replace(self._hosts)
 
+    async def _fill(self, path: Path, volume: Mapping[str, Any]) -> None:
+        """The files of a volume as its object has them now; each is there at any time, as it was or as it is."""
+        for name, text in (await self._texts(volume)).items():
+            beside = path.with_name(f"{path.name}.{name}")
+            beside.write_text(text)
+            beside.replace(path / name)
+
     async def _texts(self, volume: Mapping[str, Any]) -> dict[str, str]:
         if "configMap" in volume:
             return (await self.client.get(kinds.CONFIG_MAPS, self._namespace, volume["configMap"]["name"]))["data"]
@@ -162,6 +171,11 @@ class ProcessKubelet:
         if container.process.poll() is None:
             if is_late:
                 container.process.terminate()
+            elif time.time() >= container.mounted_s + _MOUNT_S:
+                container.mounted_s = time.time()
+                for volume in pod["spec"]["volumes"]:
+                    with contextlib.suppress(ApiError):  # what is gone stays as it was
+                        await self._fill(container.folder / volume["name"], volume)
             return
         if container.is_told:
             return

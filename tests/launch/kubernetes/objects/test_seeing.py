@@ -3,11 +3,13 @@
 from typing import Any
 
 import pytest
+from ruamel.yaml import YAML
 
 from ringweave.jobs.life.observing import Cause, Lack, Phase
 from ringweave.launch.groups.posts import Report, dump_report
 from ringweave.launch.kubernetes import names
 from ringweave.launch.kubernetes.objects import seeing
+from ringweave.launch.kubernetes.objects.pods import CONTAINER
 
 NOW = 1_800_000_000.0
 
@@ -27,8 +29,18 @@ def a_pod(
     labels = {names.NODE_LABEL: "1", names.ATTEMPT_LABEL: "2"}
     return {
         "metadata": {"name": "text-1-2", "labels": labels, "annotations": annotations, **metadata},
-        "status": {"phase": phase, "conditions": conditions, "containerStatuses": [{"state": state}], **(status or {})},
+        "status": {
+            "phase": phase,
+            "conditions": conditions,
+            "containerStatuses": [{"name": CONTAINER, "state": state}],
+            **(status or {}),
+        },
     }
+
+
+def workers(state: dict[str, Any]) -> list[dict[str, Any]]:
+    """The state of the workers' container, which is alone in its Pod."""
+    return [{"name": CONTAINER, "state": state}]
 
 
 def said(phase: Phase, round_: int = 1, **more: Any) -> Report:
@@ -67,7 +79,11 @@ def test_one_that_finished_an_earlier_round_finished_that() -> None:
             "Unschedulable: 0/3 nodes",
         ),
         (
-            {"containerStatuses": [{"state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such"}}}]},
+            {
+                "containerStatuses": [
+                    {"name": CONTAINER, "state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such"}}}
+                ]
+            },
             "ImagePullBackOff: no such",
         ),
     ],
@@ -86,7 +102,7 @@ def test_why_it_is_pending(status: dict[str, Any], text: str) -> None:
     ],
 )
 def test_what_does_not_come_by_itself_is_told_apart_from_a_place(waiting: str, lack: Lack | None) -> None:
-    status = {"containerStatuses": [{"state": {"waiting": {"reason": waiting}}}]}
+    status = {"containerStatuses": workers({"waiting": {"reason": waiting}})}
     assert seeing.group_of(a_pod(status=status), NOW).lacks is lack
     unplaced = {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}]}
     assert seeing.group_of(a_pod(status=status | unplaced), NOW).lacks is (lack or Lack.ROOM)
@@ -128,6 +144,85 @@ def test_one_that_was_told_to_stop_is_leaving_until_it_has_ended() -> None:
 def test_an_end_is_told_in_whole_seconds(finished: str, expected: float) -> None:
     pod = a_pod("Failed", ended={"exitCode": 1, "finishedAt": finished})
     assert seeing.group_of(pod, NOW + 0.4).ended_s == expected
+
+
+CONTAINER_STATUS_UNKNOWN = """
+phase: Failed
+conditions:
+- {type: Ready, status: "False", lastProbeTime: null, lastTransitionTime: "2027-01-15T07:59:58Z"}
+containerStatuses:
+- name: workers
+  image: example/train:1
+  imageID: ""
+  lastState: {}
+  ready: false
+  restartCount: 0
+  started: false
+  state:
+    terminated:
+      exitCode: 137
+      finishedAt: null
+      message: The container could not be located when the pod was terminated
+      reason: ContainerStatusUnknown
+      startedAt: null
+"""
+"""As a kubelet writes it that found no container after its machine was started anew."""
+
+
+def test_a_container_of_which_the_kubelet_knows_nothing_any_more_was_lost_by_its_place() -> None:
+    status = YAML(typ="safe", pure=True).load(CONTAINER_STATUS_UNKNOWN)
+    group = seeing.group_of(a_pod(status=status), NOW)
+    assert (group.phase, group.cause, group.ended_s) == (Phase.FAILED, Cause.PLACE, None)
+    assert group.text == "ContainerStatusUnknown, exit code 137"
+
+
+@pytest.mark.parametrize(
+    ("odd", "text"),
+    [
+        ({"conditions": ["a text"]}, "its Pod cannot be understood (TypeError: "),
+        (
+            {"phase": "Failed", "containerStatuses": [{"name": "workers", "state": {"terminated": 1}}]},
+            "(AttributeError: ",
+        ),
+    ],
+)
+def test_a_pod_that_nobody_understands_is_the_places_failure_and_no_error(odd: dict[str, Any], text: str) -> None:
+    group = seeing.group_of(a_pod(status=odd, deletionTimestamp="2027-01-15T07:59:58Z"), NOW)
+    assert (group.node, group.attempt, group.phase, group.cause) == (1, 2, Phase.FAILED, Cause.PLACE)
+    assert text in group.text
+    assert group.leaving
+
+
+def test_a_round_that_is_no_number_is_the_first_so_that_it_is_written_anew() -> None:
+    assert seeing.round_of(a_pod(annotations={names.ROUND: "three"})) == 1
+
+
+PROXY = {"name": "istio-proxy", "state": {"running": {"startedAt": "2027-01-15T07:00:00Z"}}}
+
+
+@pytest.mark.parametrize(
+    ("state", "phase"),
+    [
+        ({"terminated": {"exitCode": 0, "reason": "Completed"}}, Phase.SUCCEEDED),
+        ({"terminated": {"exitCode": 3, "reason": "Error"}}, Phase.FAILED),
+        ({"waiting": {"reason": "ImagePullBackOff"}}, Phase.PENDING),
+    ],
+)
+def test_what_others_put_beside_the_workers_does_not_count(state: dict[str, Any], phase: Phase) -> None:
+    pod = a_pod(status={"containerStatuses": [PROXY, {"name": CONTAINER, "state": state}]})
+    group = seeing.group_of(pod, NOW)
+    assert group.phase is phase
+    assert group.exit_code == state.get("terminated", {}).get("exitCode")
+    waiting = {"name": "istio-proxy", "state": {"waiting": {"reason": "ImagePullBackOff"}}}
+    running = a_pod(report=said(Phase.RUNNING), status={"containerStatuses": [waiting]})
+    assert seeing.group_of(running, NOW).phase is Phase.RUNNING
+
+
+def test_what_has_to_run_before_the_workers_may_lack_something() -> None:
+    before = [{"name": "istio-init", "state": {"waiting": {"reason": "ErrImagePull", "message": "no such"}}}]
+    status = {"containerStatuses": [], "initContainerStatuses": before}
+    group = seeing.group_of(a_pod("Pending", status=status), NOW)
+    assert (group.lacks, group.text) == (Lack.MEANS, "ErrImagePull: no such")
 
 
 def test_pods_without_our_labels_are_not_ours() -> None:

@@ -15,6 +15,7 @@ from ringweave.launch.groups.posts import Report
 from ringweave.launch.kubernetes import names
 from ringweave.launch.kubernetes.api import connecting, kinds
 from ringweave.launch.kubernetes.api.client import Client, Object
+from ringweave.launch.kubernetes.api.failures import ApiError
 from ringweave.launch.kubernetes.objects import configs, lodging
 from ringweave.launch.kubernetes.objects.owning import Owner
 from ringweave.launch.kubernetes.objects.pods import PodSettings
@@ -25,6 +26,7 @@ from ringweave.launch.kubernetes.operating.desk import condition_of
 from ringweave.launch.kubernetes.operating.looking import Look
 from ringweave.launch.kubernetes.resource import reading
 from ringweave.launch.workers import Meeting
+from tests.launch.kubernetes.operating.worlds import World, play, run_all
 
 NODE = {"name": "n0", "capacity": 3}
 OF_JOB = (kinds.SECRETS, kinds.SERVICES)
@@ -69,6 +71,33 @@ def test_a_job_that_is_deleted_before_its_config_map_is_there_leaves_nothing(kub
             assert [each["metadata"]["name"] for each in jobs] == []
 
     asyncio.run(run())
+
+
+def secret_and_service(name: str) -> tuple[tuple[kinds.Kind, str], ...]:
+    return (kinds.SECRETS, names.config(name)), (kinds.SERVICES, names.service(name))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_secret_or_service_that_somebody_removes_is_made_again(kubeconfig: Path, which: int) -> None:
+    name = f"torn-{which}"
+
+    async def test(world: World) -> None:
+        kind, removed = secret_and_service(name)[which]
+        await run_all(world)
+        before = await world.client.get(kind, "default", removed)
+        await world.client.delete(kind, "default", removed)
+        await world.settle()
+        again = await world.client.get(kind, "default", removed)
+        assert again["metadata"]["uid"] != before["metadata"]["uid"]
+        assert (await world.job())["status"]["state"] == "Running", "who runs is not disturbed"
+        await world.client.patch(kinds.TRAINING_JOBS, "default", name, {"spec": {"suspend": True}})
+        await world.client.delete(kind, "default", removed)
+        await world.settle()
+        assert await left(world.client, name) == []
+        with pytest.raises(ApiError, match="not found"):
+            await world.client.get(kinds.CONFIG_MAPS, "default", names.config(name))
+
+    play(kubeconfig, name, test)
 
 
 def test_what_is_not_the_jobs_stays(kubeconfig: Path) -> None:
@@ -142,3 +171,18 @@ def test_a_gate_that_somebody_shut_while_an_elastic_job_trains_stays_shut() -> N
     )
     with pytest.raises(LaunchError, match=text):
         acting.opening_of(look, config.of_job(look.job, directory=None, script_text=""), 1)
+
+
+def test_a_finalizer_that_somebody_else_has_added_since_the_look_stays(kubeconfig: Path) -> None:
+    async def run() -> None:
+        async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
+            look = await a_job(client, "audited")
+            both = {"metadata": {"finalizers": [names.FINALIZER, "example.org/audit"]}}
+            await client.patch(kinds.TRAINING_JOBS, "default", "audited", both)
+            await Actor(client, PodSettings(), time.time).forget(look)
+            found = await client.get(kinds.TRAINING_JOBS, "default", "audited")
+            assert found["metadata"]["finalizers"] == ["example.org/audit"]
+            none = {"metadata": {"finalizers": []}}
+            await client.patch(kinds.TRAINING_JOBS, "default", "audited", none)
+
+    asyncio.run(run())

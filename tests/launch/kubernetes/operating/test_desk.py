@@ -88,7 +88,8 @@ class Office:
 
     def address(self) -> Address:
         """With the token as it is now."""
-        return Address(url=self.url, group=f"default/{self.name}/0/1", token=self.token())
+        token = self.token()
+        return Address(url=self.url, group=f"default/{self.name}/0/1", token=lambda: token)
 
     def note(
         self, *, opening: Opening | None = None, round_: int = 1, is_there: bool = True, has_config: bool = True
@@ -152,7 +153,7 @@ def test_results_alone_are_written_seldom(office: Office) -> None:
     first = Report(round=1, phase=Phase.RUNNING, pid=7, iterations=1)
     post.tell(first)
     wait(lambda: seeing.report_of(office.pod()) == first)
-    address = Address(url=office.url, group=f"default/{office.name}/0/1", token=office.token())
+    address = Address(url=office.url, group=f"default/{office.name}/0/1", token=office.token)
     body = dump_report(Report(round=1, phase=Phase.RUNNING, pid=7, iterations=2))
     assert address.ask("PUT", "report", body)[0] == 204
     assert seeing.report_of(office.pod()) == first
@@ -161,10 +162,10 @@ def test_results_alone_are_written_seldom(office: Office) -> None:
 @pytest.mark.parametrize("token", ["", "wrong"])
 def test_without_the_token_of_the_job_nothing_is_told(office: Office, token: str) -> None:
     office.note()
-    address = Address(url=office.url, group=f"default/{office.name}/0/1", token=token)
+    address = Address(url=office.url, group=f"default/{office.name}/0/1", token=lambda: token)
     assert address.ask("GET", "orders")[0] == 403
     assert address.ask("PUT", "report", "{}")[0] == 403
-    other = Address(url=office.url, group="default/other/0/1", token=office.token())
+    other = Address(url=office.url, group="default/other/0/1", token=office.token)
     assert other.ask("GET", "orders")[0] == 403
 
 
@@ -207,7 +208,7 @@ def test_what_is_no_latin_is_reported_too(office: Office) -> None:
 
 def test_what_is_no_report_is_refused(office: Office) -> None:
     office.note()
-    address = Address(url=office.url, group=f"default/{office.name}/0/1", token=office.token())
+    address = Address(url=office.url, group=f"default/{office.name}/0/1", token=office.token)
     wait(lambda: address.ask("PUT", "report", "{}")[0] == 400)
 
 

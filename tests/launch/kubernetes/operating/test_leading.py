@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ringweave.errors import LaunchError
 from ringweave.launch.kubernetes.api import connecting
 from ringweave.launch.kubernetes.api.client import Client
 from ringweave.launch.kubernetes.api.failures import ApiError
@@ -79,6 +80,48 @@ class Virtual(asyncio.SelectorEventLoop):
         if not self._ready and self._scheduled:  # type: ignore[attr-defined]
             self.now_s = max(self.now_s, self._scheduled[0].when())  # type: ignore[attr-defined]
         super()._run_once()  # type: ignore[misc]
+
+
+class Failing:
+    """An API server that fails some times before it makes the lease."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self._errors = list(errors)
+
+    async def get(self, *_: Any) -> Any:
+        if self._errors:
+            raise self._errors.pop(0)
+        raise ApiError("none", status=404, reason="NotFound", message="")
+
+    async def create(self, *_: Any) -> None:
+        return
+
+
+def an_error(status: int) -> ApiError:
+    return ApiError(f"it says {status}", status=status, reason="Unknown", message="")
+
+
+def test_one_that_waits_outlasts_an_api_server_that_is_away() -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        server = Failing(LaunchError("connection refused"), an_error(500), an_error(429), TimeoutError())
+        leader = Leader(server, settings("patient"), Clock(), loop.time)  # type: ignore[arg-type]
+        await leader.acquire()
+        assert leader.holds
+        assert loop.time() == 4 * 15.0 / 4
+
+    with asyncio.Runner(loop_factory=Virtual) as runner:
+        runner.run(run())
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_one_that_may_not_have_the_lease_says_so(status: int) -> None:
+    async def run() -> None:
+        leader = Leader(Failing(an_error(status)), settings("nobody"), Clock())  # type: ignore[arg-type]
+        with pytest.raises(ApiError, match=f"it says {status}"):
+            await leader.acquire()
+
+    asyncio.run(run())
 
 
 class Silent:

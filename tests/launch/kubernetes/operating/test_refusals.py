@@ -1,74 +1,24 @@
 """Pods that a quota or a policy refuses are told of, and made once they are allowed; logs survive errors."""
 
-import asyncio
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
-from ringweave.jobs.life.observing import Cause
 from ringweave.jobs.life.states import JobState
 from ringweave.launch.kubernetes import names, showing
-from ringweave.launch.kubernetes.api import connecting, kinds
-from ringweave.launch.kubernetes.api.client import Client, Object
+from ringweave.launch.kubernetes.api import kinds
+from ringweave.launch.kubernetes.api.failures import ApiError
 from ringweave.launch.kubernetes.objects import keeping, seeing
-from ringweave.launch.kubernetes.objects.pods import PodSettings
-from ringweave.launch.kubernetes.operating.acting import Actor, RefusedError, UnreadLogError
-from ringweave.launch.kubernetes.operating.admission import Admission
-from ringweave.launch.kubernetes.operating.controller import Controller
+from ringweave.launch.kubernetes.objects.pods import CONTAINER
+from ringweave.launch.kubernetes.operating.refusing import PATIENCE_S, RefusedError, UnreadLogError
 from ringweave.launch.kubernetes.resource import refusals
 from ringweave.testing.kubernetes.cluster import FakeCluster
-from ringweave.testing.kubernetes.kubelet import PlayedKubelet
 from ringweave.testing.kubernetes.server.refusing import Refused
+from tests.launch.kubernetes.operating.worlds import World, fail_a_node, play, refuse
 
-SPEC: dict[str, Any] = {
-    "cpuWorkers": 6,
-    "script": "a.py",
-    "source": "pass",
-    "nodes": [{"name": "n0", "capacity": 3}, {"name": "n1", "capacity": 3}],
-    "requester": {"username": "admin", "groups": ["system:masters"]},
-}
 QUOTA = 'pods "{}" is forbidden: exceeded quota: compute, requested: pods=1, used: pods=3, limited: pods=3'
-
-
-class World:
-    """One job and the parts of an operator, without a queue."""
-
-    def __init__(self, client: Client, name: str) -> None:
-        self.client, self.name, self.now_s = client, name, time.time()
-        settings = PodSettings(image="example/train:1")
-        self.actor = Actor(client, settings, lambda: self.now_s)
-        self.controller = Controller(
-            client, self.actor, Admission(client, settings, lambda: self.now_s), lambda: self.now_s
-        )
-        self.kubelet = PlayedKubelet(client, "default")
-
-    async def settle(self) -> None:
-        """As many passes as it takes until there is nothing to do."""
-        while (await self.controller.reconcile(("default", self.name))).again:
-            pass
-
-    async def job(self) -> Object:
-        return await self.client.get(kinds.TRAINING_JOBS, "default", self.name)
-
-    async def pods(self) -> list[str]:
-        return [pod["metadata"]["name"] for pod in (await self.kubelet.pods(self.name)).values()]
-
-
-def play(kubeconfig: Path, name: str, test: Callable[[World], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
-            world = World(client, name)
-            await client.create(kinds.TRAINING_JOBS, "default", {"metadata": {"name": name}, "spec": SPEC})
-            await test(world)
-            await client.delete(kinds.TRAINING_JOBS, "default", name)
-            await world.settle()
-            assert await world.pods() == []
-
-    asyncio.run(run())
 
 
 @pytest.fixture(autouse=True)
@@ -76,18 +26,6 @@ def _as_before(cluster: FakeCluster) -> Iterator[None]:
     yield
     cluster.handler.delay = None
     cluster.handler.logs = lambda _pod, _params: None
-
-
-def refuse(cluster: FakeCluster, method: str, ending: str, refused: Callable[[str], Refused]) -> None:
-    """Refuse some requests; those that make a Pod by its name."""
-
-    async def look(http: web.Request) -> None:
-        if http.method == method and http.path.endswith("/pods" if method == "POST" else ending):
-            body = (await http.json())["metadata"]["name"] if method == "POST" else http.path
-            if method != "POST" or body.endswith(ending):
-                raise refused(body)
-
-    cluster.handler.delay = look
 
 
 def test_a_quota_that_refuses_one_pod_is_told_of_until_it_allows_it(cluster: FakeCluster, kubeconfig: Path) -> None:
@@ -147,10 +85,90 @@ def test_a_quota_that_refuses_one_pod_is_told_of_until_it_allows_it(cluster: Fak
     ],
 )
 def test_each_refusal_has_its_word_and_what_helps(message: str, code: str) -> None:
-    why = refusals.reason_of(None, [refusals.Refusal(node=None, message=message)])  # type: ignore[arg-type]
+    why = refusals.reason_of(None, [refusals.Refusal(node=None, message=message, what="its config")])  # type: ignore[arg-type]
     assert why.code == code
     assert str(why).startswith(f"the API server refuses its config: {message}. ")
     assert why.helps
+
+
+WEBHOOK = (
+    'Internal error occurred: failed calling webhook "validate.kyverno.svc-fail": failed to call webhook: Post '
+    '"https://kyverno-svc.kyverno.svc:443/validate/fail": dial tcp 10.96.0.7:443: connect: connection refused'
+)
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "text"),
+    [
+        (Refused(500, "InternalError", WEBHOOK), "WebhookUnreachable", f"fails at the Pod of node n1: {WEBHOOK}. "),
+        (
+            Refused(500, "InternalError", "etcdserver: no leader"),
+            "ApiServerFails",
+            "n1: etcdserver: no leader. Ask who",
+        ),
+    ],
+)
+def test_a_failure_that_lasts_is_told_of_until_it_is_over(
+    cluster: FakeCluster, kubeconfig: Path, failure: Refused, code: str, text: str
+) -> None:
+    refuse(cluster, "POST", "-1-1", lambda _: failure)
+
+    async def test(world: World) -> None:
+        with pytest.raises(ApiError) as caught:
+            await world.settle()
+        assert failure.message in str(caught.value)
+        assert (await world.job())["status"]["reason"] == "NotReady", "it may be over at once"
+        world.now_s += PATIENCE_S
+        with pytest.raises(RefusedError):
+            await world.settle()
+        status = (await world.job())["status"]
+        assert (status["state"], status["reason"], status["nodes"][1]["reason"]) == ("Pending", code, code)
+        assert text in next(item["message"] for item in status["conditions"] if item["type"] == "Running")
+        cluster.handler.delay = None
+        await world.settle()
+        assert (await world.job())["status"]["reason"] not in refusals.CODES
+        refuse(cluster, "POST", "-1-2", lambda _: failure)
+        await world.client.delete(kinds.PODS, "default", "fails-1-1")
+        with pytest.raises(ApiError, match="500 InternalError"):  # counted anew
+            await world.settle()
+
+    play(kubeconfig, "fails", test)
+
+
+def test_a_name_that_is_taken_by_something_else_is_told_of(kubeconfig: Path) -> None:
+    async def test(world: World) -> None:
+        await world.client.create(kinds.SERVICES, "default", {"metadata": {"name": "web"}, "spec": {}})
+        with pytest.raises(RefusedError, match="1 refused, expected none: Service web is there already"):
+            await world.settle()
+        status = (await world.job())["status"]
+        assert (status["state"], status["reason"]) == ("Pending", "NameTaken")
+        assert status["message"] == (
+            "the API server refuses its config: Service web is there already, and belongs to something else "
+            "(kubectl -n default get services web -o yaml)"
+        )
+        assert status["helps"] == "Remove that object, or delete the job and submit it under another name"
+        await world.client.delete(kinds.SERVICES, "default", "web")
+        await world.settle()
+        assert (await world.job())["status"]["reason"] not in refusals.CODES
+
+    play(kubeconfig, "web", test)
+
+
+def test_a_pod_that_a_former_job_of_the_name_has_left_is_told_of(kubeconfig: Path) -> None:
+    async def test(world: World) -> None:
+        labels = {names.JOB_LABEL: "orphans", names.NODE_LABEL: "1", names.ATTEMPT_LABEL: "1"}
+        left = {"metadata": {"name": "orphans-1-1", "labels": labels}, "spec": {"containers": [{"name": "workers"}]}}
+        await world.client.create(kinds.PODS, "default", left)  # as kubectl delete --cascade=orphan leaves it
+        with pytest.raises(RefusedError, match="Pod orphans-1-1 is there already"):
+            await world.settle()
+        status = (await world.job())["status"]
+        assert [node.get("reason") == "NameTaken" for node in status["nodes"]] == [False, True]
+        assert "refuses the Pod of node n1: Pod orphans-1-1 is there already" in status["message"]
+        await world.client.delete(kinds.PODS, "default", "orphans-1-1")
+        await world.settle()
+        assert "orphans-1-1" in await world.pods()
+
+    play(kubeconfig, "orphans", test)
 
 
 async def told(*texts: str) -> AsyncIterator[bytes]:
@@ -174,7 +192,7 @@ def test_the_end_of_a_long_log_is_what_is_kept(cluster: FakeCluster, kubeconfig:
         text = kept["data"][keeping.LOG]
         assert text.endswith("[0] the last words")
         assert keeping.MAX_BYTES - 1000 < len(text) <= keeping.MAX_BYTES
-        assert asked == [{"tailLines": str(keeping.MAX_LINES)}]
+        assert asked == [{"container": CONTAINER, "tailLines": str(keeping.MAX_LINES)}]
 
     play(kubeconfig, "wordy", test)
 
@@ -191,6 +209,10 @@ def test_a_log_that_cannot_be_read_now_is_tried_again_and_holds_nothing_else_up(
         assert set(await world.pods()) == {"silent-0-1", "silent-1-1"}, "it stays for its log"
         called_back = (await world.kubelet.pods("silent"))[0, 1]
         assert seeing.round_of(called_back) == 2, "the other one is not held up"
+        with pytest.raises(UnreadLogError):
+            await world.settle()
+        told = (await world.job())["status"]["nodes"][0]
+        assert (told["state"], told["reason"]) == ("Interrupted", "NodeCalledBack"), "also once its Pod says so"
         world.now_s += keeping.PATIENCE_S
         await world.settle()
         assert set(await world.pods()) == {"silent-0-1", "silent-1-2"}
@@ -199,14 +221,3 @@ def test_a_log_that_cannot_be_read_now_is_tried_again_and_holds_nothing_else_up(
         assert names.JOB_LABEL in kept["metadata"]["labels"]
 
     play(kubeconfig, "silent", test)
-
-
-async def fail_a_node(world: World) -> None:
-    """Both nodes run, then the second one fails, and the time to judge is over."""
-    await world.settle()
-    for _ in range(2):
-        await world.kubelet.step(world.name)
-        await world.settle()
-    pods = await world.kubelet.pods(world.name)
-    await world.kubelet.fail(pods[1, 1], Cause.PLACE)
-    world.now_s += 60.0

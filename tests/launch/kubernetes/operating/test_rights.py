@@ -13,15 +13,18 @@ from ringweave.launch.kubernetes.api import connecting, kinds
 from ringweave.launch.kubernetes.api.client import Client
 from ringweave.launch.kubernetes.api.failures import ApiError
 from ringweave.launch.kubernetes.objects.pods import PodSettings
+from ringweave.launch.kubernetes.operating import running
 from ringweave.launch.kubernetes.operating.acting import Actor
 from ringweave.launch.kubernetes.operating.admission import Admission
 from ringweave.launch.kubernetes.operating.controller import Controller
 from ringweave.launch.kubernetes.operating.leading import Leader, LeaseSettings
+from ringweave.launch.kubernetes.operating.running import OperatorSettings
 from ringweave.testing.kubernetes.cluster import FakeCluster
 from ringweave.testing.kubernetes.kubelet import PlayedKubelet
 
 DEPLOY = Path(__file__).parents[4] / "deploy" / "base"
 ACCOUNT = "system:serviceaccount:ringweave-system:ringweave-operator"
+SOON_S = 250.0
 PLURALS = {"ValidatingAdmissionPolicy": "validatingadmissionpolicies"}
 SPEC: dict[str, Any] = {
     "cpuWorkers": 6,
@@ -46,10 +49,14 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FakeClu
         yield cluster, folder, admin
 
 
-async def _apply(admin: Path) -> None:
+async def _apply(admin: Path, *files: Path, without: tuple[tuple[str, str], ...] = ()) -> None:
+    """Everything of deploy/base and of other files, without some (kind, name)."""
+    base = (DEPLOY / f"{name}.yaml" for name in ("namespace", "trainingjobs", "roles", "requester", "operator"))
     async with client_of(admin) as client:
-        for name in ("namespace", "trainingjobs", "roles", "requester", "operator"):
-            for body in YAML(typ="safe", pure=True).load_all((DEPLOY / f"{name}.yaml").read_text()):
+        for path in (*base, *files):
+            for body in YAML(typ="safe", pure=True).load_all(path.read_text()):
+                if (body["kind"], body["metadata"]["name"]) in without:
+                    continue
                 kind = kinds.Kind(
                     api_version=body["apiVersion"],
                     kind=body["kind"],
@@ -95,6 +102,46 @@ def test_the_operators_roles_are_enough_for_a_whole_life(deployed: tuple[FakeClu
             await leader.release()
 
     asyncio.run(live())
+
+
+def test_with_rights_in_one_namespace_the_operator_leads_jobs_there_and_sees_nothing_elsewhere(tmp_path: Path) -> None:
+    overlay = DEPLOY.parent / "namespaced"
+    everywhere = YAML(typ="safe", pure=True).load((overlay / "everywhere.yaml").read_text())
+    removed = (everywhere["kind"], everywhere["metadata"]["name"])
+    with FakeCluster() as cluster:
+        admin = cluster.kubeconfig(tmp_path / "admin")
+        account = cluster.kubeconfig(tmp_path / "account", user=ACCOUNT, groups=())
+
+        async def live() -> None:
+            async with client_of(admin) as people, client_of(account) as client:
+                await people.create(kinds.NAMESPACES, None, {"metadata": {"name": "team"}})
+                await _apply(admin, overlay / "binding.yaml", without=(removed,))
+                for namespace in ("default", "ringweave-system"):
+                    with pytest.raises(ApiError, match="forbidden"):
+                        await client.get(kinds.SECRETS, namespace, "any")
+                lease = LeaseSettings(namespace="ringweave-system", identity="me")
+                settings = OperatorSettings(lease=lease, namespaces=("team",), desk_host="127.0.0.1", desk_port=0)
+                connect = running.connector({"KUBECONFIG": str(account)}, None)
+                operator = asyncio.create_task(running.operate(connect, settings))
+                requester = {"username": "admin", "groups": ["system:masters"]}
+                body = {"metadata": {"name": "whole"}, "spec": {**SPEC, "requester": requester}}
+                await people.create(kinds.TRAINING_JOBS, "team", body)
+                kubelet = PlayedKubelet(people, "team")
+                try:
+                    async with asyncio.timeout(SOON_S):
+                        while not await is_in_state(people, "Running"):
+                            await kubelet.step("whole")
+                            await asyncio.sleep(0.02)
+                finally:
+                    operator.cancel()
+                    await asyncio.gather(operator, return_exceptions=True)
+
+        asyncio.run(live())
+
+
+async def is_in_state(people: Client, state: str) -> bool:
+    found = await people.get(kinds.TRAINING_JOBS, "team", "whole")
+    return found.get("status", {}).get("state") == state
 
 
 @pytest.mark.parametrize(

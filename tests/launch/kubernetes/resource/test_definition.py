@@ -41,8 +41,10 @@ def test_defaults_are_those_of_the_job_file(field: str, key: str) -> None:
 
 def test_every_manifest_is_in_a_kustomization() -> None:
     yaml = YAML(typ="safe", pure=True)
-    for folder in (DEPLOY / "base", DEPLOY / "requester"):
-        listed = set(yaml.load(folder / "kustomization.yaml")["resources"]) - {"../base"}
+    for folder in (DEPLOY / "base", DEPLOY / "requester", DEPLOY / "namespaced"):
+        whole = yaml.load(folder / "kustomization.yaml")
+        patches = {patch["path"] for patch in whole.get("patches", ()) if "path" in patch}
+        listed = (set(whole["resources"]) | patches) - {"../base"}
         assert listed == {path.name for path in folder.glob("*.yaml")} - {"kustomization.yaml"}
 
 

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ringweave.launch.kubernetes import names
+from ringweave.launch.kubernetes.api.failures import ApiError
+from ringweave.launch.kubernetes.objects import seeing
 from ringweave.launch.kubernetes.objects.owning import Object, Owner
+from ringweave.launch.kubernetes.objects.pods import CONTAINER
 from ringweave.launch.run_dirs import RunDir
 
 MAX_BYTES = 512 * 1024
@@ -25,9 +28,18 @@ LOG_LABEL = f"{names.GROUP}/log"
 
 
 def has_log(pod: Mapping[str, Any]) -> bool:
-    """A container of it has run."""
-    statuses = pod.get("status", {}).get("containerStatuses", ())
-    return any({"running", "terminated"} & item.get("state", {}).keys() for item in statuses)
+    """Its workers' container has run."""
+    return bool({"running", "terminated"} & seeing.state_of(pod).keys())
+
+
+def asked_for(**params: str) -> dict[str, str]:
+    """The parameters of a request for the log of a Pod: of the workers' container, whatever else is in it."""
+    return {"container": CONTAINER, **params}
+
+
+def has_nothing_to_tell(error: ApiError) -> bool:
+    """The API server has no log, since nothing ran, or nothing is left of it."""
+    return error.is_gone or (error.status == 400 and "waiting to start" in error.message)
 
 
 @dataclass(slots=True)

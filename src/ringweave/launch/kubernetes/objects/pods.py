@@ -1,5 +1,6 @@
 """The Pod of one attempt of one node: a group agent that waits at the gate, and starts the workers when it opens."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,70 @@ AGENT = ("python", "-m", "ringweave.launch.kubernetes.agent")
 GRACE_S = 30
 
 
+_SECURITY = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+"""Workers need no more, and a namespace that enforces `restricted` takes no Pod with more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantity:
+    """An amount as the API writes it: `500m`, `16Gi`."""
+
+    number: int
+    suffix: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Quantity":
+        """The amount that a text is.
+
+        Raises:
+            ValueError: It is none.
+        """
+        match = _QUANTITY.fullmatch(text)
+        if match is None:
+            raise ValueError(text)
+        return cls(number=int(match[1]), suffix=match[2])
+
+    def times(self, count: int) -> str:
+        """So often this amount."""
+        return f"{self.number * count}{self.suffix}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Toleration:
+    """A taint that does not matter."""
+
+    key: str
+    value: str | None = None
+    """None: any."""
+    effect: str | None = None
+    """None: all."""
+
+    @classmethod
+    def parse(cls, text: str) -> "Toleration":
+        """What `KEY`, `KEY=VALUE`, `KEY:EFFECT` or `KEY=VALUE:EFFECT` is.
+
+        Raises:
+            ValueError: It is none of them.
+        """
+        match = _TOLERATION.fullmatch(text)
+        if match is None:
+            raise ValueError(text)
+        return cls(key=match[1], value=match[2], effect=match[3])
+
+    def to_object(self) -> Object:
+        """As a Pod has it."""
+        wanted = {"operator": "Exists"} if self.value is None else {"operator": "Equal", "value": self.value}
+        return {"key": self.key, **wanted, **({"effect": self.effect} if self.effect else {})}
+
+
+_QUANTITY = re.compile(r"([1-9]\d*)(|m|k|M|G|T|Ki|Mi|Gi|Ti)")
+_TOLERATION = re.compile(r"([^=:\s]+)(?:=([^=:\s]+))?(?::(NoSchedule|PreferNoSchedule|NoExecute))?")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PodSettings:
     """What the operator adds to what a job says."""
@@ -28,6 +93,14 @@ class PodSettings:
     """Where agents find the operator."""
     desk_authority: str = ""
     """Certificate that the operator shows there, as PEM; empty where it is reached without TLS."""
+    user: int | None = None
+    """Number of the user that workers run as, never root; None: as the image says."""
+    tolerations: tuple[Toleration, ...] = ()
+    """Taints of nodes that Pods may be on all the same."""
+    worker_cpu: Quantity | None = None
+    """CPUs of each worker, as request and limit; None: a request of one for a CPU worker, and no limit."""
+    worker_memory: Quantity | None = None
+    """Memory of each worker, as request and limit; None: nothing is said."""
 
 
 def pod(job: Job, owner: Owner, action: CreateGroup, *, host: str | None, settings: PodSettings) -> Object:
@@ -61,6 +134,11 @@ def pod(job: Job, owner: Owner, action: CreateGroup, *, host: str | None, settin
             {"name": "shm", "emptyDir": {"medium": "Memory"}},
         ],
     }
+    if settings.user is not None:
+        user = settings.user
+        spec["securityContext"] = {"runAsNonRoot": True, "runAsUser": user, "runAsGroup": user, "fsGroup": user}
+    if settings.tolerations:
+        spec["tolerations"] = [each.to_object() for each in settings.tolerations]
     if host is not None:
         spec["nodeSelector"] = {"kubernetes.io/hostname": host}
     return {"metadata": metadata, "spec": spec}
@@ -82,6 +160,7 @@ def _container(job: Job, owner: Owner, action: CreateGroup, settings: PodSetting
         "command": list(AGENT),
         "env": [field, *({"name": name, "value": value} for name, value in told.items() if value)],
         "resources": _resources(job, action, settings),
+        "securityContext": _SECURITY,
         "terminationMessagePolicy": "File",
         "volumeMounts": [
             {"name": "config", "mountPath": CONFIG_DIR, "readOnly": True},
@@ -93,7 +172,10 @@ def _container(job: Job, owner: Owner, action: CreateGroup, settings: PodSetting
 
 
 def _resources(job: Job, action: CreateGroup, settings: PodSettings) -> Object:
-    """A GPU each, or a CPU each."""
-    if job.request.device == "cuda":
-        return {"limits": {settings.gpu_resource: str(action.workers)}}
-    return {"requests": {"cpu": str(action.workers)}}
+    """A GPU each, or a CPU each, and what the operator was told to add."""
+    is_cuda, count = job.request.device == "cuda", action.workers
+    told = {"cpu": settings.worker_cpu, "memory": settings.worker_memory}
+    amounts = {name: each.times(count) for name, each in told.items() if each is not None}
+    limits = {**({settings.gpu_resource: str(count)} if is_cuda else {}), **amounts}
+    requests = {**({} if is_cuda else {"cpu": str(count)}), **amounts}
+    return {name: each for name, each in (("limits", limits), ("requests", requests)) if each}

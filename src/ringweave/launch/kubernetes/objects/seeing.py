@@ -8,7 +8,8 @@ from ringweave.jobs.life.observing import Cause, Group, Lack, Observed, Phase, c
 from ringweave.launch.groups import posts
 from ringweave.launch.groups.posts import Opening, Report
 from ringweave.launch.kubernetes import names
-from ringweave.launch.kubernetes.objects import configs
+from ringweave.launch.kubernetes.objects import configs, silence
+from ringweave.launch.kubernetes.objects.pods import CONTAINER
 from ringweave.launch.kubernetes.resource import times
 
 Pod = Mapping[str, Any]
@@ -24,6 +25,8 @@ class Seen:
     """The ConfigMap; None where there is none."""
     pods: Mapping[Key, Pod]
     """(node, attempt) -> Pod."""
+    is_torn: bool = False
+    """The Secret or the Service beside the ConfigMap is missing, or not the job's."""
 
     @property
     def opening(self) -> Opening | None:
@@ -34,7 +37,8 @@ class Seen:
         """As `reconcile` sees it."""
         opening = self.opening
         groups = tuple(group_of(pod, now) for _, pod in sorted(self.pods.items()))
-        return Observed(config=self.config is not None, gate=opening.round if opening else 0, groups=groups)
+        gate = opening.round if opening else 0
+        return Observed(config=self.config is not None, torn=self.is_torn, gate=gate, groups=groups)
 
 
 def by_key(pods: Iterable[Pod]) -> dict[Key, Pod]:
@@ -52,8 +56,9 @@ def key_of(pod: Pod) -> Key | None:
 
 
 def round_of(pod: Pod) -> int:
-    """The round that it was told to gather for."""
-    return int(pod["metadata"].get("annotations", {}).get(names.ROUND, "1"))
+    """The round that it was told to gather for; the first one where somebody wrote anything else there."""
+    text = pod["metadata"].get("annotations", {}).get(names.ROUND, "1")
+    return int(text) if text.isdecimal() else 1
 
 
 def report_of(pod: Pod) -> Report | None:
@@ -63,7 +68,7 @@ def report_of(pod: Pod) -> Report | None:
     """
     conditions = pod.get("status", {}).get("conditions") or ()
     at_desk = _parsed(item.get("message", "") for item in conditions if item["type"] == names.AT_GATE)
-    ended = _terminated(pod)
+    ended = state_of(pod).get("terminated")
     if at_desk is not None and (ended is None or not at_desk.phase.is_alive):
         return at_desk
     return _parsed([ended.get("message", "")] if ended else []) or at_desk
@@ -87,16 +92,27 @@ def group_of(pod: Pod, now: float) -> Group:
     """
     key = key_of(pod)
     assert key is not None
-    node, attempt = key
-    told = _ended(pod, now) if _is_over(pod) else _living(pod)
-    group = replace(told, node=node, attempt=attempt)
+    try:
+        told = _ended(pod, now) if _is_over(pod) else _living(pod)
+        told = replace(told, silence=silence.silence_of(pod, now))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        told = _not_understood(pod, error)
     is_to_go = "deletionTimestamp" in pod["metadata"]
     was_stopped = names.STOPPED in pod["metadata"].get("annotations", {})
-    return replace(group, leaving=is_to_go or (was_stopped and group.phase.is_alive))
+    leaving = is_to_go or (was_stopped and told.phase.is_alive)
+    is_held = told.phase.is_alive or leaving
+    return replace(told, node=key[0], attempt=key[1], leaving=leaving, silence=told.silence if is_held else None)
+
+
+def _not_understood(pod: Pod, error: Exception) -> Group:
+    """Of a Pod that holds what nobody expects: it is to be replaced, and stands in nobody's way."""
+    text = f"its Pod cannot be understood ({type(error).__name__}: {error})"
+    return Group(node=0, attempt=0, round=round_of(pod), phase=Phase.FAILED, cause=Cause.PLACE, text=text)
 
 
 def _is_over(pod: Pod) -> bool:
-    return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
+    """Its workers' container has ended; others in it may run on, and the Pod's phase with them."""
+    return "terminated" in state_of(pod) or pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
 
 
 def _living(pod: Pod) -> Group:
@@ -109,9 +125,9 @@ def _living(pod: Pod) -> Group:
 
 
 def _ended(pod: Pod, now: float) -> Group:
-    """Of a Pod in whose containers nothing runs any more."""
+    """Of a Pod in whose container for workers nothing runs any more."""
     report, status = report_of(pod), pod["status"]
-    ended = _terminated(pod) or {}
+    ended = state_of(pod).get("terminated") or {}
     ended_s = _ended_s(ended, now)
     if report is not None and not report.phase.is_alive:
         group = report.group(0, 0)
@@ -122,7 +138,7 @@ def _ended(pod: Pod, now: float) -> Group:
     base = replace(base, **_result(report))
     if names.STOPPED in pod["metadata"].get("annotations", {}):
         return replace(base, phase=Phase.STOPPED, text="it was told to stop")
-    if status["phase"] == "Succeeded":
+    if status["phase"] == "Succeeded" or (exit_code == 0 and not status.get("reason")):
         return replace(base, phase=Phase.SUCCEEDED)
     cause = cause_of_exit(exit_code, None, complains_of_peer=False) if ended else Cause.PLACE
     if status.get("reason") or ended.get("reason") not in (None, "Error"):
@@ -142,28 +158,31 @@ def _why_failed(status: Mapping[str, Any], ended: Mapping[str, Any]) -> str:
 
 
 def _ended_s(ended: Mapping[str, Any], now: float) -> float | None:
-    """When it ended: somewhere within the second that the API server names."""
-    if "finishedAt" not in ended:
+    """When it ended: somewhere within the second that the API server names; None where the kubelet does not know."""
+    if not ended.get("finishedAt"):  # null, where it found the container gone
         return None
     second_s = times.parse(ended["finishedAt"])
     return now if second_s <= now < second_s + 1 else second_s + 0.5
 
 
-def _terminated(pod: Pod) -> Mapping[str, Any] | None:
-    for container in pod.get("status", {}).get("containerStatuses", ()):
-        if "terminated" in container.get("state", {}):
-            return container["state"]["terminated"]
-    return None
+def state_of(pod: Pod) -> Mapping[str, Any]:
+    """What the kubelet says of the workers' container: `waiting`, `running` or `terminated`, or nothing yet.
+
+    Containers that somebody else puts beside it, such as the proxy of a service mesh, do not count.
+    """
+    containers = pod.get("status", {}).get("containerStatuses") or ()
+    return next((each.get("state", {}) for each in containers if each.get("name") == CONTAINER), {})
 
 
 def _waits_for(pod: Pod) -> tuple[Lack | None, str]:
     """What it lacks, and why it is not ready yet, as the scheduler or the kubelet says."""
     status = pod.get("status", {})
-    for container in status.get("containerStatuses", ()):
-        waiting = container.get("state", {}).get("waiting", {})
+    before = (each.get("state", {}) for each in status.get("initContainerStatuses") or ())
+    for state in (state_of(pod), *before):
+        waiting = state.get("waiting", {})
         if waiting.get("reason") and waiting["reason"] not in _WAITS_WELL:
             return Lack.MEANS, _said(waiting)
-    for item in status.get("conditions", ()):
+    for item in status.get("conditions") or ():
         if item["type"] == "PodScheduled" and item["status"] == "False":
             return Lack.ROOM, _said(item)
     return None, "its container is being made" if status.get("phase") else ""

@@ -24,23 +24,11 @@ from ringweave.launch.kubernetes.objects.pods import PodSettings
 from ringweave.launch.kubernetes.objects.seeing import Pod
 from ringweave.launch.kubernetes.operating import looking
 from ringweave.launch.kubernetes.operating.looking import Look
+from ringweave.launch.kubernetes.operating.refusing import ForeignError, RefusedError, Troubles, UnreadLogError
 from ringweave.launch.kubernetes.resource import reading, refusals, telling, times
-from ringweave.launch.kubernetes.resource.refusals import Refusal
 from ringweave.launch.workers import Meeting
 
 _WARNINGS = ("AttemptProgram", "AttemptPlace", "Failed", *refusals.CODES)
-
-
-class RefusedError(LaunchError):
-    """Objects of a job are refused: by a quota, by PodSecurity, by a webhook."""
-
-    def __init__(self, refused: list[Refusal]) -> None:
-        super().__init__(f"objects of the job: {len(refused)} refused, expected none: {refused[0].message}")
-        self.refusals = refused
-
-
-class UnreadLogError(LaunchError):
-    """The log of a Pod that is to go cannot be read now; the Pod stays for it a while."""
 
 
 class Actor:
@@ -51,14 +39,15 @@ class Actor:
         self._client, self._settings, self._clock = client, settings, clock
         self._unread: dict[str, float] = {}
         """uid of a Pod -> when its log was first not to be had."""
+        self._troubles = Troubles()
 
     async def do(self, look: Look, wanted: Sequence[Action]) -> None:
         """All of them; where some fail, those of the same kind are done, and no later ones.
 
         Raises:
-            RefusedError: The API server refuses to make something, and will again.
+            RefusedError: The API server refuses something, and will again; or it has failed for too long.
             UnreadLogError: A log cannot be read; everything else was done.
-            ApiError: It refused something else; `is_stale` where somebody else was faster.
+            ApiError: It failed otherwise; `is_stale` where somebody else was faster.
         """
         unread: UnreadLogError | None = None
         for _, alike in itertools.groupby(wanted, type):
@@ -66,11 +55,14 @@ class Actor:
             done = await asyncio.gather(*(self._do(look, action) for action in chosen), return_exceptions=True)
             failed = {action: found for action, found in zip(chosen, done, strict=True) if found is not None}
             unread = next((error for error in failed.values() if isinstance(error, UnreadLogError)), unread)
-            _raise({action: error for action, error in failed.items() if not isinstance(error, UnreadLogError)})
+            failed = {action: error for action, error in failed.items() if not isinstance(error, UnreadLogError)}
+            if failed:
+                self._troubles.raise_worst(look.owner.uid, failed, self._clock())
+        self._troubles.forget(look.owner.uid)
         if unread is not None:
             raise unread
 
-    async def tell_refused(self, look: Look, refused: "RefusedError") -> None:
+    async def tell_refused(self, look: Look, refused: RefusedError) -> None:
         """Have the status and an event say what the API server refuses, where they do not say so yet."""
         status = refusals.with_refusals(look.status, look.job, refused.refusals, self._clock())
         if status == look.status:
@@ -139,9 +131,16 @@ class Actor:
         await self._delete_beside(resource)
         if "deletionTimestamp" not in metadata:
             await self._delete(kinds.TRAINING_JOBS, resource)
-        left = [finalizer for finalizer in metadata.get("finalizers", ()) if finalizer != names.FINALIZER]
-        body = {"metadata": {"uid": metadata["uid"], "finalizers": left}}
+        await self._let_go(namespace, name, metadata["uid"])
+
+    async def _let_go(self, namespace: str, name: str, uid: str) -> None:
+        """Take our finalizer from the job as it is now: one that somebody else has added since the look stays."""
         try:
+            metadata = (await self._client.get(kinds.TRAINING_JOBS, namespace, name))["metadata"]
+            if metadata["uid"] != uid:
+                return
+            left = [finalizer for finalizer in metadata.get("finalizers", ()) if finalizer != names.FINALIZER]
+            body = {"metadata": {"resourceVersion": metadata["resourceVersion"], "finalizers": left}}
             await self._client.patch(kinds.TRAINING_JOBS, namespace, name, body)
         except ApiError as error:
             if not error.is_gone:
@@ -163,7 +162,7 @@ class Actor:
                 raise
             found = await self._client.get(kind, namespace, name)
             if not look.owner.owns(found):
-                raise _foreign(kind, name, look) from error
+                raise ForeignError(kind, namespace, name) from error
 
     async def _open_gate(self, look: Look, round_: int) -> None:
         """For a round that all are ready for: where they meet, and where each one is."""
@@ -210,12 +209,13 @@ class Actor:
         try:
             # Not with limitBytes: that cuts off the end of what tailLines chose.
             async with asyncio.timeout(keeping.READ_S):
-                async for line in self._client.lines(path, {"tailLines": str(keeping.MAX_LINES)}):
+                async for line in self._client.lines(path, keeping.asked_for(tailLines=str(keeping.MAX_LINES))):
                     log.add(line)
         except (LaunchError, TimeoutError) as error:
-            if isinstance(error, ApiError) and error.status in (400, 404):
-                return  # nothing ran, or nothing is left of it
-            self._give_up_later(metadata["uid"], error)
+            if isinstance(error, ApiError) and keeping.has_nothing_to_tell(error):
+                return
+            if not (isinstance(error, ApiError) and error.is_refusal):
+                self._give_up_later(metadata["uid"], error)
             log.add(keeping.unread(error))
         self._unread.pop(metadata["uid"], None)
         await self._create_or_adopt(look, kinds.CONFIG_MAPS, keeping.log_map(look.owner, pod, log.lines))
@@ -288,22 +288,6 @@ class Actor:
             return
 
 
-def _raise(failed: dict[Action, BaseException]) -> None:
-    """What is to be said of actions that failed together; refusals only where nothing else is the matter."""
-    others = [error for error in failed.values() if not (isinstance(error, ApiError) and error.is_refusal)]
-    if others:
-        raise others[0]
-    found = [
-        Refusal(node=action.node if isinstance(action, actions.CreateGroup) else None, message=error.message)
-        for action, error in failed.items()
-        if isinstance(error, ApiError) and isinstance(action, actions.CreateGroup | actions.CreateConfig)
-    ]
-    if found:
-        raise RefusedError(found) from next(iter(failed.values()))
-    for error in failed.values():
-        raise error
-
-
 def opening_of(look: Look, config: Config, round_: int) -> Opening:
     """Where all meet, by what their agents offer.
 
@@ -336,10 +320,3 @@ def opening_of(look: Look, config: Config, round_: int) -> Opening:
 def _address(owner: looking.Owner, node: int, pod: Pod) -> str:
     """Its IP; the host name of its node in the job where the API server knows none."""
     return pod.get("status", {}).get("podIP") or names.found_at(owner.name, node, owner.namespace)
-
-
-def _foreign(kind: Kind, name: str, look: Look) -> LaunchError:
-    got = "one that belongs to something else"
-    do = f"Remove it (kubectl -n {look.owner.namespace} delete {kind.plural} {name}), or submit under another name"
-    where = f"{look.owner.namespace}/{look.owner.name}"
-    return LaunchError(explain(f"{kind.kind} {name}", got=got, expected="a free name", do=do, where=where))

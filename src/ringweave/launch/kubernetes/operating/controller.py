@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from ringweave.errors import LaunchError
 from ringweave.jobs.admission.permissions import DENY_S
 from ringweave.jobs.life import actions
+from ringweave.jobs.life.advancing import is_to_run
 from ringweave.jobs.life.reconciling import reconcile
 from ringweave.launch.kubernetes import names
 from ringweave.launch.kubernetes.api import kinds
 from ringweave.launch.kubernetes.api.client import Client, Object
 from ringweave.launch.kubernetes.operating import looking
-from ringweave.launch.kubernetes.operating.acting import Actor, RefusedError
+from ringweave.launch.kubernetes.operating.acting import Actor
 from ringweave.launch.kubernetes.operating.admission import Admission, RefusalError
 from ringweave.launch.kubernetes.operating.looking import Key, Look
+from ringweave.launch.kubernetes.operating.refusing import RefusedError
 from ringweave.launch.kubernetes.resource import reading, refusals, telling
 
 Listener = Callable[[Look], None]
@@ -110,7 +112,8 @@ class Controller:
     async def _lead(self, resource: Object) -> Pass:
         job = reading.job_of(resource)
         assert job is not None
-        seen = await looking.objects(self._client, looking.Owner.of(resource))
+        runs = is_to_run(job, job.record)
+        seen = await looking.objects(self._client, looking.Owner.of(resource), runs=runs)
         look = Look(resource=resource, job=job, seen=seen)
         now = self._clock()
         wanted = reconcile(job, seen.observed(now), now)

@@ -69,14 +69,21 @@ class Leader:
         return self._elapsed() < self._until_s
 
     async def acquire(self) -> None:
-        """Wait until the lease is ours."""
+        """Wait until the lease is ours, also while the API server is away or has too much to do.
+
+        Raises:
+            ApiError: We are nobody there, or may not have it.
+        """
         while True:
             try:
                 async with asyncio.timeout(self._settings.renew_s):
                     if await self._try():
                         return
-            except TimeoutError:
-                self._log.warning("lease: no answer in %g s", self._settings.renew_s)
+            except (LaunchError, TimeoutError) as error:
+                if isinstance(error, ApiError) and error.status in (401, 403):
+                    raise
+                why = str(error) or f"no answer in {self._settings.renew_s:g} s"
+                self._log.warning("lease: not asked for: %s", why)
             await asyncio.sleep(min(self._settings.renew_s, self._settings.duration_s / 4))
 
     async def keep(self) -> None:

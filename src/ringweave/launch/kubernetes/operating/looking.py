@@ -42,14 +42,24 @@ async def resource(client: Client, key: Key) -> Object | None:
     return await _found(client, kinds.TRAINING_JOBS, key[0], key[1])
 
 
-async def objects(client: Client, owner: Owner) -> Seen:
-    """Its objects; those of another job of the same name, or of somebody else, are left out."""
-    pods, config = await asyncio.gather(
+async def objects(client: Client, owner: Owner, *, runs: bool = True) -> Seen:
+    """Its objects; those of another job of the same name, or of somebody else, are left out.
+
+    Args:
+        client: Reads.
+        owner: The job.
+        runs: It is to run: then its Secret and its Service are looked for too, without which no Pod begins.
+    """
+    config = (kinds.CONFIG_MAPS, names.config(owner.name))
+    beside = ((kinds.SECRETS, names.config(owner.name)), (kinds.SERVICES, names.service(owner.name)))
+    wanted = (config, *beside) if runs else (config,)
+    pods, found = await asyncio.gather(
         client.list(kinds.PODS, owner.namespace, labelSelector=owner.selector),
-        _found(client, kinds.CONFIG_MAPS, owner.namespace, names.config(owner.name)),
+        asyncio.gather(*(_found(client, kind, owner.namespace, name) for kind, name in wanted)),
     )
-    ours = config if config is not None and owner.owns(config) else None
-    return Seen(config=ours, pods=seeing.by_key(pod for pod in pods if owner.owns(pod)))
+    ours = [each if each is not None and owner.owns(each) else None for each in found]
+    of_job = seeing.by_key(pod for pod in pods if owner.owns(pod))
+    return Seen(config=ours[0], is_torn=None in ours[1:], pods=of_job)
 
 
 async def _found(client: Client, kind: kinds.Kind, namespace: str, name: str) -> Object | None:

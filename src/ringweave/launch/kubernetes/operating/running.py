@@ -5,20 +5,22 @@ import contextlib
 import logging
 import time
 from base64 import b64decode
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import kopf
+from aiohttp import web
 
+from ringweave.errors import UsageError, explain
 from ringweave.launch.kubernetes import names
 from ringweave.launch.kubernetes.api import certificates, connecting, kinds
 from ringweave.launch.kubernetes.api.certificates import ServerCertificate
 from ringweave.launch.kubernetes.api.client import Client
 from ringweave.launch.kubernetes.api.failures import ApiError
-from ringweave.launch.kubernetes.objects.pods import PodSettings
+from ringweave.launch.kubernetes.objects.pods import PodSettings, Quantity, Toleration
 from ringweave.launch.kubernetes.operating import ending
 from ringweave.launch.kubernetes.operating.acting import Actor
 from ringweave.launch.kubernetes.operating.admission import Admission
@@ -27,10 +29,14 @@ from ringweave.launch.kubernetes.operating.desk import Desk
 from ringweave.launch.kubernetes.operating.leading import Leader, LeaseSettings
 from ringweave.launch.kubernetes.operating.queueing import Queue
 
+_Read = TypeVar("_Read")
 Connect = Callable[[], kopf.ConnectionInfo]
 RENEWALS = 4 / 15
 """Of the time of a lease, from one renewal to the next."""
 _DESK = "ringweave-operator-desk"
+_OF_JOBS = ("pods", "configmaps")
+"""What is watched beside jobs: those of ours, which have a label; the API server keeps the others to itself."""
+_MOST_IN_A_LIST = 500
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +79,7 @@ async def operate(
         LostLeaseError: Another operator leads.
     """
     stop = asyncio.Event()
-    async with client_class(connect) as client:
+    async with _said_to_live(settings.liveness), client_class(connect) as client:
         leader = Leader(client, settings.lease, clock)
         with ending.heard(stop) as hear:
             parts = _Parts(
@@ -96,6 +102,28 @@ class _Parts:
     hear: Callable[[], None]
     """Has signals heard again, which kopf takes for itself."""
     ends: Callable[[], None]
+
+
+@contextlib.asynccontextmanager
+async def _said_to_live(url: str | None) -> AsyncIterator[None]:
+    """Answer whoever asks there whether we live: from the start, since one that waits for the lease lives as well."""
+    if url is None:
+        yield
+        return
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(text="ok")
+
+    place = urlsplit(url)
+    app = web.Application()
+    app.router.add_get(place.path or "/", answer)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, place.hostname, place.port or 80).start()
+        yield
+    finally:
+        await runner.cleanup()
 
 
 async def _wait(stop: asyncio.Event) -> None:
@@ -135,7 +163,7 @@ async def _watch(parts: _Parts, queue: Queue) -> None:
     async def object_changed(*, namespace: str | None, labels: kopf.Labels, **_: Any) -> None:
         queue.poke((str(namespace), labels[names.JOB_LABEL]))
 
-    for plural in ("pods", "configmaps"):
+    for plural in _OF_JOBS:
         kopf.on.event("v1", plural, labels={names.JOB_LABEL: kopf.PRESENT}, registry=registry)(object_changed)
     before = asyncio.all_tasks()
     tasks = await kopf.spawn_tasks(
@@ -144,7 +172,6 @@ async def _watch(parts: _Parts, queue: Queue) -> None:
         standalone=True,
         clusterwide=not settings.namespaces,
         namespaces=settings.namespaces,
-        liveness_endpoint=settings.liveness,
     )
     parts.hear()
     await kopf.run_tasks(tasks, ignored=before)
@@ -156,6 +183,9 @@ def _kopf_settings() -> kopf.OperatorSettings:
     settings.posting.enabled = False
     settings.watching.server_timeout = 270
     settings.watching.reconnect_backoff = 0.1
+    settings.watching.chunk_size = _MOST_IN_A_LIST
+    for plural in _OF_JOBS:
+        settings.watching.label_selectors["v1", plural] = names.JOB_LABEL
     settings.queueing.exit_timeout = 0.5  # its handlers only poke
     settings.process.ultimate_exiting_timeout = None  # `ending` sees to that
     return settings
@@ -191,7 +221,11 @@ def quiet() -> None:
 
 
 def settings_of(given: Mapping[str, Any], *, identity: str) -> OperatorSettings:
-    """The settings that the command line makes."""
+    """The settings that the command line makes.
+
+    Raises:
+        UsageError: An amount or a taint is none.
+    """
     return OperatorSettings(
         lease=LeaseSettings(
             namespace=given["lease_namespace"],
@@ -199,11 +233,35 @@ def settings_of(given: Mapping[str, Any], *, identity: str) -> OperatorSettings:
             duration_s=given["lease_s"],
             renew_s=given["lease_s"] * RENEWALS,
         ),
-        pods=PodSettings(image=given["image"], gpu_resource=given["gpu_resource"], desk=given["desk"]),
+        pods=_pods_of(given),
         namespaces=tuple(given["namespaces"]),
         num_workers=given["workers"],
         desk_port=None if given["no_desk"] else given["desk_port"],
         liveness=given["liveness"],
+    )
+
+
+def _pods_of(given: Mapping[str, Any]) -> PodSettings:
+    def read(option: str, text: str, parse: Callable[[str], _Read], expected: str) -> _Read:
+        try:
+            return parse(text)
+        except ValueError:
+            do = "Write it as Kubernetes does"
+            raise UsageError(explain(f"--{option}", got=text, expected=expected, do=do)) from None
+
+    def amount(option: str) -> Quantity | None:
+        text = given[option.replace("-", "_")]
+        return None if text is None else read(option, text, Quantity.parse, "a whole number and a unit: 4, 500m, 16Gi")
+
+    taints = (read("toleration", text, Toleration.parse, "KEY[=VALUE][:EFFECT]") for text in given["tolerations"])
+    return PodSettings(
+        image=given["image"],
+        gpu_resource=given["gpu_resource"],
+        desk=given["desk"],
+        user=given["run_as"],
+        tolerations=tuple(taints),
+        worker_cpu=amount("worker-cpu"),
+        worker_memory=amount("worker-memory"),
     )
 
 

@@ -23,6 +23,8 @@ _LEAST = (
     "With so many workers at least the others go on, with fewer all begin again from the last checkpoint. At most all "
     "but those of the smallest node that the split uses."
 )
+_SEEN = r"[^\p{C}\p{Z}]"
+"""Neither a control character nor a separator, in the regular expressions of the API server (RE2)."""
 _MAX_RETRIES = NodeRequest.__dataclass_fields__["max_retries"].default
 
 FIXED = (
@@ -202,5 +204,5 @@ def _text(description: str, most: int, *, least: int | None = None) -> Schema:
 
 
 def _line(description: str, most: int, *, least: int) -> Schema:
-    """Text on one line that is not blank."""
-    return {**_text(description, most, least=least), "pattern": r"^[^\x00-\x1f\x7f]*[^\x00-\x20\x7f][^\x00-\x1f\x7f]*$"}
+    """Text on one line that is not blank, as a request wants it: of what can be seen, and spaces."""
+    return {**_text(description, most, least=least), "pattern": rf"^({_SEEN}| )*{_SEEN}({_SEEN}| )*$"}

@@ -1,4 +1,4 @@
-"""What the API server refuses of a job's objects (a quota, PodSecurity, a webhook), as a reason that people see.
+"""What the API server refuses of a job's objects, or fails at (a quota, a webhook), as a reason that people see.
 
 It stands in the status beside the record and not in it: the job still waits for its nodes, and is tried again.
 """
@@ -14,8 +14,16 @@ from ringweave.jobs.life.states import Reason
 from ringweave.launch.kubernetes.resource import times
 
 Status = dict[str, Any]
-_OTHER = "ObjectRefused"
+_OTHER, _FAILURE = "ObjectRefused", "ApiServerFails"
 _KINDS = {
+    "NameTaken": (
+        r"is there already, and belongs to something else",
+        "Remove that object, or delete the job and submit it under another name",
+    ),
+    "WebhookUnreachable": (
+        r"fail\w+ calling (admission )?webhook",
+        "Ask whoever runs the cluster why this webhook does not answer; it is tried again",
+    ),
     "QuotaExceeded": (
         r"exceeded quota|failed quota|maximum .* usage per",
         "Free some of it (kubectl describe resourcequota, limitrange), or ask for a larger quota; it is tried again",
@@ -36,6 +44,7 @@ _KINDS = {
         r"is invalid",
         "Correct what is named there: delete the job and submit it anew",
     ),
+    _FAILURE: (r"(?!)", "Ask whoever runs the cluster what ails the API server; it is tried again"),
     _OTHER: (r"", "Ask whoever runs the cluster; it is tried again"),
 }
 """Code -> what the API server's words match, in this order, and what helps."""
@@ -44,22 +53,29 @@ CODES = tuple(_KINDS)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
-    """One object that was not made."""
+    """Something that the API server does not do."""
 
     node: int | None
-    """Of whose Pod; None: the ConfigMap, the Secret or the Service."""
+    """For which node of the job; None: for all."""
     message: str
     """What the API server says."""
+    what: str = "the Pod"
+    """What it does not make or do."""
+    is_failure: bool = False
+    """It does not forbid it: it fails, or somebody whom it asks does."""
 
 
 def reason_of(job: Job, refusals: list[Refusal]) -> Reason:
     """Of all of them, in the words of the first."""
-    message = refusals[0].message
-    code = next(code for code, (pattern, _) in _KINDS.items() if re.search(pattern, message))
+    first = refusals[0]
+    code = next(code for code, (pattern, _) in _KINDS.items() if re.search(pattern, first.message))
+    if first.is_failure and code != "WebhookUnreachable":
+        code = _FAILURE
     nodes = [job.node_name(refusal.node) for refusal in refusals if refusal.node is not None]
     plural = "s" if len(nodes) > 1 else ""
-    what = f"the Pod{plural} of node{plural} {listed(nodes, len(nodes))}" if nodes else "its config"
-    return Reason(code=code, text=f"the API server refuses {what}: {message}", helps=_KINDS[code][1])
+    what = f"{first.what}{plural} of node{plural} {listed(nodes, len(nodes))}" if nodes else first.what
+    verb = "fails at" if first.is_failure else "refuses"
+    return Reason(code=code, text=f"the API server {verb} {what}: {first.message}", helps=_KINDS[code][1])
 
 
 def with_refusals(status: Mapping[str, Any], job: Job, refusals: list[Refusal], now: float) -> Status:

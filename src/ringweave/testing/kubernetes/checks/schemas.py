@@ -1,6 +1,10 @@
 """Structural schemas: defaults, pruning and validation, in that order, as the API server treats custom resources."""
 
+import functools
+import itertools
 import re
+import sys
+import unicodedata
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -104,7 +108,7 @@ def _scalar_problems(schema: Schema, value: Any, path: str) -> Iterator[str]:
         if len(value) < schema.get("minLength", 0):
             at_least = f"should be at least {schema['minLength']} chars long"
             yield f'{path}: Invalid value: "{value}": {path} in body {at_least}'
-        if "pattern" in schema and not re.search(schema["pattern"], value, re.ASCII):
+        if "pattern" in schema and not re.search(_as_python(schema["pattern"]), value, re.ASCII):
             yield f"{path}: Invalid value: \"{value}\": {path} in body should match '{schema['pattern']}'"
     elif not isinstance(value, bool):
         if value < schema.get("minimum", value):
@@ -151,3 +155,20 @@ def _type_of(value: Any) -> str:
 
 def _join(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
+
+
+def _as_python(pattern: str) -> str:
+    """A pattern of the API server (RE2), whose categories of characters Python does not know."""
+    return _CATEGORY.sub(lambda match: _characters(match[1]), pattern)
+
+
+@functools.cache
+def _characters(category: str) -> str:
+    """Those of a category, as ranges for a class."""
+    points = [point for point in range(sys.maxunicode + 1) if unicodedata.category(chr(point))[0] == category]
+    runs = itertools.groupby(enumerate(points), lambda pair: pair[1] - pair[0])
+    ranges = ([point for _, point in run] for _, run in runs)
+    return "".join(rf"\U{each[0]:08x}-\U{each[-1]:08x}" for each in ranges)
+
+
+_CATEGORY = re.compile(r"\\p\{([CZ])\}")

@@ -1,10 +1,10 @@
 """The verbs of the API over the store: create, get, list, replace, patch, delete. No HTTP here."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ringweave.testing.kubernetes.checks import policies, rules, schemas
+from ringweave.testing.kubernetes.checks import pod_security, policies, rules, schemas
 from ringweave.testing.kubernetes.checks.users import User, Users
 from ringweave.testing.kubernetes.server import objects, patching, refusing, resources
 from ringweave.testing.kubernetes.server.refusing import Refused
@@ -42,6 +42,8 @@ class Api:
         """Begins with the namespace `default`."""
         self.store = Store()
         self.users = Users(self.store)
+        self.mutate: Callable[[Resource, Object], Object] = lambda _, body: body
+        """What webhooks make of an object that is created, where a test plays some."""
         self.resources: dict[tuple[str, str, str], Resource] = {
             (found.group, found.version, found.plural): found for found in resources.BUILT_IN
         }
@@ -74,9 +76,12 @@ class Api:
         _check_kind(resource, body)
         if resource.is_namespaced and self.store.get(("", "namespaces"), ("", request.namespace)) is None:
             raise refusing.not_found("namespaces", "", request.namespace)
-        new = objects.made(resource, request.namespace, body)
+        new = self.mutate(resource, objects.made(resource, request.namespace, body))
         new = objects.checked(resource, new, None, is_strict=request.params.get("fieldValidation") == "Strict")
         policies.check(self.store, resource, "CREATE", request.user, new, None)
+        if resource.plural == "pods":
+            space = self.store.get(("", "namespaces"), ("", request.namespace))
+            pod_security.check(space.body if space else {"metadata": {}}, new)
         name = new["metadata"]["name"]
         key = (request.namespace if resource.is_namespaced else "", name)
         if self.store.get(resource.key, key) is not None:
@@ -111,6 +116,15 @@ class Api:
         old = self.get(request)
         body = patching.patched(old.body, patch, content_type, is_custom=request.resource.is_custom)
         return self._change(request, old, body, is_patch=True)
+
+    def bind(self, request: Request, body: Object) -> Item:
+        """The Pod on the node that a scheduler has chosen for it.
+
+        Raises:
+            Refused: There is no such Pod, or it has a node.
+        """
+        new = objects.bound(self.get(request).body, body["target"]["name"])
+        return self.store.put(request.resource.key, request.key, {**new, "metadata": dict(new["metadata"])})
 
     def _change(self, request: Request, old: Item, body: Object, *, is_patch: bool = False) -> Item:
         resource = request.resource
@@ -160,7 +174,8 @@ class Api:
         metadata = dict(old.body["metadata"])
         if "deletionTimestamp" in metadata and metadata.get("deletionGracePeriodSeconds", 0) <= grace_s:
             return old
-        metadata |= {"deletionTimestamp": objects.now_text(), "deletionGracePeriodSeconds": grace_s}
+        # The time at which it is to be gone, and not the one of the request.
+        metadata |= {"deletionTimestamp": objects.now_text(grace_s), "deletionGracePeriodSeconds": grace_s}
         if "generation" in metadata:
             metadata["generation"] += 1
         new = {**old.body, "metadata": metadata}

@@ -10,7 +10,7 @@ from aiohttp import web
 from ruamel.yaml import YAML
 
 from ringweave.testing.kubernetes.checks.users import Attributes, User
-from ringweave.testing.kubernetes.server import discovery, selecting, tables, watching
+from ringweave.testing.kubernetes.server import discovery, objects, selecting, tables, watching
 from ringweave.testing.kubernetes.server.api import Api, Request
 from ringweave.testing.kubernetes.server.refusing import Refused
 from ringweave.testing.kubernetes.server.resources import Resource
@@ -174,6 +174,8 @@ class Handler:
             raise Refused(400, "BadRequest", "the request has no object")
         if "review" in request.resource.plural:
             return _json(api.users.review(request.resource.kind, body, request.user), status=201)
+        if request.subresource == "binding":
+            return self._one(http, request, api.bind(request, body), status=201)
         if method == "PUT":
             return self._one(http, request, api.replace(request, body))
         return self._one(http, request, api.create(request, body), status=201)
@@ -185,9 +187,10 @@ class Handler:
 
     async def _log(self, http: web.Request, request: Request) -> web.StreamResponse:
         pod = self._api.get(request).body
+        container = objects.container_of(pod, request.params.get("container", ""))
         lines = self.logs(pod, request.params)
         if lines is None:
-            text = f'container "{pod["spec"]["containers"][0]["name"]}" in pod "{request.name}" is waiting to start'
+            text = f'container "{container}" in pod "{request.name}" is waiting to start: ContainerCreating'
             raise Refused(400, "BadRequest", text)
         response = web.StreamResponse(headers={"Content-Type": "text/plain"})
         response.enable_chunked_encoding()

@@ -4,7 +4,7 @@ import re
 import secrets
 import uuid
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from ringweave.testing.kubernetes.checks import rules, schemas
@@ -27,9 +27,9 @@ _MOST_BYTES = 2**20
 _GRACE_S = 30
 
 
-def now_text() -> str:
-    """The time as the server writes it."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+def now_text(later_s: float = 0.0) -> str:
+    """The time so many seconds from now, as the server writes it."""
+    return (datetime.now(UTC) + timedelta(seconds=later_s)).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def made(resource: Resource, namespace: str, body: Object) -> Object:
@@ -91,7 +91,8 @@ def updated(resource: Resource, old: Object, body: Object, *, subresource: str, 
         why = f"Precondition failed: UID in precondition: {uid}, UID in object meta: {old['metadata']['uid']}"
         raise refusing.conflict(resource.plural, resource.group, name, why)
     if subresource == "status":
-        return {**old, "status": body.get("status", {})}
+        status = body.get("status", {})
+        return {**old, "status": _timed(status) if resource.plural == "pods" else status}
     kept = {key: old["metadata"][key] for key in _KEPT if key in old["metadata"]}
     new = {**body, "metadata": {**given, **kept, "resourceVersion": old["metadata"]["resourceVersion"]}}
     if resource.has_status:
@@ -109,9 +110,61 @@ def updated(resource: Resource, old: Object, body: Object, *, subresource: str, 
     return new
 
 
+def container_of(pod: Object, asked: str) -> str:
+    """Name of the container whose log is asked for.
+
+    Raises:
+        Refused: There is none of this name, or none was named and there are several.
+    """
+    name, spec = pod["metadata"]["name"], pod["spec"]
+    names, before = ([each["name"] for each in spec.get(key) or ()] for key in ("containers", "initContainers"))
+    if not asked and len(names) > 1:
+        others = f" or one of the init containers: [{' '.join(before)}]" if before else ""
+        text = f"a container name must be specified for pod {name}, choose one of: [{' '.join(names)}]{others}"
+        raise Refused(400, "BadRequest", text)
+    if asked and asked not in (*names, *before):
+        raise Refused(400, "BadRequest", f"container {asked} is not valid for pod {name}")
+    return asked or names[0]
+
+
+def bound(old: Object, machine: str) -> Object:
+    """A Pod that its scheduler has given to a node.
+
+    Raises:
+        Refused: It has one.
+    """
+    name = old["metadata"]["name"]
+    if old["spec"].get("nodeName"):
+        text = f"pod {name} is already assigned to node {old['spec']['nodeName']!r}"
+        raise refusing.conflict("pods/binding", "", name, text)
+    status = old.get("status", {})
+    scheduled = {"type": "PodScheduled", "status": "True", "lastTransitionTime": now_text()}
+    conditions = [item for item in status.get("conditions") or () if item["type"] != "PodScheduled"]
+    told = _timed({**status, "conditions": [*conditions, scheduled]})
+    return {**old, "spec": {**old["spec"], "nodeName": machine}, "status": told}
+
+
+def _timed(status: Mapping[str, Any]) -> Object:
+    """A Pod's status as a server has it: times that nobody knows are null, and never absent."""
+    containers = [
+        {**item, "state": {kind: _timed_state(kind, state) for kind, state in (item.get("state") or {}).items()}}
+        for item in status.get("containerStatuses") or ()
+    ]
+    conditions = [
+        {"lastProbeTime": None, "lastTransitionTime": None, **item} for item in status.get("conditions") or ()
+    ]
+    given = {"containerStatuses": containers, "conditions": conditions}
+    return {**status, **{key: value for key, value in given.items() if key in status}}
+
+
+def _timed_state(kind: str, state: Mapping[str, Any]) -> Object:
+    times = {"running": ("startedAt",), "terminated": ("startedAt", "finishedAt")}.get(kind, ())
+    return {**state, **{name: state.get(name) for name in times}}
+
+
 def _check_pod(resource: Resource, old: Object, new: Object) -> None:
     """Of a Pod's spec next to nothing can change."""
-    free = ("activeDeadlineSeconds", "tolerations", "nodeName", "terminationGracePeriodSeconds")
+    free = ("activeDeadlineSeconds", "tolerations", "terminationGracePeriodSeconds")
 
     def fixed(spec: Mapping[str, Any]) -> Any:
         rest = {key: value for key, value in spec.items() if key not in free}

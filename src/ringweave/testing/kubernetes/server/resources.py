@@ -60,7 +60,7 @@ def _cluster(group: str, plural: str, kind: str, *short: str) -> Resource:
 
 BUILT_IN = (
     _core("namespaces", "Namespace", "ns", is_namespaced=False, has_status=True),
-    _core("pods", "Pod", "po", has_status=True, subresources={"log": "Pod"}),
+    _core("pods", "Pod", "po", has_status=True, subresources={"log": "Pod", "binding": "Binding"}),
     _core("configmaps", "ConfigMap", "cm"),
     _core("secrets", "Secret"),
     _core("services", "Service", "svc", has_status=True),

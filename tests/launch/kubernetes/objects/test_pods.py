@@ -1,0 +1,118 @@
+"""The Pod of an attempt: what it asks of its namespace and of its node."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ringweave.errors import UsageError
+from ringweave.jobs.life import records
+from ringweave.jobs.life.actions import CreateGroup
+from ringweave.jobs.requests.request import NodeRequest, Request
+from ringweave.launch.kubernetes.objects.owning import Owner
+from ringweave.launch.kubernetes.objects.pods import PodSettings, Quantity, Toleration, pod
+from ringweave.launch.kubernetes.operating import running
+from ringweave.testing.kubernetes.checks import pod_security
+from ringweave.testing.kubernetes.server.refusing import Refused
+
+OWNER = Owner(name="text", namespace="team", uid="44444444-4444-4444-4444-444444444444")
+RESTRICTED = {"metadata": {"labels": {pod_security.LABEL: "restricted"}}}
+PLAIN = PodSettings(image="example/train:1")
+
+
+def spec_of(settings: PodSettings = PLAIN, device: str = "cuda") -> dict[str, Any]:
+    nodes = (NodeRequest(name="n0", capacity=3),)
+    request = Request(name="text", num_workers=3, script="a.py", nodes=nodes, device=device)
+    job = records.new_job(request, requester="ann", counts=(3,), now=0.0)
+    action = CreateGroup(node=0, attempt=1, workers=3, round=1)
+    return pod(job, OWNER, action, host=None, settings=settings)["spec"]
+
+
+def test_with_a_user_that_is_not_root_it_may_be_in_a_restricted_namespace() -> None:
+    spec = spec_of(replace(PLAIN, user=1000))
+    pod_security.check(RESTRICTED, {"metadata": {"name": "text-0-1"}, "spec": spec})
+    assert spec["securityContext"] == {"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000}
+
+
+def test_without_one_the_user_is_all_that_it_lacks() -> None:
+    with pytest.raises(Refused) as caught:
+        pod_security.check(RESTRICTED, {"metadata": {"name": "text-0-1"}, "spec": spec_of()})
+    assert caught.value.message == (
+        'pods "text-0-1" is forbidden: violates PodSecurity "restricted:latest": runAsNonRoot != true (pod or '
+        'container "workers" must set securityContext.runAsNonRoot=true)'
+    )
+
+
+MUCH = replace(PLAIN, worker_cpu=Quantity.parse("1500m"), worker_memory=Quantity.parse("16Gi"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "resources"),
+    [
+        (PLAIN, "cuda", {"limits": {"nvidia.com/gpu": "3"}}),
+        (PLAIN, "cpu", {"requests": {"cpu": "3"}}),
+        (
+            MUCH,
+            "cuda",
+            {
+                "limits": {"nvidia.com/gpu": "3", "cpu": "4500m", "memory": "48Gi"},
+                "requests": {"cpu": "4500m", "memory": "48Gi"},
+            },
+        ),
+        (
+            MUCH,
+            "cpu",
+            {"limits": {"cpu": "4500m", "memory": "48Gi"}, "requests": {"cpu": "4500m", "memory": "48Gi"}},
+        ),
+    ],
+)
+def test_what_it_asks_for_is_that_of_all_its_workers(settings: PodSettings, device: str, resources: Any) -> None:
+    assert spec_of(settings, device)["containers"][0]["resources"] == resources
+
+
+def test_it_may_be_on_nodes_with_these_taints() -> None:
+    texts = ("nvidia.com/gpu", "pool=train:NoSchedule", "spot:NoExecute")
+    spec = spec_of(replace(PLAIN, tolerations=tuple(map(Toleration.parse, texts))))
+    assert spec["tolerations"] == [
+        {"key": "nvidia.com/gpu", "operator": "Exists"},
+        {"key": "pool", "operator": "Equal", "value": "train", "effect": "NoSchedule"},
+        {"key": "spot", "operator": "Exists", "effect": "NoExecute"},
+    ]
+    assert "tolerations" not in spec_of()
+
+
+GIVEN: dict[str, Any] = {
+    "lease_namespace": "a",
+    "lease_s": 15.0,
+    "image": None,
+    "gpu_resource": "nvidia.com/gpu",
+    "desk": "https://desk",
+    "namespaces": (),
+    "workers": 8,
+    "no_desk": True,
+    "desk_port": 1,
+    "liveness": None,
+    "run_as": 1000,
+    "tolerations": ("nvidia.com/gpu",),
+    "worker_cpu": "2",
+    "worker_memory": None,
+}
+
+
+def test_the_operator_is_told_them_on_its_command_line() -> None:
+    pods = running.settings_of(GIVEN, identity="me").pods
+    assert (pods.user, pods.tolerations) == (1000, (Toleration(key="nvidia.com/gpu"),))
+    assert (pods.worker_cpu, pods.worker_memory) == (Quantity(number=2, suffix=""), None)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "text"),
+    [
+        ("worker_cpu", "1.5", r"--worker-cpu: '1\.5', expected a whole number and a unit: 4, 500m, 16Gi\. Write it as"),
+        ("worker_memory", "16GB", r"--worker-memory: '16GB', expected a whole number and a unit"),
+        ("tolerations", ("a:Never",), r"--toleration: 'a:Never', expected KEY\[=VALUE\]\[:EFFECT\]\. Write it as"),
+    ],
+)
+def test_what_is_no_amount_and_no_taint_is_refused(option: str, value: Any, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        running.settings_of({**GIVEN, option: value}, identity="me")

@@ -1,0 +1,97 @@
+"""The operator as a whole, in this process: what it watches, and that one which only waits is known to live."""
+
+import asyncio
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from ringweave.launch.kubernetes import names
+from ringweave.launch.kubernetes.api import connecting
+from ringweave.launch.kubernetes.api.client import Client
+from ringweave.launch.kubernetes.operating import running
+from ringweave.launch.kubernetes.operating.leading import Leader, LeaseSettings
+from ringweave.launch.kubernetes.operating.running import OperatorSettings
+from ringweave.testing.kubernetes.cluster import FakeCluster
+
+SOON_S = 250.0
+
+
+def play(kubeconfig: Path, settings: OperatorSettings, test: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    """An operator while the test lasts, which is given what is set when it leads."""
+
+    async def run() -> None:
+        ready = asyncio.Event()
+        connect = running.connector({"KUBECONFIG": str(kubeconfig)}, None)
+        operator = asyncio.create_task(running.operate(connect, settings, ready=ready))
+        try:
+            async with asyncio.timeout(SOON_S):
+                await test(ready)
+        finally:
+            operator.cancel()
+            await asyncio.gather(operator, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def a_lease(identity: str) -> LeaseSettings:
+    return LeaseSettings(namespace="default", identity=identity, duration_s=600.0, renew_s=60.0)
+
+
+def test_one_that_waits_for_the_lease_says_that_it_lives(kubeconfig: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/healthz"
+
+    async def test(ready: asyncio.Event) -> None:
+        async with aiohttp.ClientSession() as session:
+            while True:
+                try:
+                    async with session.get(url) as answer:
+                        assert answer.status == 200
+                        break
+                except aiohttp.ClientConnectionError:
+                    await asyncio.sleep(0.02)
+        assert not ready.is_set(), "it leads, though another one has the lease"
+
+    async def take() -> None:
+        async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
+            await Leader(client, a_lease("first"), time.time).acquire()
+
+    async def give_back() -> None:
+        async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
+            await Leader(client, a_lease("first"), time.time).release()
+
+    asyncio.run(take())
+    play(kubeconfig, OperatorSettings(lease=a_lease("second"), desk_port=None, liveness=url), test)
+    asyncio.run(give_back())
+
+
+@pytest.mark.slow
+def test_of_pods_and_config_maps_only_those_of_jobs_are_asked_for(cluster: FakeCluster, kubeconfig: Path) -> None:
+    asked: dict[tuple[str, bool], set[str | None]] = {}
+
+    async def note(http: web.Request) -> None:
+        plural = http.path.rpartition("/")[2]
+        if http.method == "GET" and plural in ("pods", "configmaps", names.PLURAL):
+            key = plural, "watch" in http.query
+            asked.setdefault(key, set()).add(http.query.get("labelSelector"))
+
+    async def test(ready: asyncio.Event) -> None:
+        await ready.wait()
+        while len(asked) < 6:
+            await asyncio.sleep(0.05)
+
+    cluster.handler.delay = note
+    try:
+        play(kubeconfig, OperatorSettings(lease=a_lease("watches"), desk_port=None), test)
+    finally:
+        cluster.handler.delay = None
+    of_jobs = {names.JOB_LABEL}
+    assert {key: selectors for key, selectors in asked.items() if key[0] != names.PLURAL} == {
+        (plural, is_watch): of_jobs for plural in ("pods", "configmaps") for is_watch in (False, True)
+    }
+    assert asked[names.PLURAL, True] == {None}
