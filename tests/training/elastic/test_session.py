@@ -246,9 +246,19 @@ def test_without_checkpoints_the_heir_has_nothing_to_save() -> None:
     session.close()
 
 
+CREW_NOTE = {
+    "state": "127.0.0.1 9",
+    "cap": None,
+    "assumed_speed": 1.0,
+    "speed": None,
+    "place": [0, 0, 0, 0],
+    "books": [[0, 0], [0, 0], [0, 0]],
+}
+
+
 def test_a_newcomer_that_prepared_something_else_is_refused_by_itself_alone() -> None:
     crew: Any = JobCrew.__new__(JobCrew)
-    notes: list[dict[str, Any]] = [{"alike": {"seed": 5}}, {"alike": {"seed": 5}}, {"alike": {"seed": 6}}]
+    notes: list[dict[str, Any]] = [CREW_NOTE | {"alike": {"seed": seed}} for seed in (5, 5, 6)]
     standings = (
         Standing(member="0.1"),
         Standing(member="1.0", has_state=True),
