@@ -5,7 +5,7 @@
 One job a cluster, one process group a schedule, no CPU quotas. The schedules take turns, forwards and backwards; in its
 turn a schedule runs several times, as in training: the first two are not counted, one in each of the group's lanes,
 whose connections have been idle. There is a barrier before each allreduce; its time is the slowest rank's. Sums are
-checked. What it writes is what simulated_against_measured.py reads: CLUSTER.json in the folder, for each cluster.
+checked. What it writes is what simulation/against_measured.py reads: CLUSTER.json in the folder, for each cluster.
 """
 
 import argparse
