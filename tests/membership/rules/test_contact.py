@@ -1,6 +1,7 @@
 import pytest
 
 from ringweave.membership.rules.contact import Contact
+from ringweave.membership.rules.rhythm import BEAT_S
 from ringweave.membership.rules.signs import Beat
 
 
@@ -37,7 +38,7 @@ def test_who_gets_the_processor_late_itself_blames_nobody() -> None:
     quick.look(Beat(), now_s + 1.1)
     assert quick.left_s(now_s + 1.1) > 0, "the answer may have been there for long"
     busy, now_s = answered(0.2, 10.0, late_s=0.3)
-    assert busy.patience_s == pytest.approx(3 * 0.8 + 4 * 0.25)
+    assert busy.patience_s == pytest.approx(3 * 0.8 + 4 * (0.4 - BEAT_S))
 
 
 def test_another_coordinator_is_not_blamed_for_the_silence_of_the_one_before() -> None:
