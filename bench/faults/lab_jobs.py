@@ -217,12 +217,19 @@ def summary(ended: Ended, found: Sequence[Toll]) -> dict[str, Any]:
     """What every bench that hurts an elastic job says of it.
 
     Samples are compared with the books where the job was never started anew, for then its steps count from 1 again.
-
-    Raises:
-        AssertionError: Parameters of two members differ by a bit, or samples are not those that the books know.
+    Parameters that differ by a bit, and samples that are not those which the books know, are `wrong`, in words:
+    `conclude` fails by them.
     """
-    report = ended.report
-    num_counted, num_lost = ended.check_samples() if report.attempts == 1 else (None, None)
+    report, wrong = ended.report, []
+    num_counted = num_lost = num_alike = None
+    try:
+        num_alike = ended.check_alike()
+    except AssertionError as error:
+        wrong.append(str(error))
+    try:
+        num_counted, num_lost = ended.check_samples() if report.attempts == 1 else (None, None)
+    except AssertionError as error:
+        wrong.append(str(error))
     members = asdict(report.elastic) if report.elastic else {}
     kept = {key: value for key, value in members.items() if key not in ("tolls", "takeovers", "joinings", "joins")}
     return {
@@ -234,7 +241,8 @@ def summary(ended: Ended, found: Sequence[Toll]) -> dict[str, Any]:
         "attempts": report.attempts,
         "samples_counted": num_counted,
         "samples_lost": num_lost,
-        "checks_alike": ended.check_alike(),
+        "checks_alike": num_alike,
+        "wrong": wrong,
         "broken": list(report.broken),
         **kept,
         "never_went_on": len(kept.get("never_went_on", ())),
@@ -298,7 +306,11 @@ def summary_rows(said: Mapping[str, Any], width: int) -> list[tuple[object, ...]
 def conclude(
     options: argparse.Namespace, name: str, document: Mapping[str, Any], rows: Sequence[Sequence[object]]
 ) -> None:
-    """Print the table, and leave the document with where and when it was measured."""
+    """Print the table, and leave the document with where and when it was measured.
+
+    Raises:
+        SystemExit: What was checked is wrong.
+    """
     widths = [max(len(_cell(row[column])) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         print("  ".join(_cell(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -308,6 +320,9 @@ def conclude(
         name,
         {"workers": options.workers, "nic": options.rate, "mode": options.mode, **document},
     )
+    if document.get("wrong"):
+        print(*(f"wrong: {each}" for each in document["wrong"]), sep="\n")
+        raise SystemExit(1)
 
 
 def leave(out: Path | None, name: str, document: Mapping[str, Any]) -> None:

@@ -1,0 +1,188 @@
+"""Benches of faults judge a job that was kept, from its files to their exit code."""
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from ringweave.planning.balancing import Account
+
+BENCH = Path(__file__).parents[3] / "bench" / "faults"
+STEPS, BEFORE, BACK = 30, 12, 18
+"""Worker 1 is killed after step 12, and has samples again from step 19 on; a step takes a second."""
+BEGIN_S = 100.0
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCH))
+    __import__(request.param)
+    return sys.modules[request.param]
+
+
+def members(step: int) -> list[str]:
+    """Whose samples count in it."""
+    return ["0.0", "1.0"] if step <= BEFORE else ["0.0"] if step <= BACK else ["0.0", "1.1"]
+
+
+def drawn(step: int) -> dict[str, Account]:
+    """Of each member of a step; the one that is killed has drawn its part of the next one."""
+    who = members(BEFORE) if step == BEFORE + 1 else members(step)
+    size = 256 // len(who)
+    return {
+        member: Account.of(range(step * 256 + i * size, step * 256 + (i + 1) * size)) for i, member in enumerate(who)
+    }
+
+
+def keep(folder: Path, line: str) -> None:
+    """Files of a job of two workers in which that line of a script happened."""
+    checks = folder / "checks"
+    checks.mkdir(parents=True)
+    said: dict[str, list[str]] = {"0.0": [], "1.0": [], "1.1": []}
+    events = [
+        {"time": BEGIN_S - 20, "kind": "run_started", "attempt": 1},
+        *(watched(rank, BEGIN_S - 10) for rank in (0, 1)),
+        epoch(BEGIN_S - 1, ["0.0", "1.0"], ["0.0", "1.0"]),
+        {"time": BEGIN_S, "kind": "training_prepared", "batch_samples": 256},
+        {"time": BEGIN_S + BEFORE + 0.2, "kind": "fault_begun", "fault": line, "target": "process 3"},
+        epoch(BEGIN_S + BEFORE + 0.5, ["0.0"], []),
+        lost(BEGIN_S + BEFORE + 0.9, BEFORE + 1),
+        watched(1, BEGIN_S + BACK - 2),
+        epoch(BEGIN_S + BACK + 0.2, ["0.0", "1.1"], ["1.1"]),
+        {"time": BEGIN_S + BACK + 0.9, "kind": "members_level", "members": ["1.1"]},
+        {"time": BEGIN_S + STEPS + 0.5, "kind": "chaos_ended", "outcome": "stopped"},
+    ]
+    total, epochs = Account(), []
+    for step in range(1, STEPS + 1):
+        for member, own in drawn(step).items():
+            said[member].append(f"drawn {step} {own.num_samples} {own.fingerprint}")
+            if member in members(step):
+                total += own
+                said[member].append(f"done {step} {step:016x}")
+                rank = int(member.partition(".")[0])
+                events.append({"time": BEGIN_S + step, "kind": "train_step_done", "rank": rank})
+        if step % 6 == 0:
+            epochs.append(accounted(BEGIN_S + step, step // 6 - 1, total))
+            total = Account()
+    counts: dict[tuple[float, int], int] = {}
+    for event in sorted([*events, *epochs], key=lambda each: each["time"]):
+        if event["kind"] == "worker_watched":
+            counts[event["rank"]] = 0
+        if event["kind"] == "train_step_done":
+            counts[event["rank"]] += 1
+            event["steps_since_start"] = counts[event["rank"]]
+        with (folder / "events.jsonl").open("a", encoding="ascii") as file:
+            file.write(json.dumps(event) + "\n")
+    for member, lines in said.items():
+        (checks / f"{member}-7.txt").write_text("".join(f"{each}\n" for each in lines), encoding="ascii")
+    (checks / "end.json").write_text(json.dumps({"train_step": STEPS, "held_out_loss": 0.5}), encoding="ascii")
+
+
+def watched(rank: int, time: float) -> dict[str, Any]:
+    return {"time": time, "kind": "worker_watched", "rank": rank, "node": f"a-{rank}", "pid": 3}
+
+
+def epoch(time: float, who: list[str], newcomers: list[str]) -> dict[str, Any]:
+    return {"time": time, "kind": "epoch_begun", "term": 1, "members": who, "newcomers": newcomers}
+
+
+def lost(time: float, step: int) -> dict[str, Any]:
+    return {"time": time, "kind": "samples_lost", "reduction": step, "members": ["0.0"], "samples": 128, "lost": 128}
+
+
+def accounted(time: float, number: int, total: Account) -> dict[str, Any]:
+    words = {"samples": total.num_samples, "expected": 6 * 256, "fingerprint": f"{total.fingerprint:016x}"}
+    return {"time": time, "kind": "samples_accounted", "epoch": number, **words}
+
+
+def judge(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> tuple[int, dict[str, Any]]:
+    """The exit code, and the document."""
+    out = folder / "found.json"
+    shared = ["--again", "--keep", str(folder), "--workers", "2", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["bench", *shared, *words])
+    return bench.main(), json.loads(out.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("bench", ["kills"], indirect=True)
+def test_kills(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (fault,) = bench.draw(1, 2, seed=5, every_s=14.0, calm_s=10.0, outside=True)
+    keep(tmp_path / "job", f"at {fault.at_s:g}s kill worker 1")
+    code, found = judge(bench, monkeypatch, tmp_path, "--kills", "1", "--outside", "--seed", "5")
+    said = capsys.readouterr().out
+    assert (found["steps"], found["steps_lost"], found["samples_lost"], found["attempts"]) == (STEPS, 0, 128, 1)
+    assert found["samples_counted"] == STEPS * 256 - 128
+    assert found["checks_alike"] == 2 * STEPS - (BACK - BEFORE)
+    assert (found["stall_p95_s"], found["put_out"], found["never_back"]) == (0.0, 0, [])
+    assert (found["never_began"], code, "missed:" in said) == ([], 0, False)
+    code, _ = judge(bench, monkeypatch, tmp_path, "--kills", "2", "--outside", "--seed", "5")
+    said = capsys.readouterr().out
+    assert code == 1
+    assert "never began\n" in said
+    assert "missed: 1 members were killed, not 2\n" in said
+
+
+@pytest.mark.parametrize("bench", ["kills"], indirect=True)
+def test_what_is_wrong_ends_a_bench_after_its_figures_are_written(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep(tmp_path / "job", "at 10.74s kill worker 1")
+    with (tmp_path / "job" / "checks" / "0.0-7.txt").open("a", encoding="ascii") as file:
+        file.write(f"done 3 {4:016x}\ndrawn 3 1 7\n")
+    with pytest.raises(SystemExit, match="1"):
+        judge(bench, monkeypatch, tmp_path, "--kills", "1", "--outside", "--seed", "5")
+    first, second = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["wrong"]
+    assert first.startswith("parameters of 0.0 after step 3 are 0000000000000004, not ")
+    assert second.startswith("epoch 0: processes drew Account(num_samples=1537, ")
+    assert f"wrong: {first}\nwrong: {second}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("bench", ["at_once"], indirect=True)
+def test_at_once(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep(tmp_path / "job", "at 10s kill worker 1")
+    code, found = judge(bench, monkeypatch, tmp_path, "--workers", "3")
+    assert (code, found["smallest"], found["members_at_the_end"]) == (1, 1, 2)
+    said = capsys.readouterr().out
+    assert "missed: at 35s kill coordinator: never began\n" in said
+    assert "missed: 2 members at the end, not 3\n" in said
+    assert "missed: fail-over in s: not known, the bar is 3\n" in said
+
+
+@pytest.mark.parametrize("bench", ["mixed"], indirect=True)
+def test_mixed(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("with-faults", "without"):
+        keep(tmp_path / name, "at 10s kill worker 1")
+    code, found = judge(bench, monkeypatch, tmp_path, "--faults", "2")
+    assert (found["apart"], found["begun"], found["wanted"]) == (0.0, 1, 2)
+    assert code == 1
+    assert "missed: 1 faults began, not 2\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("bench", ["joining"], indirect=True)
+def test_joining(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    keep(tmp_path / "peers", "at 12s kill worker 1")
+    code, found = judge(bench, monkeypatch, tmp_path, "--only", "peers", "--joins", "1")
+    assert code == 0
+    assert [(each["newcomers"], each["stall_s"], each["level_s"]) for each in found["joins"]] == [(1, 0.0, 0.7)]
+
+
+@pytest.mark.parametrize("bench", ["goodput"], indirect=True)
+def test_goodput(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep(tmp_path / "ringweave", "at 5s kill worker 1")
+    words = ["--systems", "ringweave", "--for", "10", "--calm", "5", "--workers", "3"]
+    code, found = judge(bench, monkeypatch, tmp_path, *words)
+    assert found["formula"] == bench.FORMULA
+    assert found["ringweave"]["goodput"] == pytest.approx((STEPS - 0.5) / (STEPS - 0.5) / (1 - 10 / 3 / 29.5), abs=0.01)
+    said = capsys.readouterr().out
+    assert said.startswith(f"goodput = {bench.FORMULA}\nsystem ")
+    assert code == int("missed:" in said)
