@@ -4,6 +4,7 @@ Daily the examples are always the same ones: a rare failure is found by the thor
 and stops nobody's work on something else.
 """
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 _DAILY, _THOROUGH = "daily", "thorough"
@@ -16,6 +17,15 @@ settings.register_profile(_THOROUGH, _PATIENT, max_examples=200)
 def load() -> None:
     """Takes the daily profile, if the option --hypothesis-profile does not name another."""
     settings.load_profile(_DAILY)
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of tests that differ little and take long, one is for every day; those marked as thorough are skipped then."""
+    if config.getoption("hypothesis_profile") != _THOROUGH:
+        skipped = pytest.mark.skip(reason="another one like it is enough for every day: make test-thorough runs all")
+        for item in items:
+            if item.get_closest_marker(_THOROUGH):
+                item.add_marker(skipped)
 
 
 def share_of(thorough: int) -> int:

@@ -22,7 +22,7 @@ CASES = {
     "sum, accumulation": Case(reduction="sum", accumulate=2),
     "clipping and schedule": Case(clips=True, schedules=True),
     "a term of the loss without samples": Case(has_regularizer=True),
-    "loader with workers": Case(num_workers=1, num_samples=100, num_steps=40),
+    "loader with workers": Case(num_workers=1, num_samples=100, num_steps=17),
     "stream": Case(streams=True),
 }
 

@@ -29,7 +29,7 @@ def lab_jobs(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(os.geteuid() != 0 or bool(lab.problems()), reason="needs a lab: root and namespaces")
-@pytest.mark.parametrize("mode", ["sync", "balanced"])
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.thorough), "balanced"])
 def test_members_and_a_coordinator_die_and_no_step_no_sample_and_no_bit_is_lost(
     lab_jobs: ModuleType, tmp_path: Path, mode: str
 ) -> None:

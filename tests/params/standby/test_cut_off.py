@@ -68,7 +68,13 @@ def cut_off(where: Lab, pair: PairOfServers, way: str, *, is_leader: bool) -> tu
         where.mend(SERVERS[victim])
 
 
-@pytest.mark.parametrize(("way", "is_leader"), [("both", True), ("in", True), ("out", True), ("both", False)], ids=str)
+WAYS = [
+    ("out", True),
+    *(pytest.param(*way, marks=pytest.mark.thorough) for way in (("both", True), ("in", True), ("both", False))),
+]
+
+
+@pytest.mark.parametrize(("way", "is_leader"), WAYS, ids=str)
 def test_the_server_that_rings_reach_goes_on(lab_name: str, tmp_path: Path, way: str, is_leader: bool) -> None:
     where = lab.up(topology.loads(CLUSTER), lab_name, quotas="never")
     with PairOfServers(tmp_path, len(RINGS), lease_s=5.0, network=Cluster(where)) as pair:

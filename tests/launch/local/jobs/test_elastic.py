@@ -31,7 +31,7 @@ def kill_group(here: Here, node: int, attempt: int) -> None:
             process.send_signal(signal.SIGKILL)
 
 
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_a_killed_group_comes_back_while_the_other_one_trains_on(here: Here, node: int) -> None:
     """Node 0 has the coordinator that decides, node 1 its standby."""
     here.submit(until_back.SCRIPT, 2, 2, elastic=Elastic(min=2), mode="sync", max_retries=2)

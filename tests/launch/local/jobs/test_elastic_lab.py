@@ -27,7 +27,7 @@ def rack(lab_name: str) -> Lab:
     return lab.up(topology.loads(RACK), lab_name, "always")
 
 
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_node_of_a_lab_is_replaced_while_the_other_one_trains_on(here: Here, rack: Lab, node: int) -> None:
     """Coordinators listen at addresses of their nodes; that of node 0 is started there again when it was lost."""
     here.submit(until_back.SCRIPT, 2, 2, elastic=Elastic(min=2), mode="sync", max_retries=2, lab=rack.name)

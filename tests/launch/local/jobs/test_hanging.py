@@ -38,7 +38,7 @@ def submit(here: Here, script: str) -> None:
     wait_until(lambda: all(len(said(here, node, 1)) > 5 for node in range(3)), "training")
 
 
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_node_that_stands_still_is_replaced_while_the_others_train_on(here: Here, node: int) -> None:
     """Node 0 has the coordinator that decides, node 1 its standby: either tells who was put out."""
     submit(here, until_back.SCRIPT)
@@ -54,6 +54,7 @@ def test_a_node_that_stands_still_is_replaced_while_the_others_train_on(here: He
     assert not [each for each in processes_of(here.state) if each.command[-2:] == [str(node), "1"]]
 
 
+@pytest.mark.thorough
 def test_a_job_ends_without_a_node_that_stands_still(here: Here) -> None:
     submit(here, SHORT)
     stop_group(here, 1)
