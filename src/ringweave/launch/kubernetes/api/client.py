@@ -12,6 +12,7 @@ import kopf
 
 from ringweave.launch.kubernetes.api import failures
 from ringweave.launch.kubernetes.api.kinds import Kind
+from ringweave.launch.kubernetes.api.pooling import Pool
 
 Object = dict[str, Any]
 MERGE = "application/merge-patch+json"
@@ -35,7 +36,7 @@ class Client:
         self._connection = connection = connect()
         self._server = connection.server.rstrip("/")
         self._headers = connection.as_http_headers()
-        self._session: aiohttp.ClientSession | None = None
+        self._pool: Pool | None = None
 
     @property
     def namespace(self) -> str:
@@ -48,12 +49,10 @@ class Client:
         return self._server
 
     async def __aenter__(self) -> "Client":
-        is_tls = self._server.startswith("https:")
-        connector = aiohttp.TCPConnector(limit=64, ssl=self._connection.as_ssl_context() if is_tls else False)
-        self._session = aiohttp.ClientSession(
-            connector=connector,
+        self._pool = Pool(
+            self._connection,
+            limit=64,
             timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
-            proxy=self._connection.proxy_url,
             read_bufsize=2**18,
             cookie_jar=aiohttp.DummyCookieJar(),
         )
@@ -62,8 +61,8 @@ class Client:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._session is not None
-        await self._session.close()
+        assert self._pool is not None
+        await self._pool.close()
 
     async def get(self, kind: Kind, namespace: str | None, name: str) -> Object:
         """One object.
@@ -141,11 +140,11 @@ class Client:
     async def _send(
         self, method: str, path: str, params: Mapping[str, str] | None, data: str | None, headers: Mapping[str, str]
     ) -> tuple[int, Object]:
-        assert self._session is not None
+        assert self._pool is not None
         whole = {**self._headers, **headers}
         content = None if data is None else _content(data.encode())
         try:
-            async with self._session.request(
+            async with self._pool.session.request(
                 method, self._server + path, params=params, data=content, headers=whole
             ) as response:
                 return response.status, _parsed(await response.read())
@@ -159,10 +158,10 @@ class Client:
             ApiError: It was refused.
             LaunchError: Nobody answered, or the connection broke.
         """
-        assert self._session is not None
+        assert self._pool is not None
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT_S)
         try:
-            async with self._session.get(
+            async with self._pool.session.get(
                 self._server + path, params=params, timeout=timeout, headers=self._headers
             ) as response:
                 if response.status >= 400:

@@ -20,6 +20,7 @@ from ringweave.launch.kubernetes.api import certificates, connecting, kinds
 from ringweave.launch.kubernetes.api.certificates import ServerCertificate
 from ringweave.launch.kubernetes.api.client import Client
 from ringweave.launch.kubernetes.api.failures import ApiError
+from ringweave.launch.kubernetes.api.pooling import Pool
 from ringweave.launch.kubernetes.objects.pods import PodSettings, Quantity, Toleration
 from ringweave.launch.kubernetes.operating import ending
 from ringweave.launch.kubernetes.operating.acting import Actor
@@ -151,10 +152,18 @@ async def _lead(parts: _Parts, ready: asyncio.Event) -> None:
 async def _watch(parts: _Parts, queue: Queue) -> None:
     """Poke the queue for everything that changes."""
     settings, registry = parts.settings, kopf.OperatorRegistry()
+    pools: list[Pool] = []
 
     @kopf.on.login(registry=registry)
-    async def login(**_: Any) -> kopf.ConnectionInfo:
-        return await asyncio.to_thread(parts.connect)
+    async def login(**_: Any) -> kopf.AiohttpSession:
+        connection = await asyncio.to_thread(parts.connect)
+        pools.append(Pool(connection, limit=0, headers=connection.as_http_headers()))
+        return kopf.AiohttpSession(
+            server=connection.server,
+            default_namespace=connection.default_namespace,
+            expiration=connection.expiration,
+            aiohttp_session=pools[-1].session,
+        )
 
     @kopf.on.event(names.GROUP, names.VERSION, names.PLURAL, registry=registry)
     async def job_changed(*, namespace: str | None, name: str | None, **_: Any) -> None:
@@ -174,7 +183,10 @@ async def _watch(parts: _Parts, queue: Queue) -> None:
         namespaces=settings.namespaces,
     )
     parts.hear()
-    await kopf.run_tasks(tasks, ignored=before)
+    try:
+        await kopf.run_tasks(tasks, ignored=before)
+    finally:
+        await asyncio.gather(*(pool.close() for pool in pools))
 
 
 def _kopf_settings() -> kopf.OperatorSettings:

@@ -1,0 +1,53 @@
+"""A pool that is closed leaves no socket open, also where it was in the midst of an answer."""
+
+import asyncio
+import gc
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+from ringweave.launch.kubernetes.api import connecting, kinds, pooling
+from ringweave.launch.kubernetes.api.client import Client
+from ringweave.testing.kubernetes.cluster import FakeCluster
+
+
+BUSY_S = 0.5
+
+
+def left_open(cluster: FakeCluster, kubeconfig: Path) -> list[str]:
+    """What an event loop leaves open in which watches were cut off before it ended, while the server was busy."""
+
+    async def watch() -> None:
+        async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
+
+            async def follow() -> None:
+                parameters = {"watch": "true", "resourceVersion": "1", "allowWatchBookmarks": "true"}
+                async for _ in client.lines(kinds.PODS.path("default"), parameters):
+                    begun.release()
+
+            begun = asyncio.Semaphore(0)
+            tasks = [asyncio.create_task(follow()) for _ in range(3)]
+            for _ in tasks:
+                await begun.acquire()
+            cluster.loop.call_soon_threadsafe(time.sleep, BUSY_S)
+            await asyncio.sleep(BUSY_S / 5)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        asyncio.run(watch())
+        gc.collect()
+    return [str(each.message) for each in caught if "unclosed" in str(each.message)]
+
+
+def test_nothing_is_left_open(cluster: FakeCluster, kubeconfig: Path) -> None:
+    assert left_open(cluster, kubeconfig) == []
+
+
+def test_it_would_show(cluster: FakeCluster, kubeconfig: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pooling, "_GOODBYE_S", 0.0)
+    assert left_open(cluster, kubeconfig)
