@@ -12,7 +12,6 @@ from ringweave.launch.kubernetes.api import connecting, kinds, pooling
 from ringweave.launch.kubernetes.api.client import Client
 from ringweave.testing.kubernetes.cluster import FakeCluster
 
-
 BUSY_S = 0.5
 
 
