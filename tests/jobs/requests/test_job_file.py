@@ -24,6 +24,7 @@ nodes:
 min_per_node: 2
 ttl: 3600s
 suspend: true
+claim: team.checkpoints
 """
 SHORT = "name: text\ncpu_workers: 4\nscript: train.py\nnodes: [{capacity: 4}]\n"
 
@@ -38,6 +39,7 @@ def test_a_full_file() -> None:
         environment={"SEED": "1"},
         data="/data/text",
         image="registry.example/train:1",
+        claim="team.checkpoints",
         mode="balanced",
         nodes=(
             NodeRequest(name="big", capacity=10, max_retries=5, deletion=DeletionPolicy.KEEP_ON_FAILURE),
@@ -72,6 +74,13 @@ def test_a_lab_has_no_gpus() -> None:
         JobError, match=r"lab: 'two-racks', expected none for GPUs: a lab limits links and CPU time\. Ask"
     ):
         job_file.loads(f"{FULL}lab: two-racks\n")
+
+
+def test_a_claim_has_the_name_of_one() -> None:
+    with pytest.raises(
+        JobError, match=r"claim: 'My_Claim', expected the name of a PersistentVolumeClaim: lower-case .*"
+    ):
+        job_file.loads(f"{SHORT}claim: My_Claim\n")
 
 
 TWO_NODES = "name: text\ncpu_workers: 9\nscript: s.py\nnodes: [{name: a, capacity: 5}, {name: b, capacity: 4}]\n"
@@ -141,6 +150,7 @@ requests = st.builds(
     environment=st.dictionaries(st.from_regex(r"[A-Q_]\w{0,9}", fullmatch=True).filter(str.isascii), texts, max_size=3),
     data=st.none() | lines,
     image=st.none() | lines,
+    claim=st.none() | names,
     mode=st.sampled_from(MODES),
     min_per_node=st.integers(1, 2**31 - 1),
     ttl_s=st.none() | st.floats(0, 3e8),

@@ -15,6 +15,9 @@ from tests.launch.small_training import PREPARED
 SCRIPT = """
 import os, pathlib, time
 flag = pathlib.Path(os.environ["FLAG"])
+steps = pathlib.Path(os.environ["RINGWEAVE_CLAIM"], "steps-of-rank-" + os.environ["RANK"])
+print("after step", steps.read_text() if steps.exists() else 0, end=": ")
+steps.write_text(str(int(steps.read_text() if steps.exists() else 0) + 1))
 print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "meets at", os.environ["MASTER_ADDR"], flush=True)
 while not flag.exists():
     time.sleep(0.05)
@@ -39,6 +42,7 @@ def test_a_job_of_real_processes(place: Place, tmp_path: Path) -> None:
         nodes=nodes,
         min_per_node=1,
         environment={"FLAG": str(flag)},
+        claim="checkpoints",
     )
     service = place.service
     submission = service.submit(request, base=tmp_path)
@@ -74,6 +78,7 @@ def test_a_job_of_real_processes(place: Place, tmp_path: Path) -> None:
     lines = list(service.logs("real", LogQuery()))
     assert {key(line) for line in lines} >= wanted
     assert all(f"rank {line.rank} of 4 meets at 127.0.0." in line.text for line in lines)
+    assert all(f"after step {line.round - 1}:" in line.text for line in lines), "the claim outlives every Pod"
     assert {line.attempt for line in service.logs("real", LogQuery(node="n1", rank=3))} == {1, 2}
 
     assert service.act("real", "delete").name == "real"

@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,13 @@ def test_where_locks_do_not_work_the_folder_still_has_one_owner(tmp_path, fake, 
     assert first is not None
     with pytest.raises(OSError, match="not empty"):
         registry.submit(lambda there: first)
+
+
+def test_a_claim_is_for_kubernetes(tmp_path, service):
+    with pytest.raises(
+        JobError, match=r"claim: 'mine', expected none on slurm\. Leave claim out: the nodes share files"
+    ):
+        service.submit(replace(a_request(), claim="mine"), base=tmp_path)
 
 
 def test_what_slurm_refuses_leaves_nothing(tmp_path, fake, service):

@@ -32,6 +32,7 @@ from ringweave.launch.services.service import Submission
 @click.option("--env", "environment", multiple=True, metavar="NAME=VALUE", help="A variable of the workers.")
 @click.option("--data", metavar="WHERE", help="Where the training data is.")
 @click.option("--image", metavar="IMAGE", help="Container image.")
+@click.option("--claim", metavar="NAME", help="PersistentVolumeClaim that all Pods have as /claim, on Kubernetes.")
 @click.option("--mode", metavar="NAME", help="How to train: auto, sync, balanced, ps-hra or ps.")
 @click.option(
     "--elastic", type=int, metavar="MIN", help="With so many workers at least the others go on without a lost node."

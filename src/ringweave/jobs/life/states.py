@@ -138,7 +138,7 @@ REASONS: Mapping[str, _Kind] = {
     "Replacing": _Kind(
         of="job",
         states="Retrying",
-        text="{detail}; waits for {nodes} to be ready, then all go on from the last checkpoint",
+        text="{detail}; waits for {nodes} to be ready, then all start again, from their last checkpoint if any",
         helps="ringweave logs {job} shows why it failed; a node that fails again and again needs mending",
     ),
     "GoesOn": _Kind(
@@ -248,7 +248,7 @@ REASONS: Mapping[str, _Kind] = {
         of="node",
         states="Interrupted",
         text="goes back to the gate, since another node failed",
-        helps="Nothing to do: it goes on from the last checkpoint when all are ready",
+        helps="Nothing to do: it starts again when all are ready, from the last checkpoint if there is one",
     ),
     "NodeFailing": _Kind(
         of="node", states="Failed, Interrupted", text="ended: {detail}", helps="Nothing to do: it is decided in seconds"

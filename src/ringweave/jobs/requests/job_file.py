@@ -66,6 +66,7 @@ class RequestEntry(schema.Entry):
     image: Annotated[str | None, schema.GIVEN] = Field(
         default=None, description="a container image", examples=["registry.example/train:1"]
     )
+    claim: Annotated[str | None, schema.GIVEN] = Field(default=None, description=rules.CLAIM, examples=["checkpoints"])
     lab: Annotated[str | None, schema.GIVEN] = Field(
         default=None, description="the name of a lab that is up on this machine", examples=["two-racks"]
     )
@@ -133,6 +134,7 @@ def dumps(request: Request) -> str:
         "environment": dict(request.environment) or None,
         "data": request.data,
         "image": request.image,
+        "claim": request.claim,
         "lab": request.lab,
         "mode": request.mode,
         "elastic": None if request.elastic is None else _flow({"min": request.elastic.min}),
@@ -221,7 +223,18 @@ def _build(value: Any) -> Request:
         raise ProblemsError(tuple({problem.path: problem for problem in reversed(placed)}.values())) from error
 
 
-_AS_THEY_ARE = {"script", "directory", "environment", "data", "image", "lab", "mode", "min_per_node", "suspend"}
+_AS_THEY_ARE = {
+    "script",
+    "directory",
+    "environment",
+    "data",
+    "image",
+    "claim",
+    "lab",
+    "mode",
+    "min_per_node",
+    "suspend",
+}
 
 
 def _early_problems(entry: RequestEntry) -> Iterator[Problem]:

@@ -29,10 +29,12 @@ POLICY = "one of delete, keep, keep-on-failure"
 MODE = f"one of {', '.join(MODES)}"
 TTL = "a time with a unit, such as 3600s (ns, us, ms, s; at most ten years)"
 ELASTIC = "a map with min: with how many workers at least the others go on when a node is lost"
+CLAIM = "the name of a PersistentVolumeClaim: lower-case letters, digits, hyphens and dots, at most 253"
 ENVIRONMENT = "names (letters, digits, underscores) with text as values"
 
 _NAME = re.compile(r"[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?")
 _NODE_NAME = re.compile(r"(?=.{1,63}\Z)[a-z0-9](?:[a-z0-9-]*[a-z0-9])?(?:\.[a-z0-9](?:[a-z0-9-]*[a-z0-9])?)*")
+_CLAIM = re.compile(r"(?=.{1,253}\Z)[a-z0-9](?:[a-z0-9-]*[a-z0-9])?(?:\.[a-z0-9](?:[a-z0-9-]*[a-z0-9])?)*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
 RESERVED = "RINGWEAVE_"
 """Variables that launchers set begin so."""
@@ -97,6 +99,9 @@ class Request:
     """Where the training data is; workers see it as RINGWEAVE_DATA. None where the script knows."""
     image: str | None = None
     """The container image; None where the place has what is needed."""
+    claim: str | None = None
+    """The PersistentVolumeClaim that all Pods of a job on Kubernetes have as a folder, RINGWEAVE_CLAIM; None: no folder
+    of theirs outlives them."""
     lab: str | None = None
     """A lab of this machine that is up, whose nodes are the job's; None where nodes are worker groups only."""
     mode: str = "auto"
@@ -133,6 +138,9 @@ def _problems(request: Request) -> Iterator[Problem]:
     for key in ("directory", "data", "image", "lab"):
         if getattr(request, key) is not None:
             yield from _path((key,), key, getattr(request, key), "text on one line")
+    if request.claim is not None and not _CLAIM.fullmatch(request.claim):
+        do = "Name one of the job's namespace: kubectl get persistentvolumeclaims"
+        yield _wrong(("claim",), "claim", request.claim, CLAIM, do)
     if request.device not in ("cpu", "cuda"):
         yield _wrong(("device",), "device", request.device, "one of cpu, cuda", "Write cpu for workers without a GPU")
     if request.lab is not None and request.device == "cuda":

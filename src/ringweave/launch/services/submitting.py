@@ -137,6 +137,17 @@ def refuse_lab(request: Request, place: str) -> None:
         raise JobError(explain("lab", got=request.lab, expected=f"none on {place}", do=do, where=request.name))
 
 
+def refuse_claim(request: Request, place: str) -> None:
+    """Refuse a PersistentVolumeClaim in a place that has none.
+
+    Raises:
+        JobError: The request names one.
+    """
+    if request.claim is not None:
+        do = "Leave claim out: the nodes share files there; or submit it --on kubernetes"
+        raise JobError(explain("claim", got=request.claim, expected=f"none on {place}", do=do, where=request.name))
+
+
 def check_query(job: Job, which: LogQuery) -> None:
     """Refuse to look for logs that there cannot be.
 

@@ -68,6 +68,7 @@ class SlurmService(Service):
     ) -> Submission:
         """Admit the request, record its job, and ask Slurm for its allocation."""
         submitting.refuse_lab(request, "slurm")
+        submitting.refuse_claim(request, "slurm")
         origin = submitting.origin_of(request, base, self._environ, script_text)
         hosts = self._slurm.hosts(self._environ)
 

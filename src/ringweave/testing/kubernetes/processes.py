@@ -123,7 +123,8 @@ class ProcessKubelet:
         spec = pod["spec"]
         volumes = {}
         for volume in spec["volumes"]:
-            path = folder / volume["name"]
+            claim = volume.get("persistentVolumeClaim")
+            path = self._root / "claims" / claim["claimName"] if claim else folder / volume["name"]
             path.mkdir(parents=True, exist_ok=True)
             volumes[volume["name"]] = path
             try:

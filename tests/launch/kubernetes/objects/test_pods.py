@@ -20,9 +20,9 @@ RESTRICTED = {"metadata": {"labels": {pod_security.LABEL: "restricted"}}}
 PLAIN = PodSettings(image="example/train:1")
 
 
-def spec_of(settings: PodSettings = PLAIN, device: str = "cuda") -> dict[str, Any]:
+def spec_of(settings: PodSettings = PLAIN, device: str = "cuda", claim: str | None = None) -> dict[str, Any]:
     nodes = (NodeRequest(name="n0", capacity=3),)
-    request = Request(name="text", num_workers=3, script="a.py", nodes=nodes, device=device)
+    request = Request(name="text", num_workers=3, script="a.py", nodes=nodes, device=device, claim=claim)
     job = records.new_job(request, requester="ann", counts=(3,), now=0.0)
     action = CreateGroup(node=0, attempt=1, workers=3, round=1)
     return pod(job, OWNER, action, host=None, settings=settings)["spec"]
@@ -68,6 +68,15 @@ MUCH = replace(PLAIN, worker_cpu=Quantity.parse("1500m"), worker_memory=Quantity
 )
 def test_what_it_asks_for_is_that_of_all_its_workers(settings: PodSettings, device: str, resources: Any) -> None:
     assert spec_of(settings, device)["containers"][0]["resources"] == resources
+
+
+def test_a_claim_is_a_folder_of_all_its_pods() -> None:
+    spec = spec_of(claim="mine")
+    assert {"name": "claim", "persistentVolumeClaim": {"claimName": "mine"}} in spec["volumes"]
+    (container,) = spec["containers"]
+    assert {"name": "claim", "mountPath": "/claim"} in container["volumeMounts"]
+    assert {"name": "RINGWEAVE_CLAIM", "value": "/claim"} in container["env"]
+    assert "claim" not in str(spec_of())
 
 
 def test_it_may_be_on_nodes_with_these_taints() -> None:

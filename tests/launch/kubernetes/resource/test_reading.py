@@ -42,7 +42,7 @@ def test_a_request_becomes_a_resource_and_back() -> None:
         {},
         {"device": "cpu"},
         {"arguments": ("--epochs", "3"), "environment": {"SEED": "1"}, "ttl_s": 2.5, "suspend": True},
-        {"data": "/data", "image": "a/b:1", "mode": "balanced", "min_per_node": 5},
+        {"data": "/data", "image": "a/b:1", "claim": "mine", "mode": "balanced", "min_per_node": 5},
         {"elastic": Elastic(min=10)},
     ):
         request = a_request(**changes)

@@ -12,6 +12,7 @@ from ringweave.launch.kubernetes.objects.owning import Object, Owner
 CONFIG_DIR = "/etc/ringweave/config"
 SECRET_DIR = "/etc/ringweave/secret"
 HOME = "/var/lib/ringweave"
+CLAIM = "/claim"
 CONTAINER = "workers"
 AGENT = ("python", "-m", "ringweave.launch.kubernetes.agent")
 GRACE_S = 30
@@ -134,6 +135,10 @@ def pod(job: Job, owner: Owner, action: CreateGroup, *, host: str | None, settin
             {"name": "shm", "emptyDir": {"medium": "Memory"}},
         ],
     }
+    if job.request.claim is not None:
+        spec["volumes"].append({"name": "claim", "persistentVolumeClaim": {"claimName": job.request.claim}})
+        spec["containers"][0]["volumeMounts"].append({"name": "claim", "mountPath": CLAIM})
+        spec["containers"][0]["env"].append({"name": "RINGWEAVE_CLAIM", "value": CLAIM})
     if settings.user is not None:
         user = settings.user
         spec["securityContext"] = {"runAsNonRoot": True, "runAsUser": user, "runAsGroup": user, "fsGroup": user}

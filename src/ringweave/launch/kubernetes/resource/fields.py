@@ -28,8 +28,8 @@ _SEEN = r"[^\p{C}\p{Z}]"
 _MAX_RETRIES = NodeRequest.__dataclass_fields__["max_retries"].default
 
 FIXED = (
-    *("gpus", "cpuWorkers", "script", "source", "directory", "arguments", "environment", "data", "image", "mode"),
-    *("elastic", "nodes", "minPerNode", "ttlSecondsAfterFinished", "managedBy", "requester"),
+    *("gpus", "cpuWorkers", "script", "source", "directory", "arguments", "environment", "data", "image", "claim"),
+    *("mode", "elastic", "nodes", "minPerNode", "ttlSecondsAfterFinished", "managedBy", "requester"),
 )
 """Fields that never change once a job is there; the others are what verbs set."""
 
@@ -81,6 +81,10 @@ def _what_runs() -> Schema:
         },
         "data": _line("Where the training data is; workers see it as RINGWEAVE_DATA.", 4096, least=1),
         "image": _line("Container image with Python and ringweave. Absent: the operator's.", 1024, least=1),
+        "claim": {
+            **_text("PersistentVolumeClaim that all Pods mount at /claim, which RINGWEAVE_CLAIM says.", 253, least=1),
+            "pattern": _HOST_NAME,
+        },
         "mode": {
             "type": "string",
             "description": "How to train; auto leaves the choice to the planner. ps-hra, ps: with a parameter server.",

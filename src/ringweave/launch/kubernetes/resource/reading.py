@@ -11,8 +11,8 @@ from ringweave.launch.kubernetes import names
 from ringweave.launch.kubernetes.resource import times
 
 Resource = Mapping[str, Any]
-_SAME = {"script": "script", "directory": "directory", "data": "data", "image": "image", "mode": "mode"}
-"""Field of the spec -> field of the request, where both mean the same."""
+_SAME = ("script", "directory", "data", "image", "claim", "mode")
+"""Fields that the spec and the request have alike."""
 
 
 def request_of(resource: Resource) -> Request:
@@ -23,7 +23,7 @@ def request_of(resource: Resource) -> Request:
     """
     spec = resource["spec"]
     is_cuda = "gpus" in spec
-    same = {ours: spec[theirs] for theirs, ours in _SAME.items() if theirs in spec}
+    same = {name: spec[name] for name in _SAME if name in spec}
     return Request(
         name=resource["metadata"]["name"],
         num_workers=spec["gpus"] if is_cuda else spec.get("cpuWorkers", 0),
@@ -119,7 +119,7 @@ def resource_of(
     """
     spec: dict[str, Any] = {
         "gpus" if request.device == "cuda" else "cpuWorkers": request.num_workers,
-        **{theirs: getattr(request, ours) for theirs, ours in _SAME.items() if getattr(request, ours) is not None},
+        **{name: getattr(request, name) for name in _SAME if getattr(request, name) is not None},
         "nodes": [_entry(index, node) for index, node in enumerate(request.nodes)],
         "minPerNode": request.min_per_node,
         "suspend": request.suspend,

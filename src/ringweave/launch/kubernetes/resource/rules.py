@@ -25,7 +25,7 @@ _ROOM_OF_LARGEST = (
     "self.nodes.map(n, n.capacity > t.capacity ? n.capacity - t.capacity : 0).sum())"
 )
 OPTIONAL = (
-    *("gpus", "cpuWorkers", "source", "directory", "data", "image", "elastic"),
+    *("gpus", "cpuWorkers", "source", "directory", "data", "image", "claim", "elastic"),
     *("ttlSecondsAfterFinished", "managedBy"),
 )
 
