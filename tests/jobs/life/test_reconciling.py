@@ -67,8 +67,8 @@ def test_a_killed_group_alone_is_replaced_and_the_others_go_back_to_the_gate() -
     lives.settle(place)
     assert str(record_of(place).reason) == (
         "node n1 failed (killed by SIGKILL), retry 1 of 1; waits for nodes n0, n1, n2 to be ready, then all start "
-        "again, from their last checkpoint if any. ringweave logs text shows why it failed; a node that fails again and "
-        "again needs mending."
+        "again, from their last checkpoint if any. ringweave logs text shows why it failed; a node that fails again "
+        "and again needs mending."
     )
     place.pass_time()
     lives.settle(place)

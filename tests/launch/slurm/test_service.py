@@ -65,9 +65,7 @@ def test_where_locks_do_not_work_the_folder_still_has_one_owner(tmp_path, fake, 
 
 
 def test_a_claim_is_for_kubernetes(tmp_path, service):
-    with pytest.raises(
-        JobError, match=r"claim: 'mine', expected none on slurm\. Leave claim out: the nodes share files"
-    ):
+    with pytest.raises(JobError, match=r"claim: 'mine', expected none on slurm\. Leave claim out: the nodes"):
         service.submit(replace(a_request(), claim="mine"), base=tmp_path)
 
 
