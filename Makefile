@@ -38,9 +38,13 @@ test: setup
 test-thorough: setup
 	$(PYTEST) --timeout 1200 --hypothesis-profile=thorough
 
-# The same suite as in `make test`, against the API server of a kubeconfig instead of the fake.
+# The same suite as in `make test`, against the API server of a kubeconfig instead of the fake; of one that is named
+# here, and not of one that the shell exports for something else.
+ifeq ($(origin KUBECONFIG),command line)
+KUBE := --kubeconfig $(KUBECONFIG)
+endif
 test-kube: setup
-	$(BIN)/pytest tests/kube -p no:randomly $(if $(KUBECONFIG),--kubeconfig $(KUBECONFIG))
+	$(BIN)/pytest tests/kube -p no:randomly $(KUBE)
 
 # The operator killed at every boundary of every life; make test takes one life.
 test-crashes: setup

@@ -19,7 +19,9 @@ from ringweave.launch.kubernetes import names
 from ringweave.launch.kubernetes.api import connecting, kinds
 from ringweave.launch.kubernetes.api.client import Client, Object
 from ringweave.launch.kubernetes.api.failures import ApiError
+from ringweave.launch.kubernetes.operating import leading
 from ringweave.launch.kubernetes.resource.definition import definition
+from ringweave.testing.kubernetes.checks import pod_security
 from ringweave.testing.kubernetes.cluster import FakeCluster
 from ringweave.testing.kubernetes.kubelet import PlayedKubelet
 from ringweave.testing.kubernetes.operators import OperatorProcess
@@ -39,6 +41,19 @@ class Kube:
         self.client = Client(lambda: connecting.connection(self.environ))
         self.run(self.client.__aenter__())
         self.kubelet = PlayedKubelet(self.client, namespace)
+        user = self.run(self.client.create(kinds.SELF_REVIEWS, None, {}))["status"]["userInfo"]
+        self.requester = {"username": user["username"], "groups": user.get("groups") or []}
+
+    def spec(self) -> dict[str, Any]:
+        """15 on (10, 5), asked for by the user of the kubeconfig: where deploy/ is applied nobody asks for another."""
+        return {
+            "gpus": 15,
+            "script": "train.py",
+            "source": "print('hello')\n",
+            "image": "example/train:1",
+            "requester": self.requester,
+            "nodes": [{"name": "n0", "capacity": 10}, {"name": "n1", "capacity": 5}],
+        }
 
     def run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         return self._runner.run(work)
@@ -56,7 +71,7 @@ class Kube:
             raise
 
     def submit(self, name: str, **spec: Any) -> Object:
-        whole = {key: value for key, value in {**a_spec(), **spec}.items() if value is not None}
+        whole = {key: value for key, value in {**self.spec(), **spec}.items() if value is not None}
         body = {"metadata": {"name": name, "namespace": self.namespace}, "spec": whole}
         return self.run(self.client.create(kinds.TRAINING_JOBS, self.namespace, body))
 
@@ -111,18 +126,6 @@ class Kube:
         return done.stdout + done.stderr
 
 
-def a_spec() -> dict[str, Any]:
-    """15 on (10, 5), by somebody who may do everything."""
-    return {
-        "gpus": 15,
-        "script": "train.py",
-        "source": "print('hello')\n",
-        "image": "example/train:1",
-        "requester": {"username": "somebody", "groups": ["system:masters"]},
-        "nodes": [{"name": "n0", "capacity": 10}, {"name": "n1", "capacity": 5}],
-    }
-
-
 @pytest.fixture(scope="session")
 def kubeconfig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     given = request.config.getoption("--kubeconfig")
@@ -137,12 +140,31 @@ def kubeconfig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def kube(kubeconfig: Path) -> Iterator[Kube]:
     """With the resource defined and a namespace made; nothing of it is left in the end."""
     with contextlib.closing(Kube(kubeconfig, f"ringweave-test-{secrets.token_hex(4)}")) as kube:
-        is_ours = _define(kube)
+        _refuse_another_operator(kube)
+        before = _define(kube)
         _make_namespace(kube)
         yield kube
         _remove(kube)
-        if is_ours:
-            kube.run(kube.client.delete(kinds.DEFINITIONS, None, definition()["metadata"]["name"]))
+        name = definition()["metadata"]["name"]
+        if before is None:
+            kube.run(kube.client.delete(kinds.DEFINITIONS, None, name))
+        else:
+            now = kube.run(kube.client.get(kinds.DEFINITIONS, None, name))
+            kube.run(kube.client.replace(kinds.DEFINITIONS, None, {**now, "spec": before["spec"]}))
+
+
+def _refuse_another_operator(kube: Kube) -> None:
+    """One that leads jobs of all namespaces would lead those of the tests as well."""
+    for lease in kube.run(kube.client.list(kinds.LEASES, None)):
+        holder = lease["spec"].get("holderIdentity")
+        if lease["metadata"]["name"] == leading.NAME and holder:
+            where = lease["metadata"]["namespace"]
+            pytest.exit(
+                f"operator {holder} leads jobs here (Lease {leading.NAME} in namespace {where}), and would lead those "
+                f"of the tests: kubectl -n {where} scale deployment {leading.NAME} --replicas 0, and again to 1 "
+                "afterwards. Where none runs any more, delete the Lease.",
+                returncode=2,
+            )
 
 
 def _make_namespace(kube: Kube) -> None:
@@ -152,7 +174,9 @@ def _make_namespace(kube: Kube) -> None:
         (SERVICE_ACCOUNTS, kube.namespace, "default"),
     ):
         try:
-            kube.run(kube.client.create(kind, where, {"metadata": {"name": name}}))
+            # Where the cluster's own default is stricter, Pods of the tests are still taken.
+            labels = {pod_security.LABEL: "privileged"} if kind is kinds.NAMESPACES else {}
+            kube.run(kube.client.create(kind, where, {"metadata": {"name": name, "labels": labels}}))
         except ApiError as error:
             if not error.is_taken:
                 raise
@@ -178,17 +202,16 @@ def _remove(kube: Kube) -> None:
             raise
 
 
-def _define(kube: Kube) -> bool:
-    """The resource, served; whether it was not there before."""
+def _define(kube: Kube) -> Object | None:
+    """The resource, served; as it was before, None where it was not there."""
     wanted = definition()
     name = wanted["metadata"]["name"]
-    is_new = True
+    known: Object | None = None
     try:
         kube.run(kube.client.create(kinds.DEFINITIONS, None, wanted))
     except ApiError as error:
         if not error.is_taken:
             raise
-        is_new = False
         known = kube.run(kube.client.get(kinds.DEFINITIONS, None, name))
         kube.run(kube.client.replace(kinds.DEFINITIONS, None, {**known, "spec": wanted["spec"]}))
 
@@ -211,7 +234,7 @@ def _define(kube: Kube) -> bool:
         while not holds():
             assert time.monotonic() < deadline_s, f"the resource is not {holds.__name__}"
             time.sleep(0.05)
-    return is_new
+    return known
 
 
 @pytest.fixture(scope="session")
@@ -222,6 +245,16 @@ def roles(kube: Kube) -> None:
     review = kube.run(kube.client.create(kinds.ACCESS_REVIEWS, None, {"spec": spec}))
     if review["status"]["allowed"]:
         pytest.skip("this API server allows everybody everything (--authorization-mode=RBAC changes that)")
+
+
+@pytest.fixture(scope="session")
+def any_requester(kube: Kube) -> None:
+    """Skips where admission policies see to it that nobody asks in another's name."""
+    body = {"metadata": {"name": "another"}, "spec": {**kube.spec(), "requester": {"username": "nobody-knows-me"}}}
+    try:
+        kube.run(kube.client.create(kinds.TRAINING_JOBS, kube.namespace, body, dryRun="All"))
+    except ApiError as error:
+        pytest.skip(f"this API server refuses another requester: {error}")
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from ringweave.launch.kubernetes import names
 from ringweave.launch.kubernetes.api import kinds
 from ringweave.launch.kubernetes.api.client import Object
 from ringweave.launch.kubernetes.api.failures import ApiError
-from tests.kube.conftest import Kube, a_spec
+from tests.kube.conftest import Kube
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "kubernetes"
 NODE = {"name": "n0", "capacity": 10}
@@ -63,7 +63,7 @@ def dry(kube: Kube, name: str, spec: Mapping[str, Any], **params: str) -> Object
 
 
 def test_defaults_are_filled_in(kube: Kube) -> None:
-    spec = dry(kube, "defaults", a_spec())["spec"]
+    spec = dry(kube, "defaults", kube.spec())["spec"]
     assert spec["nodes"][1] == {"name": "n1", "capacity": 5, "maxRetries": 3, "deletionPolicy": "delete"}
     told = {key: spec[key] for key in ("minPerNode", "mode", "suspend", "stopRun", "retryRun", "arguments")}
     assert told == {
@@ -91,23 +91,23 @@ def test_the_manifest_of_an_elastic_job_is_legal(kube: Kube) -> None:
 
 
 def test_an_unknown_field_is_pruned_or_refused(kube: Kube) -> None:
-    assert "gpu" not in dry(kube, "pruned", {**a_spec(), "gpu": 3})["spec"]
+    assert "gpu" not in dry(kube, "pruned", {**kube.spec(), "gpu": 3})["spec"]
     with pytest.raises(ApiError, match=r'unknown field "spec\.gpu"'):
-        dry(kube, "pruned", {**a_spec(), "gpu": 3}, fieldValidation="Strict")
+        dry(kube, "pruned", {**kube.spec(), "gpu": 3}, fieldValidation="Strict")
 
 
 @pytest.mark.parametrize("case", ILLEGAL)
 def test_an_illegal_request_is_refused_before_it_is_stored(kube: Kube, case: str) -> None:
     changes, text = ILLEGAL[case]
     with pytest.raises(ApiError, match=text) as caught:
-        dry(kube, "illegal", {**a_spec(), **changes})
+        dry(kube, "illegal", {**kube.spec(), **changes})
     assert caught.value.status == 422
 
 
 @pytest.mark.parametrize("name", ["Text", "1text", "text-", "a" * 41, "te.xt"])
 def test_an_illegal_name_is_refused(kube: Kube, name: str) -> None:
     with pytest.raises(ApiError, match=r"metadata\.name"):
-        dry(kube, name, a_spec())
+        dry(kube, name, kube.spec())
 
 
 def cases() -> Iterator[tuple[int, list[int], int]]:
@@ -131,7 +131,7 @@ def test_the_server_accepts_just_what_can_be_split(kube: Kube) -> None:
     for total, capacities, least in cases():
         nodes = [{"name": f"n{index}", "capacity": capacity} for index, capacity in enumerate(capacities)]
         expected = splitting.split(total, capacities, min_per_node=least).is_feasible
-        spec = {**a_spec(), "gpus": total, "nodes": nodes, "minPerNode": least}
+        spec = {**kube.spec(), "gpus": total, "nodes": nodes, "minPerNode": least}
         assert is_accepted(kube, spec) is expected, (total, capacities, least)
 
 
@@ -142,7 +142,7 @@ def test_the_server_accepts_just_the_elastic_jobs_that_the_request_does(kube: Ku
         split = splitting.split(total, capacities, min_per_node=least)
         for left in sorted({1, total // 2 + 1, total - least, total - max(split.counts or (0,)), total}):
             expected = split.num_nodes > 1 and 1 <= left <= total - min(filter(None, split.counts or ()), default=0)
-            spec = {**a_spec(), "gpus": total, "nodes": nodes, "minPerNode": least, "elastic": {"min": left}}
+            spec = {**kube.spec(), "gpus": total, "nodes": nodes, "minPerNode": least, "elastic": {"min": left}}
             assert is_accepted(kube, spec) is expected, (total, capacities, least, left)
             seen.add(expected)
     assert seen == {True, False}
@@ -155,7 +155,7 @@ def test_the_largest_legal_list_of_nodes_is_checked_within_the_servers_budget(
     num_nodes = 128 if request.config.getoption("--kubeconfig") else 24
     nodes = [{"name": f"n{index}", "capacity": 3 + index % 7} for index in range(num_nodes)]
     total = 3 * (num_nodes - 4)  # fewer nodes than there are may be used, so the rule has to look at all of them
-    spec = {**a_spec(), "gpus": total, "nodes": nodes}
+    spec = {**kube.spec(), "gpus": total, "nodes": nodes}
     assert dry(kube, "large", spec)["spec"]["gpus"] == total
     assert dry(kube, "large", {**spec, "elastic": {"min": total // 2}})["spec"]["gpus"] == total
     counts = splitting.split(total, [node["capacity"] for node in nodes]).counts or ()

@@ -17,7 +17,7 @@ from ringweave.launch.kubernetes.api.failures import ApiError
 from ringweave.launch.kubernetes.objects import configs, seeing
 from ringweave.launch.kubernetes.resource import times
 from ringweave.testing.kubernetes.operators import OperatorProcess
-from tests.kube.conftest import Kube, a_spec
+from tests.kube.conftest import Kube
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -245,7 +245,7 @@ def test_somebody_elses_job_is_left_alone(kube: Kube, operator: OperatorProcess)
         kube.play(name, is_gone(kube, name))
 
 
-@pytest.mark.usefixtures("roles")
+@pytest.mark.usefixtures("roles", "any_requester")
 def test_who_may_not_is_refused_with_what_helps(kube: Kube, operator: OperatorProcess) -> None:
     kube.submit("refused", requester={"username": "nobody-knows-me"})
     kube.play("refused", kube.in_state("refused", "Refused"))
@@ -267,6 +267,7 @@ def test_a_script_too_long_for_a_config_map_is_refused_with_the_mend(kube: Kube,
     kube.play("long", is_gone(kube, "long"))
 
 
+@pytest.mark.usefixtures("any_requester")
 def test_what_cannot_be_run_here_is_refused_with_what_helps(kube: Kube, operator: OperatorProcess) -> None:
     for name, changes, reason, text in (
         ("imageless", {"image": None}, "NoImage", "Write spec.image, or have the operator run with --image"),
@@ -283,7 +284,7 @@ def test_what_cannot_be_run_here_is_refused_with_what_helps(kube: Kube, operator
 
 
 def test_of_64_at_once_one_gets_the_name(kube: Kube) -> None:
-    body = {"metadata": {"name": "wanted"}, "spec": {**a_spec(), "managedBy": "somebody/else"}}
+    body = {"metadata": {"name": "wanted"}, "spec": {**kube.spec(), "managedBy": "somebody/else"}}
 
     async def all_at_once() -> list[object]:
         wanted = [kube.client.create(kinds.TRAINING_JOBS, kube.namespace, body) for _ in range(64)]
@@ -317,7 +318,7 @@ def test_the_operator_is_killed_and_goes_on(kube: Kube, operator: OperatorProces
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl")
 def test_kubectl_applies_waits_gets_and_deletes(kube: Kube, operator: OperatorProcess, tmp_path) -> None:
     path = tmp_path / "job.yaml"
-    body = {"apiVersion": names.API_VERSION, "kind": names.KIND, "metadata": {"name": "typed"}, "spec": a_spec()}
+    body = {"apiVersion": names.API_VERSION, "kind": names.KIND, "metadata": {"name": "typed"}, "spec": kube.spec()}
     with path.open("w") as file:
         YAML(typ="safe", pure=True).dump(body, file)
     assert "trainingjob.ringweave.dev/typed created" in kube.kubectl("apply", "-f", str(path))
