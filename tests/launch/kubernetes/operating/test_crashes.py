@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -128,13 +129,36 @@ NUM_PARTS = 6
 """Every boundary is in one of them; in one test they would take minutes."""
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a job, and what it was charged for."""
+
+    state: str
+    run: int
+    round: int
+    nodes: list[tuple[str, int, int]]
+    """State, current attempt, retries that it paid for."""
+    conditions: dict[str, str]
+
+
+def outcome_of(job: Object) -> Outcome:
+    status = job["status"]
+    return Outcome(
+        state=status["state"],
+        run=status["run"],
+        round=status["round"],
+        nodes=[(node["state"], node.get("attempt", 0), node.get("retries", 0)) for node in status["nodes"]],
+        conditions={each["type"]: each["status"] for each in status["conditions"]},
+    )
+
+
 class Run:
     """A life under an operator that is killed once."""
 
-    def __init__(self, kubeconfig: Path, life: str, crash_after: int | None) -> None:
+    def __init__(self, kubeconfig: Path, life: str, crash_after: int | None, name: str = "") -> None:
         self._kubeconfig, self._crash_after = kubeconfig, crash_after
         self.spec, script, self.expected = LIVES[life]
-        self.name = f"{life}-{'x' if crash_after is None else crash_after}"
+        self.name = name or f"{life}-{crash_after}"
         self.script = list(script)
 
     async def live(self) -> PlayedKubelet:
@@ -142,7 +166,9 @@ class Run:
         environ = {"KUBECONFIG": str(self._kubeconfig)}
         async with Client(lambda: connecting.connection(environ)) as client:
             world = World(client, self.name, self.script)
-            await client.create(kinds.TRAINING_JOBS, "default", {"metadata": {"name": self.name}, "spec": self._spec()})
+            body = {"metadata": {"name": self.name}, "spec": self._spec()}
+            made = await client.create(kinds.TRAINING_JOBS, "default", body)
+            last = asyncio.create_task(self._last_seen(client, made["metadata"]["resourceVersion"]))
             process, killed = self._start(self._crash_after), 0
             deadline_s = time.monotonic() + SOON_S
             try:
@@ -156,11 +182,21 @@ class Run:
                 process.kill()
                 process.join()
             assert killed <= 1
+            self.outcome = outcome_of(await last)
             self.was_killed = bool(killed)
             selector = f"{names.JOB_LABEL}={self.name}"
             of_job = (kinds.PODS, kinds.CONFIG_MAPS, kinds.SECRETS, kinds.SERVICES)
             self.left = [item for kind in of_job for item in await client.list(kind, "default", labelSelector=selector)]
             return world.kubelet
+
+    async def _last_seen(self, client: Client, version: str) -> Object:
+        """The job as it was when it was removed."""
+        selected = {"watch": "true", "resourceVersion": version, "fieldSelector": f"metadata.name={self.name}"}
+        async for line in client.lines(kinds.TRAINING_JOBS.path("default"), selected):
+            event = json.loads(line)
+            if event["type"] == "DELETED":
+                return event["object"]
+        raise AssertionError(f"the watch of {self.name} ended")
 
     def _spec(self) -> dict[str, Any]:
         nodes = [{"name": "n0", "capacity": 3}, {"name": "n1", "capacity": 3}]
@@ -181,6 +217,14 @@ class Run:
         return process
 
 
+def undisturbed(kubeconfig: Path, life: str, part: int) -> Outcome:
+    """How it ends where nobody is killed."""
+    run = Run(kubeconfig, life, None, name=f"{life}-whole-{part}")
+    asyncio.run(run.live())
+    assert not run.was_killed
+    return run.outcome
+
+
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 @pytest.mark.parametrize("life", LIVES)
 def test_killed_at_every_boundary_the_end_is_the_same(
@@ -188,6 +232,7 @@ def test_killed_at_every_boundary_the_end_is_the_same(
 ) -> None:
     if life not in IN_CI and not request.config.getoption("--all-crashes"):
         pytest.skip("one life is enough for every day: --all-crashes takes all (make test-crashes)")
+    wanted = undisturbed(kubeconfig, life, part)
     for boundary in itertools.count(part, NUM_PARTS):
         run = Run(kubeconfig, life, boundary)
         kubelet = asyncio.run(run.live())
@@ -197,6 +242,7 @@ def test_killed_at_every_boundary_the_end_is_the_same(
         assert sorted(made) == sorted(run.expected), (
             f"killed after write {boundary}: a Pod was made twice, or not at all"
         )
+        assert run.outcome == wanted, f"killed after write {boundary}"
         if not run.was_killed:
             break
     assert boundary > 15, "the life has more writes than this"
