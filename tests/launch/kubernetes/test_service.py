@@ -13,8 +13,10 @@ from ringweave.launch.kubernetes.api.client import Client
 from ringweave.launch.kubernetes.resource.definition import definition
 from ringweave.launch.kubernetes.service import KubernetesService
 from ringweave.testing.kubernetes.checks import schemas
+from ringweave.testing.kubernetes.checks.users import MASTERS
 from ringweave.testing.kubernetes.cluster import FakeCluster
 
+USERS: dict[str, tuple[str, ...]] = {"admin": (MASTERS,), "bob": ()}
 REQUEST = {"name": "text", "num_workers": 3, "nodes": (NodeRequest(name="n0", capacity=3),)}
 
 
@@ -84,6 +86,34 @@ def test_one_job_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) ->
         assert odd.reason.helps == "ringweave delete odd --on kubernetes, and submit it anew"
         service.act("odd", "delete")
         assert [job.name for job in service.jobs()] == ["plain"]
+
+
+def test_name_permission_and_split_are_asked_in_this_order(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("pass")
+    nodes = (NodeRequest(name="n0", capacity=3), NodeRequest(name="n1", capacity=1))
+    too_many = Request(name="text", num_workers=4, script="train.py", nodes=nodes)
+    with FakeCluster() as cluster:
+        paths = {user: cluster.kubeconfig(tmp_path / user, user=user, groups=groups) for user, groups in USERS.items()}
+
+        def connect(user: str) -> connecting.kopf.ConnectionInfo:
+            return connecting.connection({"KUBECONFIG": str(paths[user])})
+
+        def submit(user: str) -> str:
+            with pytest.raises(JobError) as caught:
+                KubernetesService(lambda: connect(user)).submit(too_many, base=tmp_path)
+            return str(caught.value)
+
+        async def make(kind: kinds.Kind, body: dict[str, Any]) -> None:
+            async with Client(lambda: connect("admin")) as client:
+                await client.create(kind, "default" if kind.is_namespaced else None, body)
+
+        asyncio.run(make(kinds.DEFINITIONS, definition()))
+        assert submit("bob").startswith("submit by bob: 'no role allows submit on trainingjobs.ringweave.dev (")
+        assert submit("admin").startswith("split: 4, expected a total that nodes of (3, 1) can share")
+        node = {"name": "n0", "capacity": 3}
+        spec = {"gpus": 3, "script": "a.py", "nodes": [node], "requester": {"username": "ann"}}
+        asyncio.run(make(kinds.TRAINING_JOBS, {"metadata": {"name": "text"}, "spec": spec}))
+        assert submit("admin").startswith("job name text: 'taken by ann ")
 
 
 LINES = ("a b.py", "\u00e9.py", "a\u00a0b.py", "a\u2028b", "a\u200bb", "\t", " ", "a\nb", "\ue000", "\U0001f642")

@@ -86,6 +86,12 @@ def name_taken(job: Job, now: float) -> JobError:
     return JobError(explain(f"job name {job.request.name}", got=got, expected="a free name", do=do))
 
 
+def not_allowed(verb: str, requester: str, permission: Permission) -> JobError:
+    """The refusal of a verb that the requester may not use."""
+    do = f"Ask whoever runs this place to let {requester} {verb}"
+    return JobError(explain(f"{verb} by {requester}", got=permission.text, expected="a permission", do=do))
+
+
 def check_permission(verb: str, *, requester: str, owner: str, permissions: PermissionCache, now: float) -> Permission:
     """The permission to use the verb on a job of the owner.
 
@@ -94,8 +100,7 @@ def check_permission(verb: str, *, requester: str, owner: str, permissions: Perm
     """
     permission = permissions.permission(requester, verb, now)
     if not permission.allowed:
-        do = f"Ask whoever runs this place to let {requester} {verb}"
-        raise JobError(explain(f"{verb} by {requester}", got=permission.text, expected="a permission", do=do))
+        raise not_allowed(verb, requester, permission)
     if requester != owner and not permission.any_owner:
         do = f"Ask {owner} to do it, or whoever runs this place for a rule with jobs: all"
         got = f"the job is {owner}'s"

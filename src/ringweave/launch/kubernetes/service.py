@@ -1,6 +1,7 @@
 """Jobs on Kubernetes as the commands see them; `--on kubernetes`. Users act as themselves: their own roles count."""
 
 import asyncio
+import contextlib
 import io
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from ringweave.jobs.admission import admitting
 from ringweave.jobs.life import verbs
 from ringweave.jobs.requests.request import Request
 from ringweave.launch.kubernetes import showing
-from ringweave.launch.kubernetes.api import kinds
+from ringweave.launch.kubernetes.api import kinds, permitting
 from ringweave.launch.kubernetes.api.client import Client, Object
 from ringweave.launch.kubernetes.api.connecting import connection
 from ringweave.launch.kubernetes.api.failures import ApiError
@@ -90,8 +91,7 @@ class KubernetesService(Service):
         body = reading.resource_of(
             request, namespace=namespace, source=source, username=user["username"], groups=user.get("groups") or ()
         )
-        if request.split.counts is None:
-            raise JobError(request.split.refusal(f"job {request.name}"))
+        await self._check(client, request, user["username"])
         params = {"fieldValidation": "Strict", **({"dryRun": "All"} if dry_run else {})}
         try:
             made = await client.create(kinds.TRAINING_JOBS, namespace, body, **params)
@@ -103,6 +103,18 @@ class KubernetesService(Service):
         told = made if dry_run else await self._admitted(client, made)
         objects = (Rendered(name=f"TrainingJob/{request.name}", text=_yaml(body)),)
         return Submission(job=showing.view(told, self._clock()), objects=objects)
+
+    async def _check(self, client: Client, request: Request, username: str) -> None:
+        """Name, permission, split, in the order of every place; the API server and the operator have the last word."""
+        namespace = self._where(client)
+        with contextlib.suppress(ApiError):  # there is none, or they may not look
+            taken_by = await client.get(kinds.TRAINING_JOBS, namespace, request.name)
+            raise admitting.name_taken(showing.job_of(taken_by, self._clock()), self._clock())
+        permission = await permitting.permission(client, namespace, permitting.SUBMIT)
+        if not permission.allowed:
+            raise admitting.not_allowed(permitting.SUBMIT, username, permission)
+        if request.split.counts is None:
+            raise JobError(request.split.refusal(f"job {request.name}"))
 
     async def _admitted(self, client: Client, made: Object) -> Object:
         """The job once the operator has spoken, or has not for too long."""

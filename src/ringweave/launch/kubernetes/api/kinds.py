@@ -41,6 +41,12 @@ ACCESS_REVIEWS = Kind(
     plural="subjectaccessreviews",
     is_namespaced=False,
 )
+SELF_ACCESS_REVIEWS = Kind(
+    api_version="authorization.k8s.io/v1",
+    kind="SelfSubjectAccessReview",
+    plural="selfsubjectaccessreviews",
+    is_namespaced=False,
+)
 SELF_REVIEWS = Kind(
     api_version="authentication.k8s.io/v1",
     kind="SelfSubjectReview",

@@ -8,15 +8,12 @@ from ringweave.jobs.admission import admitting
 from ringweave.jobs.admission.permissions import Permission, PermissionCache
 from ringweave.jobs.life.records import Job
 from ringweave.launch.groups import config
-from ringweave.launch.kubernetes import names
-from ringweave.launch.kubernetes.api import kinds
+from ringweave.launch.kubernetes.api import permitting
 from ringweave.launch.kubernetes.api.client import Client, Object
 from ringweave.launch.kubernetes.objects import configs, lodging
 from ringweave.launch.kubernetes.objects.owning import Owner
 from ringweave.launch.kubernetes.objects.pods import PodSettings
 from ringweave.launch.kubernetes.resource import reading
-
-VERB = "submit"
 
 
 class RefusalError(RingweaveError):
@@ -77,23 +74,12 @@ class Admission:
         namespace, groups = resource["metadata"]["namespace"], reading.groups_of(resource)
 
         def authorise(requester: str, verb: str) -> Permission:
-            asked = self._ask(namespace, requester, groups, verb)
+            asked = permitting.permission(self._client, namespace, verb, user=requester, groups=groups)
             return asyncio.run_coroutine_threadsafe(asked, loop).result()
 
         if (namespace, groups) not in self._caches:
             self._caches[namespace, groups] = PermissionCache(authorise)
         return self._caches[namespace, groups]
-
-    async def _ask(self, namespace: str, requester: str, groups: tuple[str, ...], verb: str) -> Permission:
-        """Whether the roles of the cluster let them use the verb on TrainingJobs, which is a verb of our own."""
-        attributes = {"namespace": namespace, "verb": verb, "group": names.GROUP, "resource": names.PLURAL}
-        spec = {"user": requester, "groups": list(groups), "resourceAttributes": attributes}
-        status = (await self._client.create(kinds.ACCESS_REVIEWS, None, {"spec": spec})).get("status", {})
-        if status.get("allowed"):
-            return Permission(allowed=True, text=status.get("reason", "") or "the roles of the cluster", any_owner=True)
-        said = status.get("reason") or status.get("evaluationError") or "no role says so"
-        text = f"no role allows {verb} on {names.PLURAL}.{names.GROUP} ({said})"
-        return Permission(allowed=False, text=text)
 
 
 def _too_many(mode: str, num_workers: int) -> str:
@@ -109,7 +95,7 @@ def _too_many_of_a_node(num_workers: int) -> str:
 
 def _code(error: JobError) -> str:
     text = str(error)
-    if text.startswith(f"{VERB} by "):
+    if text.startswith(f"{permitting.SUBMIT} by "):
         return "Forbidden"
     return "ConfigTooLarge" if text.startswith("bytes of the ConfigMap") else "Invalid"
 
