@@ -160,6 +160,7 @@ def test_a_worker_is_killed_and_the_resumed_run_repeats_the_uninterrupted_one(by
     assert record_of(tmp_path)["collectives_by_schedule"]["ring"]["collectives"] > 0
 
 
+@pytest.mark.thorough
 def test_under_torchrun_the_resumed_run_repeats_the_uninterrupted_one(
     by_gloo: tuple[Path, str], tmp_path: Path
 ) -> None:

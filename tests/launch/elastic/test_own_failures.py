@@ -118,6 +118,7 @@ def test_a_broken_device_is_given_up_and_the_others_train_on(start, script, tmp_
     assert [event["exit_code"] for event in events(run, "worker_exited") if event["rank"] == 1] == [1, 1, 1]
 
 
+@pytest.mark.thorough
 def test_a_metric_of_the_scripts_own_costs_one_value_where_its_failure_is_caught(start, script) -> None:
     run = start("--elastic", "1:3", "--workers", "3", "--mode", "sync", script(TRAINS + OWN_COLLECTIVE))
     assert run.wait_ended() == 0, run.stderr + run.stdout

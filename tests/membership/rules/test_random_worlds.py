@@ -221,7 +221,7 @@ class RandomNodes(RandomWorld):
 
 TestRandomWorld = RandomWorld.TestCase
 TestRandomWorld.settings = settings(
-    max_examples=effort.share_of(300),
+    max_examples=effort.share_of(200),
     derandomize=True,
     stateful_step_count=40,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],

@@ -63,6 +63,7 @@ def stop_the_leader(pair: PairOfServers) -> tuple[int, int]:
         pair.signal(claim.leader, signal.SIGCONT)
 
 
+@pytest.mark.thorough
 def test_a_leader_that_stood_still_refuses_when_it_wakes(tmp_path: Path) -> None:
     with PairOfServers(tmp_path, 2, lease_s=3.0) as pair:
         rings = training.begin(pair, 2, 60)
