@@ -83,6 +83,9 @@ def test_a_job_runs_and_is_deleted(kube: Kube, operator: OperatorProcess) -> Non
     kube.play("runs", lambda: kube.in_state("runs", "Succeeded")() and set(kube.pods("runs")) == {(0, 1)})
     nodes = status(kube, "runs")["nodes"]
     assert [(node["iterations"], node["lastLoss"]) for node in nodes] == [(100, 1.5), (100, 1.5)]
+    posted = kube.run(kube.client.list(kinds.EVENTS, kube.namespace))  # what kubectl describe shows
+    told = {event["reason"] for event in posted if event["involvedObject"]["name"] == "runs"}
+    assert {"AttemptBegun", "Starting", "Running", "Succeeded"} <= told
     kube.remove("runs")
     kube.play("runs", is_gone(kube, "runs"))
 

@@ -1,6 +1,8 @@
 """What `--on kubernetes` refuses by itself, before it asks anybody."""
 
 import asyncio
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,27 @@ def test_name_permission_and_split_are_asked_in_this_order(tmp_path: Path) -> No
         spec = {"gpus": 3, "script": "a.py", "nodes": [node], "requester": {"username": "ann"}}
         asyncio.run(make(kinds.TRAINING_JOBS, {"metadata": {"name": "text"}, "spec": spec}))
         assert submit("admin").startswith("job name text: 'taken by ann ")
+
+
+def test_of_64_at_once_one_gets_the_name_and_63_are_told_whose_it_is(kubeconfig: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("pass")
+
+    def submit(_: int) -> str:
+        connection = connecting.connection({"KUBECONFIG": str(kubeconfig)})
+        try:
+            KubernetesService(lambda: connection, admitted_s=0.0).submit(
+                Request(script="train.py", **REQUEST), base=tmp_path
+            )
+        except JobError as error:
+            return str(error)
+        return "submitted"
+
+    with ThreadPoolExecutor(64) as at_once:
+        told = Counter(at_once.map(submit, range(64)))
+    assert told.pop("submitted") == 1
+    assert sum(told.values()) == 63
+    assert all(text.startswith("job name text: 'taken by admin ") for text in told), told
+    KubernetesService(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})).act("text", "delete")
 
 
 LINES = ("a b.py", "\u00e9.py", "a\u00a0b.py", "a\u2028b", "a\u200bb", "\t", " ", "a\nb", "\ue000", "\U0001f642")
