@@ -1,6 +1,6 @@
 """What one pass of the operator takes, with a thousand jobs of 16 nodes on the fake API server.
 
-    python bench/jobs/kube_reconcile.py --jobs 1000 --nodes 16
+    python bench/jobs/kube_reconcile.py --jobs 1000 --nodes 16 [--out FILE]
 
 Measured: a `Controller.reconcile` from its first read to its last answer, reads and writes over HTTPS included, of jobs
 one after another, so that no pass waits for another job's. All jobs take each step before any takes the next: a
@@ -10,7 +10,10 @@ kubelet itself between passes. Processor time of both is told beside it: on a bu
 
 import argparse
 import asyncio
+import json
 import multiprocessing
+import os
+import platform
 import tempfile
 import time
 from collections.abc import Sequence
@@ -51,6 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--jobs", type=int, default=1000)
     parser.add_argument("--nodes", type=int, default=16)
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config"
@@ -63,9 +67,17 @@ def main() -> None:
         ours.send(None)
         server.join()
     what = f"{given.jobs} jobs of {given.nodes} nodes, {len(measured.wall_s)} passes"
-    _show(f"{what}: time", measured.wall_s)
-    _show(f"{what}: processor time of the operator", measured.operator_s)
-    _show(f"{what}: processor time of the API server", measured.server_s)
+    load = os.getloadavg()[0]
+    said = {"kind": "measured", "machine": platform.platform(), "load": load, "jobs": given.jobs, "nodes": given.nodes}
+    said["passes"] = len(measured.wall_s)
+    said["ms"] = {
+        "time": _shown(f"{what}: time", measured.wall_s),
+        "operator": _shown(f"{what}: processor time of the operator", measured.operator_s),
+        "server": _shown(f"{what}: processor time of the API server", measured.server_s),
+    }
+    print(f"load of the machine {load:.1f}")
+    if given.out:
+        given.out.write_text(json.dumps(said, indent=2) + "\n")
 
 
 class _Inside(Client):
@@ -158,10 +170,11 @@ def _spec(num_nodes: int) -> dict[str, Any]:
     return {"gpus": 8 * num_nodes, "script": "a.py", "source": "pass", "nodes": nodes, "requester": requester}
 
 
-def _show(what: str, seconds: Sequence[float]) -> None:
+def _shown(what: str, seconds: Sequence[float]) -> dict[str, float]:
     in_order = sorted(seconds)
     p50, p99 = (in_order[int(len(in_order) * share)] * 1e3 for share in (0.5, 0.99))
     print(f"measured: {what}: median {p50:.2f} ms, p99 {p99:.2f} ms, longest {in_order[-1] * 1e3:.2f} ms")
+    return {"median": round(p50, 2), "p99": round(p99, 2), "longest": round(in_order[-1] * 1e3, 2)}
 
 
 if __name__ == "__main__":
