@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-from collections.abc import Sequence
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -13,7 +12,7 @@ from ringweave.jobs.life.observing import Cause
 from ringweave.jobs.life.records import Ended, Job
 from ringweave.jobs.requests.request import NodeRequest, Request
 from ringweave.launch.services import finding, metrics, views
-from ringweave.launch.services.views import EventView, JobView
+from ringweave.launch.services.views import EventView
 
 
 @pytest.fixture
@@ -44,16 +43,8 @@ def test_a_view_shows_all_attempts_and_reads_back(job: Job) -> None:
     assert views.parse(json.loads(json.dumps(views.document(seen)))) == seen
 
 
-class OneJob:
-    def __init__(self, job: JobView) -> None:
-        self._job = job
-
-    def jobs(self) -> Sequence[JobView]:
-        return [self._job]
-
-
 def test_metrics_are_what_prometheus_reads(job: Job) -> None:
-    text = metrics.to_text(OneJob(views.view(job, place="here")))  # type: ignore[arg-type]
+    text = metrics.text_of([views.view(job, place="here")])
     samples = {
         (sample.name, sample.labels.get("node"), sample.labels.get("state")): sample.value
         for family in text_string_to_metric_families(text)

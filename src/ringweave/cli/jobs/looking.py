@@ -21,9 +21,9 @@ def jobs(place: str, output: str, metrics: bool, port: int | None) -> int:
     """
     service = asking.service(place)
     if metrics or port is not None:
-        from ringweave.launch.services.metrics import serve, to_text  # brings an HTTP server
+        from ringweave.launch.services.metrics import serve, text_of  # brings an HTTP server
 
-        return serve(service, port) if port is not None else _printed(to_text(service))
+        return serve(service, port) if port is not None else _printed(text_of(service.jobs()))
     found = service.jobs()
     documents = {"jobs": [views.document(job) for job in found]}
     asking.show(output, documents, lambda: tables.jobs(found, time.time(), wide=output == "wide"))

@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -17,14 +17,14 @@ _OF_A_JOB = ("place", "job", "requester")
 
 
 class JobsCollector(Collector):
-    """Asks the service at every scrape, so that metrics are never older than what `ringweave jobs` says."""
+    """Looks at every scrape, so that metrics are never older than what `ringweave jobs` says."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, look: Callable[[], Sequence[JobView]]) -> None:
+        self._look = look
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics of all jobs that the service's requester may see."""
-        yield from metrics_of(self._service.jobs())
+        """All metrics of all jobs that are seen."""
+        yield from metrics_of(self._look())
 
 
 def metrics_of(found: Sequence[JobView]) -> Iterator[Metric]:
@@ -50,9 +50,9 @@ def metrics_of(found: Sequence[JobView]) -> Iterator[Metric]:
     yield from _of_nodes(found)
 
 
-def to_text(service: Service) -> str:
-    """The metrics in Prometheus' text format."""
-    return generate_latest(_registry(service)).decode()
+def text_of(found: Sequence[JobView]) -> str:
+    """The metrics of these jobs in Prometheus' text format."""
+    return generate_latest(_registry(lambda: found)).decode()
 
 
 def serve(service: Service, port: int) -> int:
@@ -65,7 +65,7 @@ def serve(service: Service, port: int) -> int:
     for how in (signal.SIGINT, signal.SIGTERM):
         signal.signal(how, lambda *_: ended.set())
     try:
-        server, thread = start_http_server(port, addr="127.0.0.1", registry=_registry(service))
+        server, thread = start_http_server(port, addr="127.0.0.1", registry=_registry(service.jobs))
     except OSError as error:
         raise LaunchError(f"metrics: port {port} cannot be had ({error}). Give another. [--serve-metrics]") from error
     try:
@@ -77,9 +77,9 @@ def serve(service: Service, port: int) -> int:
     return 0
 
 
-def _registry(service: Service) -> CollectorRegistry:
+def _registry(look: Callable[[], Sequence[JobView]]) -> CollectorRegistry:
     registry = CollectorRegistry()
-    registry.register(JobsCollector(service))
+    registry.register(JobsCollector(look))
     return registry
 
 

@@ -44,7 +44,7 @@ def a_lease(identity: str) -> LeaseSettings:
     return LeaseSettings(namespace="default", identity=identity, duration_s=600.0, renew_s=60.0)
 
 
-def test_one_that_waits_for_the_lease_says_that_it_lives(kubeconfig: Path) -> None:
+def test_one_that_waits_for_the_lease_says_that_it_lives_and_has_metrics(kubeconfig: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}/healthz"
 
@@ -57,6 +57,10 @@ def test_one_that_waits_for_the_lease_says_that_it_lives(kubeconfig: Path) -> No
                         break
                 except aiohttp.ClientConnectionError:
                     await asyncio.sleep(0.02)
+            async with session.get(url.replace("healthz", "metrics")) as answer:
+                shown = await answer.text()
+                assert (answer.status, answer.content_type) == (200, "text/plain")
+        assert 'ringweave_job_workers{job="seen",place="kubernetes/default",requester="ann"} 3.0' in shown.splitlines()
         assert not ready.is_set(), "it leads, though another one has the lease"
 
     async def take() -> None:
@@ -64,10 +68,14 @@ def test_one_that_waits_for_the_lease_says_that_it_lives(kubeconfig: Path) -> No
             with contextlib.suppress(ApiError):  # what the operator of another test has left
                 await client.delete(kinds.LEASES, "default", leading.NAME)
             await Leader(client, a_lease("first"), time.time).acquire()
+            spec = {"gpus": 3, "script": "a.py", "nodes": [{"name": "n0", "capacity": 3}], "managedBy": "a/b"}
+            body = {"metadata": {"name": "seen"}, "spec": {**spec, "requester": {"username": "ann"}}}
+            await client.create(kinds.TRAINING_JOBS, "default", body)
 
     async def give_back() -> None:
         async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
             await Leader(client, a_lease("first"), time.time).release()
+            await client.delete(kinds.TRAINING_JOBS, "default", "seen")
 
     asyncio.run(take())
     play(kubeconfig, OperatorSettings(lease=a_lease("second"), desk_port=None, liveness=url), test)

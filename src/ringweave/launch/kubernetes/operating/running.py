@@ -5,14 +5,13 @@ import contextlib
 import logging
 import time
 from base64 import b64decode
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import kopf
-from aiohttp import web
 
 from ringweave.errors import UsageError, explain
 from ringweave.launch.kubernetes import names
@@ -22,7 +21,7 @@ from ringweave.launch.kubernetes.api.client import Client
 from ringweave.launch.kubernetes.api.failures import ApiError
 from ringweave.launch.kubernetes.api.pooling import Pool
 from ringweave.launch.kubernetes.objects.pods import PodSettings, Quantity, Toleration
-from ringweave.launch.kubernetes.operating import ending
+from ringweave.launch.kubernetes.operating import ending, exposing
 from ringweave.launch.kubernetes.operating.acting import Actor
 from ringweave.launch.kubernetes.operating.admission import Admission
 from ringweave.launch.kubernetes.operating.controller import Controller
@@ -54,7 +53,7 @@ class OperatorSettings:
     desk_port: int | None = 8443
     """None: no desk; then agents have to hear from somebody else."""
     liveness: str | None = None
-    """Where to say that it lives: `http://0.0.0.0:8080/healthz`; None: nowhere."""
+    """Where to say that it lives, `http://0.0.0.0:8080/healthz`, and beside that its metrics; None: nowhere."""
 
 
 async def operate(
@@ -80,7 +79,7 @@ async def operate(
         LostLeaseError: Another operator leads.
     """
     stop = asyncio.Event()
-    async with _said_to_live(settings.liveness), client_class(connect) as client:
+    async with client_class(connect) as client, exposing.exposed(settings.liveness, client, settings.namespaces):
         leader = Leader(client, settings.lease, clock)
         with ending.heard(stop) as hear:
             parts = _Parts(
@@ -103,28 +102,6 @@ class _Parts:
     hear: Callable[[], None]
     """Has signals heard again, which kopf takes for itself."""
     ends: Callable[[], None]
-
-
-@contextlib.asynccontextmanager
-async def _said_to_live(url: str | None) -> AsyncIterator[None]:
-    """Answer whoever asks there whether we live: from the start, since one that waits for the lease lives as well."""
-    if url is None:
-        yield
-        return
-
-    async def answer(_: web.Request) -> web.Response:
-        return web.Response(text="ok")
-
-    place = urlsplit(url)
-    app = web.Application()
-    app.router.add_get(place.path or "/", answer)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, place.hostname, place.port or 80).start()
-        yield
-    finally:
-        await runner.cleanup()
 
 
 async def _wait(stop: asyncio.Event) -> None:
