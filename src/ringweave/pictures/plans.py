@@ -20,10 +20,20 @@ _TRUNK = 0.3
 _MOST_ROWS, _MOST_COLUMNS, _MOST_LETTERS = 12, 10, 11
 
 
-def draw_plan(cluster: Cluster, plan: Plan, num_bytes: int, path: Path) -> None:
-    """Write the picture of a cluster and of what is planned for a message of that size. Times in it are predicted."""
-    bound = cost.bound(cluster, num_bytes, nodes=plan.nodes)
-    root = outline(cluster, bound.links, _notes(cluster, plan))
+def draw_plan(
+    cluster: Cluster, plan: Plan, num_bytes: int, path: Path, rates: Mapping[str, float] | None = None
+) -> None:
+    """Write the picture of a cluster and of what is planned for a message of that size. Times in it are predicted.
+
+    Args:
+        cluster: The machines.
+        plan: Made for them.
+        num_bytes: Size of the message.
+        path: A PNG or SVG.
+        rates: Measured bytes per second by directed link name, those that the plan was made with.
+    """
+    bound = cost.bound(cluster, num_bytes, nodes=plan.nodes, rates=rates)
+    root = outline(cluster, bound.links, _notes(cluster, plan), rates=rates)
     depth, tints = _depth(root), _tints(cluster)
     cells = _cells(cluster, plan)
     tree_width, grid_width = depth * _LEVEL_INCHES + _LABEL_INCHES, (len(cells[0]) + 1.2) * _CELL_INCHES

@@ -8,14 +8,11 @@ import click
 
 from ringweave import planning, topology, units
 from ringweave.benchmarks.progress import Progress
-from ringweave.cli.planning import saying
+from ringweave.cli.planning import leading, saying
 from ringweave.cost import measured_rates
 from ringweave.errors import UsageError, explain
 from ringweave.planning import Choice, Plan
 from ringweave.topology import Cluster
-
-_MAX_NAMED = 16
-_MAX_ROWS = 8
 
 
 @click.command
@@ -63,7 +60,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     if picture_path is not None:
         from ringweave.pictures import plans
 
-        plans.draw_plan(cluster, plan, num_bytes, picture_path)
+        plans.draw_plan(cluster, plan, num_bytes, picture_path, rates)
     if as_json:
         click.echo(json.dumps(_document(cluster, plan, num_bytes, simulated) | {"measured_rates": rates}))
     else:
@@ -97,9 +94,6 @@ def _check_asked(cluster_path: str | None, run_dir: str | None, picture: str | N
     if rates is not None and run_dir is not None:
         do = "Leave it out: what the run was planned with is in its events"
         raise UsageError(explain("--rates", got=rates, expected="a CLUSTER to plan for", do=do))
-    if rates is not None and picture is not None:
-        do = "Draw the cluster file that probing writes, which has the measured rates"
-        raise UsageError(explain("--picture with --rates", got=rates, expected="one of them", do=do))
 
 
 def _picture_path(picture: str | None) -> Path | None:
@@ -132,6 +126,7 @@ def _document(cluster: Cluster, plan: Plan, num_bytes: int, simulated: Mapping[s
         ],
         "left_out": dict(plan.left_out),
         "leaders": list(plan.leaders),
+        "leader_reasons": leading.reasons(cluster, plan),
         "matrix": [list(row) for row in plan.matrix],
         "ring": list(plan.ring_order),
         "root": plan.root,
@@ -149,15 +144,11 @@ def _lines(cluster: Cluster, plan: Plan, num_bytes: int) -> list[str]:
     def who(rank: int) -> str:
         return plan.nodes[rank] if cluster.node(plan.nodes[rank]).num_devices == 1 else f"{plan.nodes[rank]}/{rank}"
 
-    rows = [f"  row {index}:  {_listed(map(who, row))}" for index, row in enumerate(plan.matrix[:_MAX_ROWS])]
-    more = [f"  ... and {len(plan.matrix) - _MAX_ROWS} more rows"] if len(plan.matrix) > _MAX_ROWS else []
     return [
         f"bound    {_time(plan.bound_s(num_bytes))} for {units.format_bytes(num_bytes)} among {len(plan.nodes)} ranks",
         f"         {plan.binding}",
-        f"ring     {_listed(map(who, plan.ring_order))}",
-        f"leaders  {_listed(map(who, plan.leaders))}; in a matrix of {len(plan.matrix)} x {plan.num_columns}:",
-        *rows,
-        *more,
+        f"ring     {leading.listed(map(who, plan.ring_order))}",
+        *leading.lines(cluster, plan, who),
         f"RDMA     {_rdma_text(cluster, plan)}",
     ]
 
@@ -172,7 +163,7 @@ def _rdma_text(cluster: Cluster, plan: Plan) -> str:
     """Whether there is RDMA between nodes, and who takes it."""
     names = _rdma(cluster, plan)
     if names:
-        return f"on {_listed(names)}: CUDA tensors take it, by NCCL; CPU tensors go by TCP"
+        return f"on {leading.listed(names)}: CUDA tensors take it, by NCCL; CPU tensors go by TCP"
     return "absent (no NIC has rdma: true): between nodes all goes by TCP"
 
 
@@ -219,12 +210,6 @@ def _why(plan: Plan, num_bytes: int) -> str:
         return f"* {chosen.schedule} {reason}; the others are predicted to be as fast."
     times = rival.predicted_s / chosen.predicted_s
     return f"* {chosen.schedule} {reason}; next is {rival.schedule}, predicted to take {times:.2f} times as long."
-
-
-def _listed(names) -> str:
-    names = list(names)
-    more = f" ... and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(names[:_MAX_NAMED]) + more
 
 
 def _simulated(seconds: float | None) -> str:

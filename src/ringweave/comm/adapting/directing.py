@@ -186,7 +186,7 @@ class Director:
                 self._due = None
                 self._decide_more()
             self._changed.notify_all()
-        self._timings.note(decision.choice, ticket.asked.num_bytes, seconds)
+        self._timings.note(decision.version, decision.choice, ticket.asked.num_bytes, seconds)
 
     @property
     def plan(self) -> Plan:
