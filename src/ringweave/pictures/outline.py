@@ -121,7 +121,12 @@ class _Outliner:
             return [[node] for node in nodes]
         alike: dict[object, list[Node]] = {}
         for node in nodes:
-            key = self._both(node.name, switch, node.rate_bytes_per_s), node.num_devices, node.name in self._notes, self._binds(node.name, switch)
+            key = (
+                self._both(node.name, switch, node.rate_bytes_per_s),
+                node.num_devices,
+                node.name in self._notes,
+                self._binds(node.name, switch),
+            )
             alike.setdefault(key, []).append(node)
         return list(alike.values())
 

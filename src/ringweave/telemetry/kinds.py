@@ -186,14 +186,13 @@ KINDS: Mapping[str, Kind] = {
             "version": "number of the group's new plan",
             "why": "what was noticed, in words",
             "rates": "link name -> measured bytes per second, for the links that were found to have changed",
-            "old_s": "expected seconds of the sizes in use, as they ran before, at the rates of now: predictions, times what "
-            "schedules had taken of theirs",
+            "old_s": "expected seconds of the sizes in use as they ran before, at the rates of now: predictions, corrected "
+            "by what had been measured",
             "new_s": "the same with the new plan, of the best of each size",
         },
     ),
     "schedule_measured": Kind(
-        meaning="What collectives took so far. The last event of each group, plan version, schedule, size and pipelining "
-        "counts.",
+        meaning="What collectives took. The last event of each group, plan, schedule, size and pipelining counts.",
         written_by="worker",
         fields={
             "rank": RANK,

@@ -101,13 +101,37 @@ def test_wrong_input(argv: list[str], text: str, capsys: pytest.CaptureFixture[s
 def test_measured_rates_take_the_place_of_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rates.json"
     path.write_text('{"links": [{"name": "r1->core", "rate_bytes_per_s": 12.5e6}]}')
-    assert main.call(["plan", RACKS, "--rates", str(path), "--simulate", "1", "--json"]) == 0
+    assert main.call(["plan", RACKS, "--bytes", "1MB", "--rates", str(path), "--simulate", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["bound_s"], found["measured_rates"]) == (2.0, {"r1->core": 12.5e6})
+    assert (found["bound_s"], found["measured_rates"]) == (0.08, {"r1->core": 12.5e6})
     assert found["binding"] == "cut: all that leaves b-0, b-1, b-2, b-3 passes r1->core (100Mbit/s)"
-    assert found["choices"][0]["simulated_s"] > 2.0
+    assert found["choices"][0]["simulated_s"] > 0.08
     assert main.call(["plan", RACKS, "--rates", str(path)]) == 0
     assert f"rates    of 1 of 20 links as measured: {path}" in capsys.readouterr().out.splitlines()
+
+
+def test_what_is_simulated_decides(capsys: pytest.CaptureFixture[str]) -> None:
+    """A slow NIC, 1 MB: measured in the lab ps is 1.10 times as fast as direct, which the formula takes."""
+    cluster = "examples/clusters/unequal-nics.yaml"
+    assert main.call(["plan", cluster, "--bytes", "1MB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["chosen"] == "direct"
+    assert main.call(["plan", cluster, "--bytes", "1MB", "--simulate", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    simulated = {each["schedule"]: each["simulated_s"] for each in found["choices"] if each["simulated_s"]}
+    assert found["chosen"] == min(simulated, key=simulated.__getitem__) == "ps"
+    assert main.call(["plan", cluster, "--bytes", "1MB", "--simulate", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (starred,) = [line for line in lines if line.startswith("* ps  ")]
+    assert f"{simulated['ps'] * 1e3:.4g} ms" in starred
+    assert "; next is " in lines[-1]
+    assert ", simulated to take 1." in lines[-1]
+    assert lines[-1].endswith("times as long. By formula it would be direct.")
+
+
+def test_one_that_is_simulated_alone_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = "examples/clusters/unequal-nics.yaml"
+    assert main.call(["plan", cluster, "--bytes", "1MB", "--simulate", "1"]) == 0
+    assert "; nothing else was simulated." in capsys.readouterr().out.splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -188,7 +212,7 @@ class Terminal(io.StringIO):
 def test_who_waits_at_a_terminal_is_told_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "INTERVAL_S", 0.0)
     monkeypatch.setattr(sys, "stderr", Terminal())
-    assert main.call(["plan", RACKS, "--simulate", "1"]) == 0
+    assert main.call(["plan", RACKS, "--bytes", "5MB", "--simulate", "1"]) == 0
     lines = sys.stderr.getvalue().splitlines()
     assert any(line.endswith("] planning leader-matrix, layout 1 of 3") for line in lines)
     assert any("] simulating multi-level: " in line and "% done, about" in line for line in lines)
@@ -208,7 +232,7 @@ def test_the_best_are_simulated_on_demand(capsys: pytest.CaptureFixture[str]) ->
     simulated = [choice["simulated_s"] for choice in choices]
     assert simulated[2:] == [None] * (len(choices) - 2)
     for choice, simulated_s in zip(choices[:2], simulated[:2], strict=True):
-        assert 0.9 < simulated_s / choice["predicted_s"] < 1.1
+        assert 0.9 < simulated_s / choice["predicted_s"] < 1.3  # processors and queues cost something
     assert main.call(["plan", RACKS, "--bytes", "1MB", "--simulate", "2"]) == 0
     table = capsys.readouterr().out.splitlines()
     assert any(line.split()[:3] == ["schedule", "predicted", "simulated"] for line in table)

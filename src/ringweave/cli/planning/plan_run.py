@@ -92,7 +92,7 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     notes = [
         "measured: median on the group's first rank, waiting for late ranks included; predicted: by formula;",
-        "plan: its version, one more each time that rates were found to have changed; bound: at the rates of that plan,",
+        "plan: its version, one more each time that it was changed; bound: at the rates that this plan was made with,",
         "or of the run's cluster file where nothing was tried; a dash where no link is passed or nobody knows rates",
     ]
     return [*lines, "", *notes]

@@ -1,7 +1,7 @@
 """What the first rank of a group makes of what all ranks report: trials, surveys, new plans. Pure."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -82,8 +82,23 @@ class Note(NamedTuple):
 class Adviser:
     """Rules on what comes next, from the reports of all ranks; only the first rank has one."""
 
-    def __init__(self, situation: Situation, plan: Plan, tuned: Mapping[int, str] | None = None) -> None:
-        """`tuned` says which schedule won which class of sizes in an earlier run with the same plan."""
+    def __init__(
+        self,
+        situation: Situation,
+        plan: Plan,
+        tuned: Mapping[int, str] | None = None,
+        estimate: Callable[[Plan, int, Mapping[str, float]], Mapping[str, float]] | None = None,
+    ) -> None:
+        """What is known at the start.
+
+        Args:
+            situation: Where the group runs.
+            plan: Made for it.
+            tuned: Which schedule won which class of sizes in an earlier run with the same plan.
+            estimate: What simulations say of a plan's candidates for a size, at rates that differ from what was known;
+                asked once for each class that is to be tried. None is `situation.estimate`.
+        """
+        self._estimate = estimate or situation.estimate
         self.tuned = dict(tuned or {})
         self._tuned_as_built = dict(tuned or {})
         self._notes: list[Note] = []
@@ -186,11 +201,14 @@ class Adviser:
     def _case(self, num_bytes: int) -> _Case:
         number = size_class(num_bytes)
         if number not in self._cases:
-            case = _Case(Tuner(candidates(self._plan, num_bytes)), rates=dict(self._rates))
-            case.settled = self.tuned.get(number, "")
-            self._cases[number] = case
+            known = self.tuned.get(number, "")
+            tuner = Tuner((known,) if known else self._candidates(num_bytes))
+            self._cases[number] = _Case(tuner, settled=known, rates=dict(self._rates))
         self._cases[number].num_bytes = num_bytes
         return self._cases[number]
+
+    def _candidates(self, num_bytes: int) -> tuple[str, ...]:
+        return candidates(self._plan, num_bytes, self._estimate(self._plan, num_bytes, self._rates))
 
     def _age(self, case: _Case, now_s: float) -> None:
         """Begin trials anew where the last ones are too long ago."""
@@ -199,7 +217,7 @@ class Adviser:
         if case.since_s is None:
             case.since_s = now_s
         elif now_s - case.since_s > MAX_AGE_S:
-            case.tuner = Tuner(candidates(self._plan, case.num_bytes))
+            case.tuner = Tuner(self._candidates(case.num_bytes))
             case.settled, case.since_s, case.rates = "", None, dict(self._rates)
 
     def _proceed(self, num_bytes: int, case: _Case) -> Ruling:
@@ -316,7 +334,16 @@ class Adviser:
         self._notes.append(Note(kind, fields))
 
 
-def candidates(plan: Plan, num_bytes: int) -> tuple[str, ...]:
-    """What is tried for messages of a size: the plan's choice, the next best by prediction, and the host library."""
-    ranked = [plan.choose(num_bytes).schedule, *(choice.schedule for choice in plan.choices(num_bytes))]
+def candidates(plan: Plan, num_bytes: int, estimates: Mapping[str, float] | None = None) -> tuple[str, ...]:
+    """What is tried for messages of a size: the best three, and the host library.
+
+    Args:
+        plan: The group's.
+        num_bytes: Size of the message.
+        estimates: Seconds by name of schedule, from simulations; nothing if the formulas alone are to say. With them
+            the plan's own choice is one of the three, whatever they say of it.
+    """
+    chosen = plan.choose(num_bytes).schedule
+    ranked = [plan.fastest(estimates), chosen, *sorted(estimates, key=estimates.__getitem__)] if estimates else [chosen]
+    ranked += [choice.schedule for choice in plan.choices(num_bytes)]
     return (*list(dict.fromkeys(ranked))[:NUM_CANDIDATES], HOST)

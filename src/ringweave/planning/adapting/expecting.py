@@ -9,7 +9,7 @@ from ringweave.planning.plans import Plan
 from ringweave.schedules import HOST
 
 LIKE_HOST = "ring"
-"""What the host library is taken for: Gloo and NCCL pass large messages round a ring, in the order of the ranks or not."""
+"""What the host library is taken for: Gloo and NCCL pass large messages round a ring."""
 
 
 class Expectation:
@@ -20,13 +20,17 @@ class Expectation:
     """
 
     def __init__(
-        self, situation: Situation, plan: Plan, num_bytes: int, measured: Mapping[str, float], rates: Mapping[str, float]
+        self,
+        situation: Situation,
+        plan: Plan,
+        num_bytes: int,
+        measured: Mapping[str, float],
+        rates: Mapping[str, float],
     ) -> None:
         """`measured` has seconds per byte by schedule, with `plan`, while links had these rates."""
         self._situation, self._plan, self._num_bytes = situation, plan, num_bytes
         self._corrections = {
-            name: s_per_byte * num_bytes / self._predicted_s(plan, name, rates)
-            for name, s_per_byte in measured.items()
+            name: s_per_byte * num_bytes / self._predicted_s(plan, name, rates) for name, s_per_byte in measured.items()
         }
         known = [correction for name, correction in self._corrections.items() if name != HOST]
         self._usual = statistics.median(known) if known else 1.0
@@ -37,9 +41,7 @@ class Expectation:
 
     def best_s(self, fresh: Plan, rates: Mapping[str, float]) -> float:
         """Seconds by the best that trials could find with another plan, made for other rates."""
-        found = [
-            choice.predicted_s * self._correction(choice.schedule) for choice in fresh.choices(self._num_bytes)
-        ]
+        found = [choice.predicted_s * self._correction(choice.schedule) for choice in fresh.choices(self._num_bytes)]
         if HOST in self._corrections:
             found.append(self._predicted_s(fresh, HOST, rates) * self._corrections[HOST])
         return min(found)

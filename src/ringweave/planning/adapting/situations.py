@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 
 from ringweave import cost
 from ringweave.cost import Assumptions
+from ringweave.planning import simulating
 from ringweave.planning.groups import plan_group
 from ringweave.planning.plans import Plan
+from ringweave.sim import Machine
 from ringweave.topology import Cluster
 
 
@@ -41,3 +43,10 @@ class Situation:
     def network(self, rates: Mapping[str, float]) -> cost.Network:
         """The network with these rates."""
         return cost.network(self.cluster, self.nodes, {**self.rates, **rates})
+
+    def estimate(self, plan: Plan, num_bytes: int, rates: Mapping[str, float]) -> dict[str, float]:
+        """Seconds of the candidates in question by simulation (`simulating.estimate`); nothing inside one node."""
+        if self.num_nodes == 1:
+            return {}
+        known, machine = {**self.rates, **rates}, Machine.assumed(self.assumptions)
+        return simulating.estimate(plan, self.cluster, num_bytes, rates=known, machine=machine)
