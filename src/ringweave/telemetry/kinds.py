@@ -186,8 +186,7 @@ KINDS: Mapping[str, Kind] = {
             "version": "number of the group's new plan",
             "why": "what was noticed, in words",
             "rates": "link name -> measured bytes per second, for the links that were found to have changed",
-            "old_s": "expected seconds of the sizes in use as they ran before, at the rates of now: predictions, corrected "
-            "by what had been measured",
+            "old_s": "expected seconds of the sizes in use as they ran before, at the rates of now",
             "new_s": "the same with the new plan, of the best of each size",
         },
     ),
