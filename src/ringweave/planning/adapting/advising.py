@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ringweave.planning.adapting.drifting import Verdict, Watch
-from ringweave.planning.adapting.expecting import LIKE_HOST, Expectation
+from ringweave.planning.adapting.expecting import LIKE_HOST, Expectation, Formulas
 from ringweave.planning.adapting.reports import Report
 from ringweave.planning.adapting.rulings import Ruling
 from ringweave.planning.adapting.situations import Situation
@@ -316,8 +316,9 @@ class Adviser:
     def _compare(self, fresh: Plan) -> tuple[float, float]:
         """Expected seconds of all classes in use, as they run now and with a new plan, at the rates of now."""
         before_s = after_s = 0.0
+        formulas = Formulas(self._situation)
         for case in self._cases.values():
-            expected = Expectation(self._situation, self._plan, case.num_bytes, case.measured, case.rates)
+            expected = Expectation(formulas, self._plan, case.num_bytes, case.measured, case.rates)
             runs = case.settled or self._plan.choose(case.num_bytes).schedule
             before_s += expected.now_s(runs, self._rates)
             after_s += expected.best_s(fresh, self._rates)
