@@ -142,7 +142,7 @@ def test_what_simulations_say_is_tried_beside_the_plans_own_choice() -> None:
     by_formula = candidates(world.plan, SIZE)
     world.estimates = {"direct": 1.0, "ps": 1.5, "ring": 2.0, "leader-matrix": 3.0, "hierarchical": 4.0}
     taken = [world.step()[0] for _ in range(4)]
-    assert taken == ["direct", by_formula[0], "ps", HOST]
+    assert taken == [by_formula[0], "direct", "ps", HOST]
     for _ in range(40):
         world.step()
     assert world.num_estimates == 1  # for all trials of the class

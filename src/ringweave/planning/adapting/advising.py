@@ -341,10 +341,10 @@ def candidates(plan: Plan, num_bytes: int, estimates: Mapping[str, float] | None
     Args:
         plan: The group's.
         num_bytes: Size of the message.
-        estimates: Seconds by name of schedule, from simulations; nothing if the formulas alone are to say. With them
-            the plan's own choice is one of the three, whatever they say of it.
+        estimates: Seconds by name of schedule, from simulations; nothing if the formulas alone are to say. The first of
+            the three is the plan's own choice, whatever they say of it.
     """
-    chosen = plan.choose(num_bytes).schedule
-    ranked = [plan.fastest(estimates), chosen, *sorted(estimates, key=estimates.__getitem__)] if estimates else [chosen]
+    ranked = [plan.choose(num_bytes).schedule]
+    ranked += [plan.fastest(estimates), *sorted(estimates, key=estimates.__getitem__)] if estimates else []
     ranked += [choice.schedule for choice in plan.choices(num_bytes)]
     return (*list(dict.fromkeys(ranked))[:NUM_CANDIDATES], HOST)
