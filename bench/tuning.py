@@ -1,8 +1,9 @@
 """What trials choose beside every other candidate: `python bench/tuning.py examples/clusters/two-racks.yaml`.
 
-In a lab (root) one job has a group that tunes itself, and a group for each schedule that is predicted to need at most
-`--within` times the best, and one for the host library. First the tuning group runs until its trials are over; then all
-take turns, forwards and backwards, each round begun by a barrier, its time the slowest rank's, every value checked.
+In a lab (root) one job has a group that tunes itself, and a group for each schedule that is tried or predicted to need
+at most `--within` times the best, and one for the host library. First the tuning group runs until its trials are over;
+then all take turns, forwards and backwards, each round begun by a barrier, its time the slowest rank's, every value
+checked.
 Exit code 1 if the chosen schedule is more than 5 % slower than the fastest candidate, or the tuning group than the host
 library, by medians.
 """
@@ -22,6 +23,8 @@ import torch
 import torch.distributed as dist
 
 from ringweave import lab, planning, schedules, telemetry, topology, units
+from ringweave.planning.adapting import Situation
+from ringweave.planning.adapting.advising import candidates
 
 ROOT = Path(__file__).parents[1]
 ALLOWED = 1.05
@@ -66,6 +69,8 @@ def work(options: argparse.Namespace) -> None:
     for size in map(units.parse_bytes, options.sizes.split(",")):
         best = plan.choices(size)[0].predicted_s
         names = [choice.schedule for choice in plan.choices(size) if choice.predicted_s <= options.within * best]
+        tried = candidates(plan, size, Situation(cluster=cluster, nodes=tuple(nodes)).estimate(plan, size, {}))
+        names = [name for name in dict.fromkeys([*names, *tried]) if name != schedules.HOST]
         found[size] = measure(size, [*names, schedules.HOST], options.rounds, control)
     if dist.get_rank() == 0:
         (options.folder / "measured.json").write_text(json.dumps(found))

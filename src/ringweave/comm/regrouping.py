@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore, distributed_c10d
 
+from ringweave.comm.adapting.starting import APART, EPOCH
 from ringweave.comm.backend import RingweaveProcessGroup
 from ringweave.errors import PeerError
 
@@ -25,8 +26,6 @@ FORM_S = 10.0
 long after each time that this was too short: a machine that is too busy for it once will be so again."""
 _MOST_FORM_S = 640.0
 _LOOK_S = 0.05
-_PREFIX = "epoch "
-"""Of the names of groups."""
 _CALL_PART = 0.2
 """Of the limit: the first member may take so long to answer a call."""
 WAIT = timedelta(days=1)
@@ -105,7 +104,7 @@ class EpochGroups:
             _make_default(PrefixStore(f"epoch/{name}/", store), name, rank, world_size, limit)
             apart = None
             if is_apart:
-                apart = _make(PrefixStore(f"apart/{name}/", store), f"apart {name}", "sums", rank, world_size, limit)
+                apart = _make(PrefixStore(f"apart/{name}/", store), f"{APART}{name}", "sums", rank, world_size, limit)
         except (RuntimeError, OSError) as cause:
             if self._clock() - began_s > _CALL_PART * self._limit_s and num_aborts == self._num_aborts:
                 self._limit_s = min(2 * self._limit_s, _MOST_FORM_S)
@@ -184,7 +183,7 @@ def _make_default(store: Store, name: str, rank: int, world_size: int, limit: ti
     every `get_rank` of the script would raise. So this does what that function does, with the group at hand.
     """
     before = list(distributed_c10d._world.pg_map)
-    group = _make(store, f"{_PREFIX}{name}", "default_pg", rank, world_size, limit)
+    group = _make(store, f"{EPOCH}{name}", "default_pg", rank, world_size, limit)
     distributed_c10d._update_default_pg(group)
     for other in before:
         with contextlib.suppress(RuntimeError):
@@ -217,7 +216,7 @@ def _abort(groups: Iterable[dist.ProcessGroup | None]) -> None:
 def is_of_an_epoch() -> bool:
     """Whether the default group is that of an epoch of an elastic job: it may be another one at any border."""
     group = dist.group.WORLD
-    return group is not None and str(group.group_name).startswith(_PREFIX)
+    return group is not None and str(group.group_name).startswith(EPOCH)
 
 
 def _aborted(name: str) -> PeerError:

@@ -42,6 +42,7 @@ def outline(
     binding: Sequence[str],
     notes: Mapping[str, str],
     max_rows: int = MAX_ROWS,
+    rates: Mapping[str, float] | None = None,
 ) -> Item:
     """The root with everything below it, in at most about `max_rows` rows.
 
@@ -53,8 +54,10 @@ def outline(
         binding: Names of the links that set the bound.
         notes: For each node with leaders what is said about them.
         max_rows: Rows of the picture.
+        rates: Measured bytes per second by directed link name, in place of the cluster's.
     """
-    return _limited(_Outliner(cluster, binding, notes, is_grouped=cluster.num_nodes > max_rows).item(None), max_rows)
+    is_grouped = cluster.num_nodes > max_rows
+    return _limited(_Outliner(cluster, binding, notes, rates or {}, is_grouped=is_grouped).item(None), max_rows)
 
 
 def show_rates(rates: Sequence[float]) -> tuple[float | None, str]:
@@ -65,8 +68,24 @@ def show_rates(rates: Sequence[float]) -> tuple[float | None, str]:
     return None, f"{units.show_rate(low)} to {units.show_rate(high)}"
 
 
+def show_rates_of_link(up: float, down: float) -> tuple[float, str]:
+    """The smaller of the rates of both directions, and words for both."""
+    if up == down:
+        return up, units.show_rate(up)
+    return min(up, down), f"{units.show_rate(up)} up, {units.show_rate(down)} down"
+
+
 class _Outliner:
-    def __init__(self, cluster: Cluster, binding: Sequence[str], notes: Mapping[str, str], *, is_grouped: bool) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        binding: Sequence[str],
+        notes: Mapping[str, str],
+        rates: Mapping[str, float],
+        *,
+        is_grouped: bool,
+    ) -> None:
+        self._rates = rates
         self._binding = frozenset(binding)
         self._notes = notes
         self._is_grouped = is_grouped
@@ -82,11 +101,13 @@ class _Outliner:
         name = switch.name if switch else CORE
         children = [self.item(below) for below in self._switches.get(name, [])]
         children += [self._row(nodes, name) for nodes in self._runs(name)]
-        rate = switch.uplink_bytes_per_s if switch else None
+        rate, words = None, ""
+        if switch is not None:
+            rate, words = show_rates_of_link(*self._both(name, switch.parent or CORE, switch.uplink_bytes_per_s))
         return Item(
             label=name,
             rate_bytes_per_s=rate,
-            rate=units.show_rate(rate) if rate else "",
+            rate=words,
             num_nodes=sum(child.num_nodes for child in children),
             is_switch=True,
             is_binding=switch is not None and self._binds(name, switch.parent or CORE),
@@ -100,13 +121,19 @@ class _Outliner:
             return [[node] for node in nodes]
         alike: dict[object, list[Node]] = {}
         for node in nodes:
-            key = node.rate_bytes_per_s, node.num_devices, node.name in self._notes, self._binds(node.name, switch)
+            key = (
+                self._both(node.name, switch, node.rate_bytes_per_s),
+                node.num_devices,
+                node.name in self._notes,
+                self._binds(node.name, switch),
+            )
             alike.setdefault(key, []).append(node)
         return list(alike.values())
 
     def _row(self, nodes: Sequence[Node], switch: str) -> Item:
         first = nodes[0]
-        rate, words = show_rates([node.rate_bytes_per_s for node in nodes])
+        pairs = {self._both(node.name, switch, node.rate_bytes_per_s) for node in nodes}
+        rate, words = show_rates_of_link(*pairs.pop()) if len(pairs) == 1 else show_rates(list(map(min, pairs)))
         name = first.name if len(nodes) == 1 else f"{first.name} .. {nodes[-1].name} ({len(nodes)} nodes)"
         parts = [name, f"{first.num_devices} device{'s' if first.num_devices > 1 else ''}"]
         is_leader = all(node.name in self._notes for node in nodes)
@@ -121,6 +148,11 @@ class _Outliner:
             is_binding=any(self._binds(node.name, switch) for node in nodes),
             is_leader=is_leader,
         )
+
+    def _both(self, name: str, parent: str, built_bytes_per_s: float) -> tuple[float, float]:
+        """Rates upwards and downwards."""
+        up, down = (self._rates.get(link_name(*ends), built_bytes_per_s) for ends in ((name, parent), (parent, name)))
+        return up, down
 
     def _binds(self, name: str, parent: str) -> bool:
         return link_name(name, parent) in self._binding or link_name(parent, name) in self._binding

@@ -20,10 +20,26 @@ _TRUNK = 0.3
 _MOST_ROWS, _MOST_COLUMNS, _MOST_LETTERS = 12, 10, 11
 
 
-def draw_plan(cluster: Cluster, plan: Plan, num_bytes: int, path: Path) -> None:
-    """Write the picture of a cluster and of what is planned for a message of that size. Times in it are predicted."""
-    bound = cost.bound(cluster, num_bytes, nodes=plan.nodes)
-    root = outline(cluster, bound.links, _notes(cluster, plan))
+def draw_plan(
+    cluster: Cluster,
+    plan: Plan,
+    num_bytes: int,
+    path: Path,
+    rates: Mapping[str, float] | None = None,
+    simulated: Mapping[str, float] | None = None,
+) -> None:
+    """Write the picture of a cluster and of what is planned for a message of that size. Times are not measured.
+
+    Args:
+        cluster: The machines.
+        plan: Made for them.
+        num_bytes: Size of the message.
+        path: A PNG or SVG.
+        rates: Measured bytes per second by directed link name, those that the plan was made with.
+        simulated: Seconds by name of schedule, which decide what is chosen; nothing if the plan does.
+    """
+    bound = cost.bound(cluster, num_bytes, nodes=plan.nodes, rates=rates)
+    root = outline(cluster, bound.links, _notes(cluster, plan), rates=rates)
     depth, tints = _depth(root), _tints(cluster)
     cells = _cells(cluster, plan)
     tree_width, grid_width = depth * _LEVEL_INCHES + _LABEL_INCHES, (len(cells[0]) + 1.2) * _CELL_INCHES
@@ -33,15 +49,22 @@ def draw_plan(cluster: Cluster, plan: Plan, num_bytes: int, path: Path) -> None:
     )
     _draw_tree(tree, root, depth, tints)
     _draw_matrix(grid, cells, plan)
-    chosen = plan.choose(num_bytes)
     title = (
         f"{cluster.name}: {units.format_bytes(num_bytes)} among {len(plan.nodes)} ranks, at least "
-        f"{_time(bound.seconds)}; {chosen.schedule} predicted {_time(chosen.predicted_s)}"
+        f"{_time(bound.seconds)}; {_winner(plan, num_bytes, simulated)}"
     )
     width = int((tree_width + grid_width) * 13)
     words = textwrap.fill(f"The bound (red): {bound.binding}", width)
     figure.suptitle(f"{textwrap.fill(title, width)}\n{words}", fontsize=10, x=0.01, ha="left")
     plotting.save(figure, path)
+
+
+def _winner(plan: Plan, num_bytes: int, simulated: Mapping[str, float] | None) -> str:
+    if not simulated:
+        chosen = plan.choose(num_bytes)
+        return f"{chosen.schedule} predicted {_time(chosen.predicted_s)}"
+    name = plan.fastest(simulated)
+    return f"{name} simulated {_time(simulated[name])}"
 
 
 def _notes(cluster: Cluster, plan: Plan) -> dict[str, str]:

@@ -28,3 +28,16 @@ def remoteness(node: Node, nic: Nic, device_index: int) -> int:
     if nic.nearest:
         return nic.nearest.index(device_index) if device_index in nic.nearest else len(nic.nearest)
     return 0 if nic.numa is not None and node.devices[device_index].numa == nic.numa else 1
+
+
+def reason(node: Node, nic: Nic, device_index: int) -> str:
+    """Why this device leads on the NIC, in words that follow its name: "on NUMA node 1, as ib0 is"."""
+    if node.num_devices == 1:
+        return "the only device of its node"
+    far = [remoteness(node, nic, index) for index in range(node.num_devices)]
+    alike = ", the first of those that are" if far.count(far[device_index]) > 1 else ""
+    if nic.nearest:
+        return f"nearest to {nic.name}, by the order that the node tells{alike}"
+    if nic.numa is not None and node.devices[device_index].numa == nic.numa:
+        return f"on NUMA node {nic.numa}, as {nic.name} is{alike}"
+    return f"the first device: nothing is told that is nearer to {nic.name}"

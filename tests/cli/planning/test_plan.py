@@ -57,7 +57,8 @@ def test_many_rows_and_ranks_are_counted_not_listed(tmp_path: Path, capsys: pyte
     out = capsys.readouterr().out
     assert " ... and 128 more" in out
     assert "... and 4 more rows" in out
-    assert len(out.splitlines()) < 40
+    assert "... and 4 more columns" in out
+    assert len(out.splitlines()) < 45
 
 
 def test_a_tiny_message_is_decided_by_waiting(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,10 +78,6 @@ def test_a_tiny_message_is_decided_by_waiting(capsys: pytest.CaptureFixture[str]
             "--run: 'nosuch', expected a directory with events.jsonl. Name the directory of a run, as",
         ),
         (["plan", "--run", "x", "--rates", "r"], "--rates: 'r', expected a CLUSTER to plan for. Leave it out"),
-        (
-            ["plan", RACKS, "--rates", "r", "--picture", "p.png"],
-            "--picture with --rates: 'r', expected one of them.",
-        ),
         (["plan", RACKS, "--rates", "nosuch"], "--rates: 'nosuch', expected a file that can be read. No such file"),
         (
             ["plan", "--run", "x", "--picture", "p.png"],
@@ -104,13 +101,105 @@ def test_wrong_input(argv: list[str], text: str, capsys: pytest.CaptureFixture[s
 def test_measured_rates_take_the_place_of_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rates.json"
     path.write_text('{"links": [{"name": "r1->core", "rate_bytes_per_s": 12.5e6}]}')
-    assert main.call(["plan", RACKS, "--rates", str(path), "--simulate", "1", "--json"]) == 0
+    assert main.call(["plan", RACKS, "--bytes", "1MB", "--rates", str(path), "--simulate", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["bound_s"], found["measured_rates"]) == (2.0, {"r1->core": 12.5e6})
+    assert (found["bound_s"], found["measured_rates"]) == (0.08, {"r1->core": 12.5e6})
     assert found["binding"] == "cut: all that leaves b-0, b-1, b-2, b-3 passes r1->core (100Mbit/s)"
-    assert found["choices"][0]["simulated_s"] > 2.0
+    assert found["choices"][0]["simulated_s"] > 0.08
     assert main.call(["plan", RACKS, "--rates", str(path)]) == 0
     assert f"rates    of 1 of 20 links as measured: {path}" in capsys.readouterr().out.splitlines()
+
+
+def test_what_is_simulated_decides(capsys: pytest.CaptureFixture[str]) -> None:
+    """A slow NIC, 1 MB: measured in the lab ps is 1.10 times as fast as direct, which the formula takes."""
+    cluster = "examples/clusters/unequal-nics.yaml"
+    assert main.call(["plan", cluster, "--bytes", "1MB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["chosen"] == "direct"
+    assert main.call(["plan", cluster, "--bytes", "1MB", "--simulate", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    simulated = {each["schedule"]: each["simulated_s"] for each in found["choices"] if each["simulated_s"]}
+    assert found["chosen"] == min(simulated, key=simulated.__getitem__) == "ps"
+    assert main.call(["plan", cluster, "--bytes", "1MB", "--simulate", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (starred,) = [line for line in lines if line.startswith("* ps  ")]
+    assert f"{simulated['ps'] * 1e3:.4g} ms" in starred
+    assert "; next is " in lines[-1]
+    assert ", simulated to take 1." in lines[-1]
+    assert lines[-1].endswith("times as long. By formula it would be direct.")
+
+
+def test_one_that_is_simulated_alone_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = "examples/clusters/unequal-nics.yaml"
+    assert main.call(["plan", cluster, "--bytes", "1MB", "--simulate", "1"]) == 0
+    assert "; nothing else was simulated." in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_picture_has_the_measured_rates(tmp_path: Path) -> None:
+    import matplotlib as mpl
+
+    rates, picture = tmp_path / "rates.json", tmp_path / "p.svg"
+    rates.write_text('{"links": [{"name": "r1->core", "rate_bytes_per_s": 12.5e6}]}')
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        assert main.call(["plan", RACKS, "--rates", str(rates), "--picture", str(picture)]) == 0
+    words = picture.read_text()
+    assert ">100Mbit/s up, 200Mbit/s down (slowest)<" in words
+    assert "b-3 passes r1-&gt;core (100Mbit/s)<" in words
+
+
+LED = """
+name: led
+nodes:
+- name: a
+  nics: [{name: eth0, rate: 10Gbit/s, numa: 0}, {name: ib0, rate: 10Gbit/s, numa: 1, rdma: true}]
+  devices: [{kind: cuda, numa: 0}, {kind: cuda, numa: 1}, {kind: cuda, numa: 1}]
+- {name: b, nic: 10Gbit/s, devices: 2}
+- {name: c, nic: 10Gbit/s, devices: 1}
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (
+            [],
+            [
+                "leaders  3, one for each node",
+                "  a/1: on NUMA node 1, as ib0 is, the first of those that are",
+                "  b/3: the first device: nothing is told that is nearer to eth0",
+                "  c: the only device of its node",
+                "matrix   1 x 3",
+                "  row 0:  a/1, b/3, c",
+                "  column 0:  a/1",
+                "  column 1:  b/3",
+                "  column 2:  c",
+            ],
+        ),
+        (
+            ["--leader-per-nic"],
+            [
+                "leaders  4, one for each NIC",
+                "  a/1: on NUMA node 1, as ib0 is, the first of those that are",
+                "  a/0: on NUMA node 0, as eth0 is",
+                "  b/3: the first device: nothing is told that is nearer to eth0",
+            ],
+        ),
+    ],
+    ids=["one a node", "one a NIC"],
+)
+def test_leaders_have_reasons_and_the_matrix_has_columns(
+    more: list[str], expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "led.yaml"
+    path.write_text(LED)
+    assert main.call(["plan", str(path), *more]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first = lines.index(expected[0])
+    assert lines[first : first + len(expected)] == expected
+    assert main.call(["plan", str(path), *more, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["leader_reasons"]) == len(found["leaders"])
+    assert found["leader_reasons"][0] == expected[1].partition(": ")[2]
 
 
 class Terminal(io.StringIO):
@@ -123,7 +212,7 @@ class Terminal(io.StringIO):
 def test_who_waits_at_a_terminal_is_told_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "INTERVAL_S", 0.0)
     monkeypatch.setattr(sys, "stderr", Terminal())
-    assert main.call(["plan", RACKS, "--simulate", "1"]) == 0
+    assert main.call(["plan", RACKS, "--bytes", "5MB", "--simulate", "1"]) == 0
     lines = sys.stderr.getvalue().splitlines()
     assert any(line.endswith("] planning leader-matrix, layout 1 of 3") for line in lines)
     assert any("] simulating multi-level: " in line and "% done, about" in line for line in lines)
@@ -143,7 +232,7 @@ def test_the_best_are_simulated_on_demand(capsys: pytest.CaptureFixture[str]) ->
     simulated = [choice["simulated_s"] for choice in choices]
     assert simulated[2:] == [None] * (len(choices) - 2)
     for choice, simulated_s in zip(choices[:2], simulated[:2], strict=True):
-        assert 0.9 < simulated_s / choice["predicted_s"] < 1.1
+        assert 0.9 < simulated_s / choice["predicted_s"] < 1.3  # processors and queues cost something
     assert main.call(["plan", RACKS, "--bytes", "1MB", "--simulate", "2"]) == 0
     table = capsys.readouterr().out.splitlines()
     assert any(line.split()[:3] == ["schedule", "predicted", "simulated"] for line in table)

@@ -14,6 +14,7 @@ def measured(log: EventLog, **changes) -> None:
     fields = {
         "rank": 0,
         "group": "0",
+        "version": 1,
         "schedule": "multi-level",
         "bytes": 25_000_000,
         "num_segments": 64,
@@ -46,9 +47,9 @@ def test_predicted_beside_measured(log: EventLog, tmp_path: Path, capsys: pytest
     assert (host["predicted_s"], host["measured_over_predicted"]) == (None, None)
     assert main.call(["plan", "--run", str(tmp_path)]) == 0
     title, first, second, *_ = capsys.readouterr().out.splitlines()
-    assert title.startswith("group  schedule ")
-    assert " ".join(first.split()) == "0 host 1MB 64 40 ms - 100 ms - 9"
-    assert " ".join(second.split()) == "0 multi-level 25MB 64 1000 ms 1000 ms 1250 ms 1.25 9"
+    assert title.startswith("group  plan  schedule ")
+    assert " ".join(first.split()) == "0 1 host 1MB 64 40 ms - 100 ms - 9"
+    assert " ".join(second.split()) == "0 1 multi-level 25MB 64 1000 ms 1000 ms 1250 ms 1.25 9"
 
 
 def test_without_a_cluster_file_there_is_no_bound(log: EventLog, tmp_path: Path, capsys) -> None:
@@ -56,6 +57,34 @@ def test_without_a_cluster_file_there_is_no_bound(log: EventLog, tmp_path: Path,
     assert main.call(["plan", "--run", str(tmp_path), "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["measured"]
     assert (row["bound_s"], row["fraction_of_bound"]) == (None, None)
+
+
+def plan_made(log: EventLog, version: int, bound_s_per_byte: float) -> None:
+    fields = {"rank": 0, "group": "0", "rates": {}, "binding": "cut: some"}
+    log.write("plan_made", **fields, version=version, bound_s_per_byte=bound_s_per_byte)
+
+
+def test_plans_are_kept_apart_each_with_its_own_bound(log: EventLog, tmp_path: Path, capsys) -> None:
+    """The old plan is measured once more after the new one, as where links are given back."""
+    plan_made(log, 1, 4e-8)
+    plan_made(log, 2, 6.4e-8)
+    measured(log, version=2, measured_s=2.0, rounds=50)
+    measured(log, version=1, measured_s=1.25, rounds=3)
+    assert main.call(["plan", "--run", str(tmp_path), "--json"]) == 0
+    old, new = json.loads(capsys.readouterr().out)["measured"]
+    assert (old["version"], old["rounds"], old["measured_s"]) == (1, 3, 1.25)
+    assert (new["version"], new["rounds"], new["measured_s"]) == (2, 50, 2.0)
+    assert (old["bound_s"], new["bound_s"]) == (pytest.approx(1.0), pytest.approx(1.6))
+    assert new["fraction_of_bound"] == pytest.approx(0.8)
+
+
+def test_the_bound_of_the_plan_goes_before_that_of_the_file(log: EventLog, tmp_path: Path, capsys) -> None:
+    (tmp_path / "cluster.yaml").write_text(RACKS.read_text())
+    plan_made(log, 1, 8e-8)
+    measured(log)
+    assert main.call(["plan", "--run", str(tmp_path), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["measured"]
+    assert row["bound_s"] == pytest.approx(2.0)
 
 
 def test_only_the_last_attempt_counts(log: EventLog, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

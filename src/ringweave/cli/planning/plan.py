@@ -8,21 +8,22 @@ import click
 
 from ringweave import planning, topology, units
 from ringweave.benchmarks.progress import Progress
-from ringweave.cli.planning import saying
+from ringweave.cli.planning import leading, saying
 from ringweave.cost import measured_rates
 from ringweave.errors import UsageError, explain
 from ringweave.planning import Choice, Plan
 from ringweave.topology import Cluster
-
-_MAX_NAMED = 16
-_MAX_ROWS = 8
 
 
 @click.command
 @click.argument("cluster_path", metavar="[CLUSTER]", required=False)
 @click.option("--bytes", "size", metavar="SIZE", default="25MB", show_default=True, help="Size of the allreduce.")
 @click.option(
-    "--simulate", "num_simulated", type=click.IntRange(1, 7), metavar="N", help="Also simulate the N fastest."
+    "--simulate",
+    "num_simulated",
+    type=click.IntRange(1, 7),
+    metavar="N",
+    help="Simulate the N fastest, and choose by it.",
 )
 @click.option(
     "--rates", "rates_path", metavar="FILE", help="Rates of links as measured: findings of probing, or bench --out."
@@ -44,8 +45,9 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     """Say what an allreduce on all devices of CLUSTER takes at least, and which schedule is predicted to take least.
 
     The bound follows from the rates in the cluster file, or of --rates, and holds for every schedule. Times are
-    predicted by formula, not measured; with --simulate the best are also run on virtual time. With --run it says what
-    the collectives of a run were predicted to take, and took.
+    predicted by formula, not measured; with --simulate the best are also run on virtual time, with assumed costs of
+    processors and queues, and the fastest of them there is chosen. With --run it says what the collectives of a run
+    were predicted to take, and took.
     """
     _check_asked(cluster_path, run_dir, picture, rates_path)
     if run_dir is not None:
@@ -63,7 +65,7 @@ def command(  # noqa: PLR0913, PLR0917 - one parameter per option
     if picture_path is not None:
         from ringweave.pictures import plans
 
-        plans.draw_plan(cluster, plan, num_bytes, picture_path)
+        plans.draw_plan(cluster, plan, num_bytes, picture_path, rates, simulated)
     if as_json:
         click.echo(json.dumps(_document(cluster, plan, num_bytes, simulated) | {"measured_rates": rates}))
     else:
@@ -79,11 +81,18 @@ def _simulate(
     if count is None:
         return {}
     from ringweave.planning import simulating  # brings the simulator
+    from ringweave.sim import Machine
 
     def tell(schedule: str, done: int, total: int) -> None:
         progress.share(f"simulating {schedule}", done, total)
 
-    return simulating.simulate_best(plan, cluster, num_bytes, count=count, rates=rates, tell=tell)
+    machine = Machine.assumed()  # what agrees with measurements (docs/simulation.md)
+    return simulating.simulate_best(plan, cluster, num_bytes, count=count, rates=rates, machine=machine, tell=tell)
+
+
+def _chosen(plan: Plan, num_bytes: int, simulated: Mapping[str, float]) -> str:
+    """What the simulations say, or the formulas where nothing was simulated."""
+    return plan.fastest(simulated) if simulated else plan.choose(num_bytes).schedule
 
 
 def _check_asked(cluster_path: str | None, run_dir: str | None, picture: str | None, rates: str | None) -> None:
@@ -97,9 +106,6 @@ def _check_asked(cluster_path: str | None, run_dir: str | None, picture: str | N
     if rates is not None and run_dir is not None:
         do = "Leave it out: what the run was planned with is in its events"
         raise UsageError(explain("--rates", got=rates, expected="a CLUSTER to plan for", do=do))
-    if rates is not None and picture is not None:
-        do = "Draw the cluster file that probing writes, which has the measured rates"
-        raise UsageError(explain("--picture with --rates", got=rates, expected="one of them", do=do))
 
 
 def _picture_path(picture: str | None) -> Path | None:
@@ -116,7 +122,7 @@ def _document(cluster: Cluster, plan: Plan, num_bytes: int, simulated: Mapping[s
         "bytes": num_bytes,
         "bound_s": bound_s,
         "binding": plan.binding,
-        "chosen": plan.choose(num_bytes).schedule,
+        "chosen": _chosen(plan, num_bytes, simulated),
         "choices": [
             {
                 "schedule": choice.schedule,
@@ -132,6 +138,7 @@ def _document(cluster: Cluster, plan: Plan, num_bytes: int, simulated: Mapping[s
         ],
         "left_out": dict(plan.left_out),
         "leaders": list(plan.leaders),
+        "leader_reasons": leading.reasons(cluster, plan),
         "matrix": [list(row) for row in plan.matrix],
         "ring": list(plan.ring_order),
         "root": plan.root,
@@ -149,15 +156,11 @@ def _lines(cluster: Cluster, plan: Plan, num_bytes: int) -> list[str]:
     def who(rank: int) -> str:
         return plan.nodes[rank] if cluster.node(plan.nodes[rank]).num_devices == 1 else f"{plan.nodes[rank]}/{rank}"
 
-    rows = [f"  row {index}:  {_listed(map(who, row))}" for index, row in enumerate(plan.matrix[:_MAX_ROWS])]
-    more = [f"  ... and {len(plan.matrix) - _MAX_ROWS} more rows"] if len(plan.matrix) > _MAX_ROWS else []
     return [
         f"bound    {_time(plan.bound_s(num_bytes))} for {units.format_bytes(num_bytes)} among {len(plan.nodes)} ranks",
         f"         {plan.binding}",
-        f"ring     {_listed(map(who, plan.ring_order))}",
-        f"leaders  {_listed(map(who, plan.leaders))}; in a matrix of {len(plan.matrix)} x {plan.num_columns}:",
-        *rows,
-        *more,
+        f"ring     {leading.listed(map(who, plan.ring_order))}",
+        *leading.lines(cluster, plan, who),
         f"RDMA     {_rdma_text(cluster, plan)}",
     ]
 
@@ -172,12 +175,12 @@ def _rdma_text(cluster: Cluster, plan: Plan) -> str:
     """Whether there is RDMA between nodes, and who takes it."""
     names = _rdma(cluster, plan)
     if names:
-        return f"on {_listed(names)}: CUDA tensors take it, by NCCL; CPU tensors go by TCP"
+        return f"on {leading.listed(names)}: CUDA tensors take it, by NCCL; CPU tensors go by TCP"
     return "absent (no NIC has rdma: true): between nodes all goes by TCP"
 
 
 def _table(plan: Plan, num_bytes: int, simulated: Mapping[str, float]) -> list[str]:
-    chosen = plan.choose(num_bytes).schedule
+    chosen = _chosen(plan, num_bytes, simulated)
     second = ["simulated"] if simulated else []
     rows = [("schedule", "predicted", *second, "bound/predicted", "segments", "most loaded")]
     for choice in plan.choices(num_bytes):
@@ -199,13 +202,12 @@ def _table(plan: Plan, num_bytes: int, simulated: Mapping[str, float]) -> list[s
         + "  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[-1]])
         for row in rows
     ]
-    return [*lines, *(f"  {name}: left out, {reason}" for name, reason in plan.left_out), "", _why(plan, num_bytes)]
+    why = _why(plan, num_bytes, plan.choose(num_bytes, chosen), simulated)
+    return [*lines, *(f"  {name}: left out, {reason}" for name, reason in plan.left_out), "", why]
 
 
-def _why(plan: Plan, num_bytes: int) -> str:
-    """Why the winner wins, in a sentence."""
-    choices = plan.choices(num_bytes)
-    chosen = plan.choose(num_bytes)
+def _why(plan: Plan, num_bytes: int, chosen: Choice, simulated: Mapping[str, float]) -> str:
+    """Why the winner wins, in a sentence or two."""
     demand = plan.demand(chosen.schedule)
     if demand.busiest_s_per_byte * num_bytes < chosen.predicted_s / 2:
         reason = (
@@ -213,18 +215,23 @@ def _why(plan: Plan, num_bytes: int) -> str:
         )
     else:
         reason = f"needs its most loaded link for {_time(demand.busiest_s_per_byte * num_bytes)} only"
-    others = [choice for choice in choices if choice.schedule != chosen.schedule]
-    rival = next((choice for choice in others if choice.predicted_s > chosen.predicted_s * 1.02), None)
-    if rival is None:
-        return f"* {chosen.schedule} {reason}; the others are predicted to be as fast."
-    times = rival.predicted_s / chosen.predicted_s
-    return f"* {chosen.schedule} {reason}; next is {rival.schedule}, predicted to take {times:.2f} times as long."
+    by_formula = plan.choose(num_bytes).schedule
+    if not simulated:
+        others = {choice.schedule: choice.predicted_s for choice in plan.choices(num_bytes)}
+        return f"* {chosen.schedule} {reason}; {_rival(chosen.schedule, others, 'predicted')}."
+    differs = f" By formula it would be {by_formula}." if by_formula != chosen.schedule else ""
+    return f"* {chosen.schedule} {reason}; {_rival(chosen.schedule, simulated, 'simulated')}.{differs}"
 
 
-def _listed(names) -> str:
-    names = list(names)
-    more = f" ... and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(names[:_MAX_NAMED]) + more
+def _rival(chosen: str, seconds: Mapping[str, float], how: str) -> str:
+    """The next one that is no equal of the one that is chosen."""
+    if len(seconds) == 1:
+        return f"nothing else was {how}"
+    slower = {name: each_s for name, each_s in seconds.items() if each_s > seconds[chosen] * 1.02}
+    if not slower:
+        return f"the others are {how} to be as fast"
+    rival = min(slower, key=slower.__getitem__)
+    return f"next is {rival}, {how} to take {slower[rival] / seconds[chosen]:.2f} times as long"
 
 
 def _simulated(seconds: float | None) -> str:

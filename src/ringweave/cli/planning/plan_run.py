@@ -11,7 +11,7 @@ from ringweave.errors import RingweaveError, UsageError, explain
 from ringweave.launch.run_dirs import RunDir
 from ringweave.telemetry import Event, events
 
-_KEY = ("group", "schedule", "bytes", "num_segments", "lag", "window")
+_KEY = ("group", "version", "schedule", "bytes", "num_segments", "lag", "window")
 _VALUES = ("predicted_s", "measured_s", "rounds")
 
 
@@ -27,7 +27,7 @@ def show(run_dir: str, *, as_json: bool) -> int:
         expected = f"a directory with {place.events.name}"
         raise UsageError(explain("--run", got=run_dir, expected=expected, do=do))
     found = events.read_last_attempt(place.events)
-    rows = compared(found, _bounds_s_per_byte(place, found))
+    rows = compared(found, _bounds_of_file(place, found))
     if not rows:
         do = "Let it run longer, or train with more than the small messages that the host library takes"
         expected = "at least one schedule_measured event"
@@ -36,24 +36,32 @@ def show(run_dir: str, *, as_json: bool) -> int:
     return 0
 
 
-def compared(found: list[Event], bounds_s_per_byte: dict[str, float]) -> list[dict[str, Any]]:
-    """One row for each group, size, schedule and pipelining: the last that was said of it.
+def compared(found: list[Event], of_file: dict[str, float]) -> list[dict[str, Any]]:
+    """One row for each group, plan version, size, schedule and pipelining: the last that was said of it.
 
     Args:
         found: The events of one attempt.
-        bounds_s_per_byte: The bound of each group for which there is one, at the rates of the cluster file.
+        of_file: The bound of each group for which there is one, at the rates of the cluster file, in seconds per byte;
+            for plans that no event tells of.
     """
-    last = {tuple(event[name] for name in _KEY): event for event in found if event["kind"] == "schedule_measured"}
-    rows = [{name: event[name] for name in (*_KEY, *_VALUES)} for _, event in sorted(last.items())]
+    of_plan = {(e["group"], e["version"]): e["bound_s_per_byte"] for e in found if e["kind"] == "plan_made"}
+    last = {_key(event): event for event in found if event["kind"] == "schedule_measured"}
+    rows = [dict(zip(_KEY, key, strict=True)) | {name: e[name] for name in _VALUES} for key, e in sorted(last.items())]
     for row in rows:
-        predicted_s, s_per_byte = row["predicted_s"], bounds_s_per_byte.get(row["group"])
+        predicted_s = row["predicted_s"]
+        s_per_byte = of_plan.get((row["group"], row["version"]), of_file.get(row["group"]))
         row["measured_over_predicted"] = row["measured_s"] / predicted_s if predicted_s else None
         row["bound_s"] = s_per_byte * row["bytes"] if s_per_byte else None
         row["fraction_of_bound"] = row["bound_s"] / row["measured_s"] if row["bound_s"] else None
     return rows
 
 
-def _bounds_s_per_byte(place: RunDir, found: list[Event]) -> dict[str, float]:
+def _key(event: Event) -> tuple[Any, ...]:
+    """Older logs name no version."""
+    return tuple(event.get(name, 1) if name == "version" else event[name] for name in _KEY)
+
+
+def _bounds_of_file(place: RunDir, found: list[Event]) -> dict[str, float]:
     """None of a run whose cluster file is gone or is another one now."""
     try:
         cluster = topology.load(str(place.cluster))
@@ -69,6 +77,7 @@ def _bounds_s_per_byte(place: RunDir, found: list[Event]) -> dict[str, float]:
 def _table(rows: list[dict[str, Any]]) -> list[str]:
     titles = (
         "group",
+        "plan",
         "schedule",
         "bytes",
         "segments",
@@ -83,7 +92,8 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     notes = [
         "measured: median on the group's first rank, waiting for late ranks included; predicted: by formula;",
-        "bound: at the rates of the run's cluster file, a dash where no link is passed or the file is gone",
+        "plan: its version, one more each time that it was changed; bound: at the rates that this plan was made with,",
+        "or of the run's cluster file where nothing was tried; a dash where no link is passed or nobody knows rates",
     ]
     return [*lines, "", *notes]
 
@@ -92,6 +102,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     ratio = row["measured_over_predicted"]
     return (
         row["group"],
+        str(row["version"]),
         row["schedule"],
         units.format_bytes(row["bytes"]),
         str(row["num_segments"]),

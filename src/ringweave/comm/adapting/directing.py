@@ -151,8 +151,9 @@ class Director:
         Raises:
             TransferFailedError: A rank is gone or silent, or the group was cut.
         """
-        with self._changed:
-            self._wait(lambda: ticket.decision is not None or self._due is ticket)
+        if ticket.decision is None or self._is_cut:  # nearly all are decided before they come here
+            with self._changed:
+                self._wait(lambda: ticket.decision is not None or self._due is ticket)
         if ticket.decision is None:
             council = Council(self._members, transport, tag=tag, timeout_s=timeout_s)
             self._follow(ticket, self._consult(ticket, council, transport, tag=tag, timeout_s=timeout_s))
@@ -186,7 +187,7 @@ class Director:
                 self._due = None
                 self._decide_more()
             self._changed.notify_all()
-        self._timings.note(decision.choice, ticket.asked.num_bytes, seconds)
+        self._timings.note(decision.version, decision.choice, ticket.asked.num_bytes, seconds)
 
     @property
     def plan(self) -> Plan:

@@ -18,6 +18,10 @@ from ringweave.planning import Plan
 from ringweave.planning.adapting import Adviser, Situation
 from ringweave.telemetry.events import EventLog
 
+EPOCH, APART = "epoch ", "apart "
+"""How the names of groups begin that an elastic job makes anew (`comm/regrouping.py`): after a loss all stand still and
+wait for their first collective, so nothing is simulated before it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scribe:
@@ -49,7 +53,8 @@ def make_director(
         return cache.load(plan) if choosing.may_adapt(members, environment) else None
 
     def make_adviser(plan: Plan) -> Adviser:
-        return Adviser(where, plan, guide.tuned)
+        is_awaited = scribe.group.startswith((EPOCH, APART))
+        return Adviser(where, plan, guide.tuned, (lambda *_: {}) if is_awaited else None)
 
     def tell(adviser: Adviser) -> None:
         for kind, fields in adviser.take_notes():

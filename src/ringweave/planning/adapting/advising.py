@@ -1,21 +1,19 @@
 """What the first rank of a group makes of what all ranks report: trials, surveys, new plans. Pure."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ringweave import cost
-from ringweave.cost import Assumptions
 from ringweave.planning.adapting.drifting import Verdict, Watch
+from ringweave.planning.adapting.expecting import LIKE_HOST, Expectation, Formulas
 from ringweave.planning.adapting.reports import Report
 from ringweave.planning.adapting.rulings import Ruling
+from ringweave.planning.adapting.situations import Situation
 from ringweave.planning.adapting.surveys import Phase, Survey
 from ringweave.planning.adapting.tuning import Tuner, size_class
-from ringweave.planning.groups import plan_group
 from ringweave.planning.plans import Plan
 from ringweave.schedules import HOST
-from ringweave.topology import Cluster
 
 NUM_CANDIDATES = 3
 """Schedules that are tried beside the host library."""
@@ -26,13 +24,13 @@ MAX_AGE_S = 24 * 3600.0
 """What won longer ago is tried again: what disturbed its trials is over by now, in most cases."""
 
 _REPORT_SHARE = 0.005
-"""Of the time of collectives, what reports may take."""
+"""Of the time from one collective of a class to the next, what reports may take."""
 _SURVEY_SHARE = 0.01
 """Of the time, what surveys may take that find nothing new, in the long run."""
 _FIRST_SHARE = 0.1
 """The same for the first one; each further one that finds nothing has half."""
 _MIN_GAIN = 1.05
-"""A new plan must be predicted to be so much faster than the one that runs."""
+"""A new plan must be expected to be so much faster than what runs."""
 _AS_BUILT = 0.87
 """Of the rate that the cluster says: a link that reaches this has it."""
 _IMPOSSIBLE = 0.8
@@ -40,39 +38,6 @@ _IMPOSSIBLE = 0.8
 _MESSAGE_S = 1e-4
 """What passing a report on costs a rank: a few Python calls and waking up."""
 _FAN_OUT = 8
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Situation:
-    """Where a group runs."""
-
-    cluster: Cluster
-    nodes: tuple[str, ...]
-    """Name of each rank's node in the cluster."""
-    rates: Mapping[str, float] = field(default_factory=dict)
-    """Bytes per second of links that were measured before anything ran, by name, in place of the cluster's."""
-    assumptions: Assumptions | None = None
-    leader_per_nic: bool = False
-    """Each NIC of a node has a leader, not just each node."""
-
-    @property
-    def num_nodes(self) -> int:
-        """How many different ones."""
-        return len(set(self.nodes))
-
-    def plan(self, rates: Mapping[str, float]) -> Plan:
-        """The plan when links have these rates, where they differ from what was known before."""
-        return plan_group(
-            self.cluster,
-            self.nodes,
-            rates={**self.rates, **rates},
-            assumptions=self.assumptions,
-            leader_per_nic=self.leader_per_nic,
-        )
-
-    def network(self, rates: Mapping[str, float]) -> cost.Network:
-        """The network with these rates."""
-        return cost.network(self.cluster, self.nodes, {**self.rates, **rates})
 
 
 @dataclass(slots=True)
@@ -86,6 +51,25 @@ class _Case:
     """By the first rank's clock, when it was first seen to be settled."""
     num_bytes: int = 0
     """Newest size."""
+    rates: Mapping[str, float] = field(default_factory=dict)
+    """What was believed to differ while it was measured."""
+    ruled_s: float | None = None
+    """By the first rank's clock, when the last ruling was made; it held for `period` collectives."""
+    period: int = 1
+    each_s: float = 0.0
+    """From one collective to the next, what is between them included, since the last ruling."""
+
+    def pass_time(self, now_s: float) -> None:
+        """The ranks have come to the next ruling."""
+        if self.ruled_s is not None:
+            self.each_s = (now_s - self.ruled_s) / self.period
+        self.ruled_s = now_s
+
+    @property
+    def measured(self) -> dict[str, float]:
+        """Seconds per byte by schedule: of the trials, or, where they were in an earlier run, of what won them."""
+        tried = self.tuner.warm()
+        return tried or ({self.settled: self.watch.usual} if self.settled and self.watch.usual else {})
 
 
 class Note(NamedTuple):
@@ -98,8 +82,23 @@ class Note(NamedTuple):
 class Adviser:
     """Rules on what comes next, from the reports of all ranks; only the first rank has one."""
 
-    def __init__(self, situation: Situation, plan: Plan, tuned: Mapping[int, str] | None = None) -> None:
-        """`tuned` says which schedule won which class of sizes in an earlier run with the same plan."""
+    def __init__(
+        self,
+        situation: Situation,
+        plan: Plan,
+        tuned: Mapping[int, str] | None = None,
+        estimate: Callable[[Plan, int, Mapping[str, float]], Mapping[str, float]] | None = None,
+    ) -> None:
+        """What is known at the start.
+
+        Args:
+            situation: Where the group runs.
+            plan: Made for it.
+            tuned: Which schedule won which class of sizes in an earlier run with the same plan.
+            estimate: What simulations say of a plan's candidates for a size, at rates that differ from what was known;
+                asked once for each class that is to be tried. None is `situation.estimate`.
+        """
+        self._estimate = estimate or situation.estimate
         self.tuned = dict(tuned or {})
         self._tuned_as_built = dict(tuned or {})
         self._notes: list[Note] = []
@@ -140,6 +139,7 @@ class Adviser:
         """
         self._learn(report)
         case = self._case(report.num_bytes)
+        case.pass_time(now_s)
         self._age(case, now_s)
         if self._is_survey_due(case, now_s):
             return Ruling(num_bytes=report.num_bytes, phases=self._begin_survey())
@@ -165,6 +165,8 @@ class Adviser:
         if not is_new or before_s < after_s * _MIN_GAIN:
             for case in self._cases.values():
                 case.watch = Watch()  # what was seen is the usual now
+                if not case.tuner.warm():
+                    case.rates = dict(self._rates)
             return self._proceed(num_bytes, self._case(num_bytes))
         self._num_vain, self._next_alarm_s = 0, now_s
         self._version += 1
@@ -199,11 +201,14 @@ class Adviser:
     def _case(self, num_bytes: int) -> _Case:
         number = size_class(num_bytes)
         if number not in self._cases:
-            case = _Case(Tuner(candidates(self._plan, num_bytes)))
-            case.settled = self.tuned.get(number, "")
-            self._cases[number] = case
+            known = self.tuned.get(number, "")
+            tuner = Tuner((known,) if known else self._candidates(num_bytes))
+            self._cases[number] = _Case(tuner, settled=known, rates=dict(self._rates))
         self._cases[number].num_bytes = num_bytes
         return self._cases[number]
+
+    def _candidates(self, num_bytes: int) -> tuple[str, ...]:
+        return candidates(self._plan, num_bytes, self._estimate(self._plan, num_bytes, self._rates))
 
     def _age(self, case: _Case, now_s: float) -> None:
         """Begin trials anew where the last ones are too long ago."""
@@ -212,19 +217,19 @@ class Adviser:
         if case.since_s is None:
             case.since_s = now_s
         elif now_s - case.since_s > MAX_AGE_S:
-            case.tuner = Tuner(candidates(self._plan, case.num_bytes))
-            case.settled, case.since_s = "", None
+            case.tuner = Tuner(self._candidates(case.num_bytes))
+            case.settled, case.since_s, case.rates = "", None, dict(self._rates)
 
     def _proceed(self, num_bytes: int, case: _Case) -> Ruling:
         """A trial, or what has won."""
         trial = None if case.settled else case.tuner.next_trial
         if trial is not None:
-            self._trial = size_class(num_bytes), trial, num_bytes
+            self._trial, case.period = (size_class(num_bytes), trial, num_bytes), 1
             return Ruling(num_bytes=num_bytes, schedule=trial, is_trial=True)
         if not case.settled:
             self._settle(num_bytes, case)
-        period = self._period(num_bytes, case) if self._situation.num_nodes > 1 else NEVER
-        return Ruling(num_bytes=num_bytes, schedule=case.settled, next_in=period)
+        case.period = self._period(num_bytes, case) if self._situation.num_nodes > 1 else NEVER
+        return Ruling(num_bytes=num_bytes, schedule=case.settled, next_in=case.period)
 
     def _settle(self, num_bytes: int, case: _Case) -> None:
         case.settled, case.watch = case.tuner.chosen, Watch()
@@ -252,8 +257,9 @@ class Adviser:
         levels = math.ceil(math.log(max(2, len(self._plan.nodes)), _FAN_OUT))
         report_s = 2 * levels * (self._situation.cluster.latency_s + _FAN_OUT * _MESSAGE_S)
         known = case.tuner.measured().get(case.settled) or case.watch.now or case.watch.usual
-        each_s = known * num_bytes if known else self._predicted_s(case.settled, num_bytes) or report_s
-        return max(MIN_PERIOD, min(MAX_PERIOD, math.ceil(report_s / (_REPORT_SHARE * each_s))))
+        alike = LIKE_HOST if case.settled == HOST else case.settled
+        took_s = known * num_bytes if known else self._predicted_s(alike, num_bytes) or report_s
+        return max(MIN_PERIOD, min(MAX_PERIOD, math.ceil(report_s / (_REPORT_SHARE * max(took_s, case.each_s)))))
 
     def _is_survey_due(self, case: _Case, now_s: float) -> bool:
         verdict = case.watch.verdict
@@ -308,16 +314,14 @@ class Adviser:
         return self._phases
 
     def _compare(self, fresh: Plan) -> tuple[float, float]:
-        """Predicted seconds of all classes in use, as they run now and by a new plan, with the rates of now."""
-        net = self._situation.network(self._rates)
-        where = cost.vertices(net, self._situation.nodes)
+        """Expected seconds of all classes in use, as they run now and with a new plan, at the rates of now."""
         before_s = after_s = 0.0
+        formulas = Formulas(self._situation)
         for case in self._cases.values():
-            choice = self._plan.choose(case.num_bytes, case.settled if case.settled not in ("", HOST) else None)
-            schedule = self._plan.generate(choice.schedule)
-            asked = cost.demand(schedule, net, where, self._situation.assumptions)
-            before_s += asked.predicted_s(case.num_bytes, num_segments=choice.num_segments, lag=choice.lag)
-            after_s += fresh.choices(case.num_bytes)[0].predicted_s
+            expected = Expectation(formulas, self._plan, case.num_bytes, case.measured, case.rates)
+            runs = case.settled or self._plan.choose(case.num_bytes).schedule
+            before_s += expected.now_s(runs, self._rates)
+            after_s += expected.best_s(fresh, self._rates)
         return before_s, after_s
 
     def _facts(self) -> dict[str, object]:
@@ -331,7 +335,16 @@ class Adviser:
         self._notes.append(Note(kind, fields))
 
 
-def candidates(plan: Plan, num_bytes: int) -> tuple[str, ...]:
-    """What is tried for messages of a size: the plan's choice, the next best by prediction, and the host library."""
-    ranked = [plan.choose(num_bytes).schedule, *(choice.schedule for choice in plan.choices(num_bytes))]
+def candidates(plan: Plan, num_bytes: int, estimates: Mapping[str, float] | None = None) -> tuple[str, ...]:
+    """What is tried for messages of a size: the best three, and the host library.
+
+    Args:
+        plan: The group's.
+        num_bytes: Size of the message.
+        estimates: Seconds by name of schedule, from simulations; nothing if the formulas alone are to say. The first of
+            the three is the plan's own choice, whatever they say of it.
+    """
+    ranked = [plan.choose(num_bytes).schedule]
+    ranked += [plan.fastest(estimates), *sorted(estimates, key=estimates.__getitem__)] if estimates else []
+    ranked += [choice.schedule for choice in plan.choices(num_bytes)]
     return (*list(dict.fromkeys(ranked))[:NUM_CANDIDATES], HOST)

@@ -69,6 +69,10 @@ class Tuner:
         """Median seconds per byte of each candidate that was tried, dropped ones too."""
         return {name: self.typical(name) for name in self._seconds if self.typical(name) < math.inf}
 
+    def warm(self) -> dict[str, float]:
+        """The same of those that were tried beyond the round that warms up."""
+        return {name: statistics.median(seconds) for name, seconds in self._seconds.items() if seconds}
+
     def observe(self, seconds: float, num_bytes: int) -> None:
         """The trial of `next_trial` took so long; not a number where nobody measured it: it is repeated."""
         if self.next_trial is None or not seconds > 0:

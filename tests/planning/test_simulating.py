@@ -1,0 +1,49 @@
+"""Simulated seconds of candidates: whole, and estimated from a few segments."""
+
+import pytest
+
+from ringweave import topology
+from ringweave.planning import Plan, plan_group, simulating
+from ringweave.sim import Machine
+from ringweave.topology import Cluster
+
+
+def planned(text: str) -> tuple[Plan, Cluster]:
+    cluster = topology.loads(text)
+    return plan_group(cluster, [node.name for node in cluster.nodes for _ in node.devices]), cluster
+
+
+def many(count: int) -> str:
+    return f"name: many\nnodes: [{{name: a, nic: 1Gbit/s, devices: 1, count: {count}}}]\nlatency: 50us\n"
+
+
+def test_an_estimate_is_near_the_whole_simulation() -> None:
+    plan, cluster = planned(many(4))
+    whole = simulating.simulate_best(plan, cluster, 5_000_000, count=2, machine=Machine.assumed())
+    found = simulating.estimate(plan, cluster, 5_000_000)
+    assert list(found) == [choice.schedule for choice in plan.choices(5_000_000)[: len(found)]]
+    for name, seconds in whole.items():
+        assert found[name] == pytest.approx(seconds, rel=0.3)
+
+
+def test_an_estimate_is_the_same_each_time() -> None:
+    plan, cluster = planned(many(4))
+    assert simulating.estimate(plan, cluster, 10**6) == simulating.estimate(plan, cluster, 10**6)
+
+
+def test_it_is_made_at_the_rates_that_are_given() -> None:
+    plan, cluster = planned(many(4))
+    slow = {"a-0->core": 12.5e6, "core->a-0": 12.5e6}
+    before, after = (simulating.estimate(plan, cluster, 10**6, rates=rates) for rates in (None, slow))
+    assert all(after[name] > 3 * before[name] for name in before)
+
+
+@pytest.mark.parametrize("count", [32, 100])
+def test_a_group_of_many_ranks_has_no_estimates(count: int) -> None:
+    plan, cluster = planned(many(count))
+    assert simulating.estimate(plan, cluster, 10**6) == {}
+
+
+def test_sixteen_ranks_have_estimates() -> None:
+    plan, cluster = planned(many(16))
+    assert len(simulating.estimate(plan, cluster, 10**5)) >= 2
