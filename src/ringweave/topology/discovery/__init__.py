@@ -4,12 +4,12 @@
 leader and says why; `to_node` and `merge` make a cluster of it.
 """
 
-from ringweave.topology.discovery.choosing import Candidate, Leadership, choose
+from ringweave.topology.discovery.choosing import Candidate, Leadership, choose, equals
 from ringweave.topology.discovery.describing import describe, document
 from ringweave.topology.discovery.distances import Way, way
 from ringweave.topology.discovery.machine import Interface, Machine, Part, Worker
 from ringweave.topology.discovery.nodes import assumptions, merge, to_node, with_workers
-from ringweave.topology.discovery.readers import observe, read_file
+from ringweave.topology.discovery.readers import observe, observe_links, read_file
 
 __all__ = [
     "Candidate",
@@ -23,8 +23,10 @@ __all__ = [
     "choose",
     "describe",
     "document",
+    "equals",
     "merge",
     "observe",
+    "observe_links",
     "read_file",
     "to_node",
     "way",

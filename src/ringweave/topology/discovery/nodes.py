@@ -43,7 +43,7 @@ def to_node(machine: Machine, leadership: Leadership, *, name: str | None = None
         )
     devices = tuple(Device(kind=each.kind, numa=machine.numa_of(each.part)) for each in machine.workers)
     used = machine.interfaces[leadership.interface]
-    chosen = [used] if is_given else [used, *(nic for nic in machine.interfaces if _is_equal(nic, used))]
+    chosen = [used] if is_given else [used, *choosing.equals(machine, used)]
     node = Node(
         name=name or _NOT_IN_HOST_NAMES.sub("-", machine.name).strip("-."),
         devices=devices,
@@ -129,17 +129,7 @@ def _nic(machine: Machine, nic: Interface) -> Nic:
     """Of an assumed rate where none is known, though never above that of its PCIe link."""
     assumed = min(ASSUMED_RATE_BYTES_PER_S, nic.bus_bytes_per_s or ASSUMED_RATE_BYTES_PER_S)
     rate = nic.rate_bytes_per_s or assumed
-    return Nic(name=nic.name, rate_bytes_per_s=rate, numa=machine.numa_of(nic.part), rdma=nic.has_rdma)
-
-
-def _is_equal(nic: Interface, used: Interface) -> bool:
-    """Another interface that is as good for traffic between nodes: known to be so, not just not known to be worse."""
-    is_ready = nic.is_up is not False and (nic.has_rdma or bool(nic.is_up and nic.addresses))
-    likeness = [
-        (each.has_rdma, each.is_infiniband, each.is_virtual, bool(each.verbs), each.rate_bytes_per_s)
-        for each in (nic, used)
-    ]
-    return nic is not used and choosing.is_usable(nic) and is_ready and likeness[0] == likeness[1]
+    return Nic(name=nic.name, rate_bytes_per_s=rate, numa=machine.numa_of(*nic.all_parts), rdma=nic.has_rdma)
 
 
 def _with_orders(machine: Machine, node: Node, chosen: Sequence[Interface]) -> tuple[Nic, ...]:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from ringweave.topology.discovery.machine import Machine
-from ringweave.topology.discovery.readers import hwloc, links, lstopo, nccl, nvml, sysfs, xml_text
+from ringweave.topology.discovery.readers import hwloc, links, lstopo, nccl, nvml, stacks, sysfs, xml_text
 from ringweave.topology.discovery.readers.xml_text import Element
 
-__all__ = ["observe", "read_file"]
+__all__ = ["observe", "observe_links", "read_file"]
 
 _SYSFS = Path("/sys")
 
@@ -30,7 +30,16 @@ def observe() -> Machine:
     content = lstopo.ask(program) if program else None
     machine = _read(xml_text.parse(content, str(program)), str(program), name) if content else None
     machine = machine or sysfs.read(_SYSFS, name=name)
-    return nvml.add_gpus(links.add_links(machine, links.observe()), _nvml())
+    return nvml.add_gpus(_with_links(machine), _nvml())
+
+
+def observe_links() -> Machine:
+    """This machine by sysfs and the kernel alone: its interfaces, in a moment and without another program."""
+    return _with_links(sysfs.read(_SYSFS, name=socket.gethostname()))
+
+
+def _with_links(machine: Machine) -> Machine:
+    return stacks.add_stacks(links.add_links(machine, links.observe()), stacks.read(_SYSFS))
 
 
 def _read(root: Element, where: str, fallback_name: str) -> Machine:
