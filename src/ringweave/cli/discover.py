@@ -106,7 +106,15 @@ def _of_all(told: Mapping[str, object], probe: bool) -> Cluster | None:
         _say(list(dict.fromkeys(sentence for each in found for sentence in each["assumed"])))
         return discovery.merge(_nodes(found))
     click.echo(network.to_text(), err=True)
-    return _measured(_nodes(found), network.cluster())
+    nodes, seen = _nodes(found), network.cluster()
+    measured = discovery.measured(nodes, _rates(seen), network.offers)
+    _say(measured.remarks)
+    return discovery.merge(
+        measured.nodes,
+        switches=seen.switches,
+        hangs_on={node.name: node.switch for node in seen.nodes if node.switch is not None},
+        latency_s=seen.latency_s,
+    )
 
 
 def _nodes(found: Sequence[Mapping[str, Any]]) -> list[Node]:
@@ -120,15 +128,9 @@ def _nodes(found: Sequence[Mapping[str, Any]]) -> list[Node]:
     return [discovery.with_workers(node, counts[name]) for name, node in hosts.items()]
 
 
-def _measured(nodes: Sequence[Node], network: Cluster) -> Cluster:
-    """The machines as discovered, in the network as measured."""
-    return discovery.merge(
-        nodes,
-        switches=network.switches,
-        hangs_on={node.name: node.switch for node in network.nodes if node.switch is not None},
-        rates={node.name: node.rate_bytes_per_s for node in network.nodes},
-        latency_s=network.latency_s,
-    )
+def _rates(network: Cluster) -> dict[str, dict[str, float]]:
+    """Bytes per second of each node's NICs."""
+    return {node.name: {nic.name: nic.rate_bytes_per_s for nic in node.nics} for node in network.nodes}
 
 
 def _is_job(environ: Mapping[str, str]) -> bool:

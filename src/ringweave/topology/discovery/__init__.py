@@ -9,6 +9,7 @@ from ringweave.topology.discovery.describing import describe, document
 from ringweave.topology.discovery.distances import Way, way
 from ringweave.topology.discovery.machine import Interface, Machine, Part, Worker
 from ringweave.topology.discovery.nodes import assumptions, merge, to_node, with_workers
+from ringweave.topology.discovery.rating import Rated, measured
 from ringweave.topology.discovery.readers import observe, observe_links, read_file
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Leadership",
     "Machine",
     "Part",
+    "Rated",
     "Way",
     "Worker",
     "assumptions",
@@ -24,6 +26,7 @@ __all__ = [
     "describe",
     "document",
     "equals",
+    "measured",
     "merge",
     "observe",
     "observe_links",

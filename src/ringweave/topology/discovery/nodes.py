@@ -90,7 +90,6 @@ def merge(
     name: str = "discovered",
     switches: Sequence[Switch] = (),
     hangs_on: Mapping[str, str] | None = None,
-    rates: Mapping[str, float] | None = None,
     latency_s: float = DEFAULT_LATENCY_S,
 ) -> Cluster:
     """The cluster of nodes that were discovered one by one.
@@ -100,13 +99,12 @@ def merge(
         name: Name of the cluster.
         switches: Those between the nodes, where somebody found them out; none means that all hang on the root.
         hangs_on: Name of the switch of each node by the node's name; those not in it hang on the root.
-        rates: Bytes per second of each node's connection by its name, as measured: its NICs are scaled to that sum.
         latency_s: Alpha, as measured or the usual one.
 
     Raises:
         ClusterError: Two nodes have the same name, or a switch is not there.
     """
-    above, measured = hangs_on or {}, rates or {}
+    above = hangs_on or {}
     told = Counter(node.address for node in nodes)
     # Nodes that share an address are one machine that plays several; the address leads to none of them in particular.
     placed = [
@@ -119,7 +117,7 @@ def merge(
     ]
     return Cluster(
         name=name,
-        nodes=tuple(_scaled(node, measured.get(node.name)) for node in placed),
+        nodes=tuple(placed),
         switches=tuple(switches),
         latency_s=latency_s,
     )
@@ -143,11 +141,3 @@ def _with_orders(machine: Machine, node: Node, chosen: Sequence[Interface]) -> t
 def _shared(order: Sequence[int], num_devices: int, num_workers: int) -> tuple[int, ...]:
     """The order of workers by the order of the devices that they share."""
     return tuple(worker for device in order for worker in range(device, num_workers, num_devices))
-
-
-def _scaled(node: Node, rate: float | None) -> Node:
-    if rate is None:
-        return node
-    factor = rate / node.rate_bytes_per_s
-    nics = tuple(replace(nic, rate_bytes_per_s=nic.rate_bytes_per_s * factor) for nic in node.nics)
-    return replace(node, nics=nics)
