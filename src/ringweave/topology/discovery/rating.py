@@ -21,9 +21,9 @@ def measured(
 ) -> Rated:
     """The nodes, each NIC at the rate that was measured of it.
 
-    A NIC that was not measured has the rate of a measured one of its kind (the same RDMA and the same stated rate, which
-    is what all NICs of a discovered node have), else its own; one by which probing could not reach the other nodes is
-    left out. Where none of a node's NICs is what was measured (RDMA that TCP does not go by), they are scaled together:
+    A NIC that was not measured has the rate of a measured one of its kind (the same RDMA and the same stated rate, as
+    all NICs of a discovered node have), else its own; one by which probing could not reach the other nodes is left out.
+    Where none of a node's NICs is what was measured (RDMA that TCP does not go by), they are scaled together:
     their sum is what TCP gets of the node. A node that was not measured stays.
 
     Args:
