@@ -102,6 +102,11 @@ def test_nvml_adds_models_and_nvlinks(sys_root: Path) -> None:
             raise NVMLError
         return 1
 
+    def instance(handle: Any, index: int) -> int:
+        if index == 1:
+            raise NVMLError
+        return index
+
     fake = SimpleNamespace(
         NVMLError=NVMLError,
         NVML_NVLINK_MAX_LINKS=18,
@@ -109,11 +114,15 @@ def test_nvml_adds_models_and_nvlinks(sys_root: Path) -> None:
         nvmlShutdown=lambda: calls.append("shutdown"),
         nvmlDeviceGetHandleByPciBusId=lambda bus: bus,
         nvmlDeviceGetName=lambda handle: b"A100",
+        nvmlDeviceGetUUID=lambda handle: f"GPU-{handle.decode()}" if isinstance(handle, bytes) else f"MIG-{handle}",
+        nvmlDeviceGetMaxMigDeviceCount=lambda handle: 3,
+        nvmlDeviceGetMigDeviceHandleByIndex=instance,
         nvmlDeviceGetNvLinkState=state,
         nvmlDeviceGetNvLinkRemotePciInfo=lambda handle, link: SimpleNamespace(busId=f"00000000:C{link}:00.0"),
     )
     worker = nvml.add_gpus(sysfs.read(sys_root, name="host"), fake).workers[0]
     assert worker.model == "A100"
+    assert worker.uuids == ("GPU-0000:82:00.0", "MIG-0", "MIG-2")
     assert worker.nvlinks is not None
     assert (worker.nvlinks.num_links, worker.nvlinks.peers) == (2, ("0000:c0:00.0", "0000:c1:00.0"))
     assert calls == ["init", "shutdown"]

@@ -11,6 +11,7 @@ from ringweave.topology.discovery.machine import Interface, Machine, Part, Worke
 from ringweave.topology.discovery.nodes import assumptions, merge, to_node, with_workers
 from ringweave.topology.discovery.rating import Rated, measured
 from ringweave.topology.discovery.readers import observe, observe_links, read_file
+from ringweave.topology.discovery.visible import limit
 
 __all__ = [
     "Candidate",
@@ -26,6 +27,7 @@ __all__ = [
     "describe",
     "document",
     "equals",
+    "limit",
     "measured",
     "merge",
     "observe",

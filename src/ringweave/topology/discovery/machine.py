@@ -62,6 +62,8 @@ class Worker:
     """GPUDirect RDMA works, as the input states; None where it says nothing."""
     nvlinks: NvLinks | None = None
     """None where the input tells of none."""
+    uuids: tuple[str, ...] = ()
+    """Of the GPU and of its instances by MIG, as NVML tells; empty where NVML does not list it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -63,11 +63,16 @@ def assumptions(machine: Machine, node: Node) -> list[str]:
     ]
 
 
-def with_workers(node: Node, num_workers: int) -> Node:
+def with_workers(node: Node, num_workers: int, gpus: Sequence[int] | None = None) -> Node:
     """The node with as many devices as workers run on it.
 
-    LOCAL_RANK i has GPU i, in the order of PCI addresses; more workers than GPUs share them in turn. Workers without
-    GPUs are wherever the system puts them, so their NUMA node is known only where there is a single one.
+    More workers than GPUs share them in turn. Workers without GPUs are wherever the system puts them, so their NUMA
+    node is known only where there is a single one.
+
+    Args:
+        node: With all devices of the machine.
+        num_workers: How many run on it.
+        gpus: Of each worker, which of these devices it has; None: LOCAL_RANK i has GPU i, by PCI addresses.
 
     Raises:
         ClusterError: There are too many workers, or none.
@@ -78,8 +83,9 @@ def with_workers(node: Node, num_workers: int) -> Node:
         nics = tuple(replace(nic, nearest=()) for nic in node.nics)
         bare = replace(node, nics=nics)
         return replace(bare, devices=(replace(first, numa=numa),) * num_workers)
-    devices = tuple(node.devices[index % node.num_devices] for index in range(num_workers))
-    shared = [nic.nearest and _shared(nic.nearest, node.num_devices, num_workers) for nic in node.nics]
+    has = gpus or [index % node.num_devices for index in range(num_workers)]
+    devices = tuple(node.devices[index] for index in has)
+    shared = [_shared(nic.nearest, has) for nic in node.nics]
     bare = replace(node, nics=tuple(replace(nic, nearest=()) for nic in node.nics), devices=devices)
     return replace(bare, nics=tuple(replace(nic, nearest=order) for nic, order in zip(bare.nics, shared, strict=True)))
 
@@ -138,6 +144,6 @@ def _with_orders(machine: Machine, node: Node, chosen: Sequence[Interface]) -> t
     return tuple(replace(nic, nearest=tuple(order)) for nic, order in zip(node.nics, orders, strict=True))
 
 
-def _shared(order: Sequence[int], num_devices: int, num_workers: int) -> tuple[int, ...]:
-    """The order of workers by the order of the devices that they share."""
-    return tuple(worker for device in order for worker in range(device, num_workers, num_devices))
+def _shared(order: Sequence[int], has: Sequence[int]) -> tuple[int, ...]:
+    """The order of workers by the order of the devices that they have."""
+    return tuple(worker for device in order for worker, own in enumerate(has) if own == device)
