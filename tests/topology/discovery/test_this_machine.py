@@ -6,6 +6,7 @@ import pytest
 
 from ringweave.errors import UsageError
 from ringweave.topology import Device, Nic, Node, Switch, discovery
+from ringweave.topology.discovery import readers
 from ringweave.topology.discovery.readers import links, nvml, sysfs
 from ringweave.topology.discovery.readers.links import LinkFacts
 
@@ -192,3 +193,25 @@ def test_an_address_that_several_nodes_share_is_left_out() -> None:
         Node(name=n, devices=(Device(),), nics=nic, address=f"10.0.0.{i}") for n, i in (("a", 1), ("b", 1), ("c", 2))
     ]
     assert [node.address for node in discovery.merge(nodes).nodes] == [None, None, "10.0.0.2"]
+
+
+def test_hwloc_says_no_less_than_sysfs(sys_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """hwloc's tree, with the rate of the RDMA port and GPUDirect, of which only sysfs tells."""
+    xml = """<topology version="2.0"><object type="Machine"><object type="Bridge" bridge_pci="0000:[80-83]">
+      <object type="Bridge" bridge_pci="0000:[81-83]" pci_busid="0000:80:01.0">
+      <object type="PCIDev" pci_busid="0000:82:00.0" pci_type="0302 [10de:20b0] [0000:0000] a1"/>
+      <object type="PCIDev" pci_busid="0000:83:00.0" pci_type="0207 [15b3:101b] [0000:0000] 00">
+        <object type="OSDev" name="mlx5_0" osdev_type="3"/></object>
+    </object></object></object></topology>"""
+    (sys_root / "module" / "nvidia_peermem").mkdir(parents=True)
+    monkeypatch.setattr(readers, "_SYSFS", sys_root)
+    monkeypatch.setattr(readers.lstopo, "find", lambda: "/usr/bin/lstopo")
+    monkeypatch.setattr(readers.lstopo, "ask", lambda program: xml.encode())
+    machine = discovery.observe()
+    assert machine.source == "/usr/bin/lstopo (hwloc 2.0)"
+    (port,) = (nic for nic in machine.interfaces if nic.name == "mlx5_0")
+    assert (port.rate_bytes_per_s, port.is_up, port.has_rdma, port.is_infiniband) == (25e9, True, True, True)
+    assert [worker.has_gpudirect for worker in machine.workers] == [True]
+    found = discovery.choose(machine)
+    assert "RDMA over InfiniBand, link up, 200Gbit/s" in found.interface_reason
+    assert "mlx5_0 reaches its memory directly (GPUDirect RDMA), which is preferred" in found.leader_reason

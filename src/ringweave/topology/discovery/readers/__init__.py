@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ringweave.topology.discovery.machine import Machine
-from ringweave.topology.discovery.readers import hwloc, links, lstopo, nccl, nvml, stacks, sysfs, xml_text
+from ringweave.topology.discovery.readers import completing, hwloc, links, lstopo, nccl, nvml, stacks, sysfs, xml_text
 from ringweave.topology.discovery.readers.xml_text import Element
 
 __all__ = ["observe", "observe_links", "read_file"]
@@ -24,12 +24,12 @@ def read_file(path: Path) -> Machine:
 
 
 def observe() -> Machine:
-    """This machine: by hwloc where it is installed, else by sysfs; links by the kernel; GPUs by NVML where it is."""
-    name = socket.gethostname()
-    program = lstopo.find()
+    """This machine: by sysfs, the tree by hwloc where that is installed; links by the kernel; GPUs by NVML."""
+    name, program = socket.gethostname(), lstopo.find()
     content = lstopo.ask(program) if program else None
-    machine = _read(xml_text.parse(content, str(program)), str(program), name) if content else None
-    machine = machine or sysfs.read(_SYSFS, name=name)
+    machine = sysfs.read(_SYSFS, name=name)
+    if content:
+        machine = completing.complete(_read(xml_text.parse(content, str(program)), str(program), name), machine)
     return nvml.add_gpus(_with_links(machine), _nvml())
 
 
