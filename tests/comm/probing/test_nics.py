@@ -169,4 +169,7 @@ def test_findings_by_one_nic_do_not_answer_for_two(tmp_path: Path) -> None:
     cache.put(one, found)
     assert cache.get(one, 1001.0) == found
     assert cache.get(both, 1001.0) is None
+    cache.put(both, replace(found, offers=dict.fromkeys(("n0", "n1"), NAMES)))
+    turned = [replace(host, nics=NAMES[::-1]) for host in both]
+    assert cache.get(turned, 1001.0), "in whatever order the first rank has them"
     assert cache.path(one) != cache.path(both)
