@@ -33,10 +33,9 @@ class Cache:
         Findings of more nodes do as well: a group of some of a job's ranks need not be measured again. A file that
         cannot be read is told of, and ignored.
         """
-        wanted = {(host.name, host.address, frozenset(host.nics)) for host in hosts}
+        wanted = {(host.name, host.address, host.nics) for host in hosts}
         for known in self._all(self.path(hosts)):
-            found, looked_at = known.cluster().nodes, known.offers
-            nodes = {(node.name, node.address, frozenset(looked_at.get(node.name, ()))) for node in found}
+            nodes = {(node.name, node.address, known.offers.get(node.name, ())) for node in known.cluster().nodes}
             if 0 <= now - known.time <= max_age_s and wanted <= nodes:
                 return known
         return None
@@ -72,9 +71,7 @@ class Cache:
 
     def path(self, hosts: Sequence[Host]) -> Path:
         """The file of these nodes."""
-        key = json.dumps(
-            [_VERSION, *sorted([host.name, host.address, host.num_devices, *sorted(host.nics)] for host in hosts)]
-        )
+        key = json.dumps([_VERSION, *sorted([host.name, host.address, host.num_devices, *host.nics] for host in hosts)])
         return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
