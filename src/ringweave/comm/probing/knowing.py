@@ -29,7 +29,7 @@ JOB_PATIENCE = timedelta(seconds=120)
 _FEW_NODES = 16
 """Up to here a job measures every pair when it starts: half a minute."""
 _FULL = Effort()
-_BRIEF = Effort(num_rounds=8, num_trials=32)
+_BRIEF = Effort(num_rounds=8, num_trials=32, thinking_s=20.0)
 """For more: about as long, however many they are; not every pair meets, neither for its latency nor for its rate."""
 
 

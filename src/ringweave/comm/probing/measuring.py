@@ -168,4 +168,5 @@ def _findings(
             for (src, dst), seconds in sorted(both.items())
         ),
         slow=slow_line(cluster, links),
+        unsought=fit.unsought,
     )
