@@ -11,6 +11,7 @@ from torch.distributed import HashStore
 from ringweave.comm.members import Entrance, Member, Members, Place, meet, own_place
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import PeerError, PlacementError
+from ringweave.topology.hosts import host_id, node_name
 
 CLUSTER = """
 name: lab
@@ -37,8 +38,13 @@ def test_names() -> None:
 
 def test_without_a_cluster_the_node_is_what_we_are_told_or_the_host() -> None:
     environ = {"MASTER_ADDR": "127.0.0.1"}
-    assert own_place(WorkerEnvironment(node="x1"), environ) == Place("x1", "127.0.0.1")
-    assert own_place(WorkerEnvironment(), environ).node == socket.gethostname()
+    assert own_place(WorkerEnvironment(node="x1"), environ) == Place("x1", "127.0.0.1", host=host_id())
+    assert own_place(WorkerEnvironment(), environ).node == node_name(socket.gethostname())
+
+
+def test_a_host_whose_name_no_host_may_have_is_called_as_discover_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu_node_1")
+    assert own_place(WorkerEnvironment(), {"MASTER_ADDR": "127.0.0.1"}).node == "gpu-node-1"
 
 
 @pytest.mark.parametrize("master", ["127.0.0.1", "localhost", "::1"])
@@ -64,7 +70,7 @@ def test_the_interface_that_users_name_for_gloo_is_taken() -> None:
 def test_in_a_cluster_the_told_node_comes_before_the_address(cluster_path: Path) -> None:
     environment = WorkerEnvironment(cluster_path=cluster_path, node="b0")
     assert own_place(environment, {"LOCAL_RANK": "0"}).node == "b0"
-    assert own_place(WorkerEnvironment(cluster_path=cluster_path), {"LOCAL_RANK": "1"}) == Place("a0", "127.0.0.1")
+    assert own_place(WorkerEnvironment(cluster_path=cluster_path), {"LOCAL_RANK": "1"}).node == "a0"
 
 
 def test_a_node_that_the_cluster_lacks_is_an_error_that_names_both(cluster_path: Path) -> None:

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from ringweave import errors, topology
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import RingweaveError, UsageError
 from ringweave.files import writing
-from ringweave.topology import Cluster, Node, discovery
+from ringweave.topology import Cluster, Node, discovery, hosts
 from ringweave.topology.discovery import Leadership, Machine
 
 
@@ -78,6 +79,7 @@ def _told(machine: Machine, leadership: Leadership, is_given: bool) -> dict[str,
     return {
         "cluster": topology.dumps(discovery.merge([node], name="told")),
         "assumed": discovery.assumptions(machine, node),
+        "host": hosts.host_id(),
     }
 
 
@@ -111,13 +113,14 @@ def _of_all(told: Mapping[str, object], probe: bool) -> Cluster | None:
 
 def _nodes(found: Sequence[Mapping[str, Any]]) -> list[Node]:
     """Of all ranks: those of one host are one node with as many devices."""
-    hosts: dict[str, Node] = {}
-    counts: dict[str, int] = {}
-    for each in found:
-        node = topology.loads(each["cluster"], source="told by a rank").nodes[0]
-        hosts.setdefault(node.name, node)
-        counts[node.name] = counts.get(node.name, 0) + 1
-    return [discovery.with_workers(node, counts[name]) for name, node in hosts.items()]
+    told = [topology.loads(each["cluster"], source="told by a rank").nodes[0] for each in found]
+    hosts.refuse_namesakes(
+        hosts.Seat(global_rank=rank, node=node.name, host=each["host"], address=node.address or "no address")
+        for rank, (node, each) in enumerate(zip(told, found, strict=True))
+    )
+    counts = Counter(node.name for node in told)
+    first = {node.name: node for node in reversed(told)}
+    return [discovery.with_workers(first[name], count) for name, count in counts.items()]
 
 
 def _measured(nodes: Sequence[Node], network: Cluster) -> Cluster:

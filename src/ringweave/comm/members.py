@@ -14,7 +14,7 @@ from torch.distributed import Store
 from ringweave import topology
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import DisagreementError, PeerError, explain
-from ringweave.topology import Node
+from ringweave.topology import Node, hosts
 
 TOKEN_BYTES = 16
 
@@ -36,6 +36,8 @@ class Place:
     """Those of its node's further NICs; on every node in the order of the NICs, each NIC in a network of its own."""
     rates: tuple[float, ...] = (1.0,)
     """Relative rate of the NIC of each address."""
+    host: str = ""
+    """What tells its host from others of the same name (`topology.hosts.host_id`); empty where that is not known."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -111,7 +113,7 @@ def own_place(environment: WorkerEnvironment, environ: Mapping[str, str]) -> Pla
     """The node that this process is on, and its address.
 
     With a cluster file it is found there: by `RINGWEAVE_NODE`, else the host name, else an interface address. Without
-    one, `RINGWEAVE_NODE` or the host name are taken as they are.
+    one, `RINGWEAVE_NODE` or the host name name it (`topology.hosts.node_name`).
 
     Raises:
         PlacementError: This process fits no node of the cluster, or its node has no device for LOCAL_RANK.
@@ -119,7 +121,7 @@ def own_place(environment: WorkerEnvironment, environ: Mapping[str, str]) -> Pla
     """
     host_name = socket.gethostname()
     if environment.cluster_path is None:
-        return Place(environment.node or host_name, _address(environ))
+        return Place(hosts.node_name(environment.node or host_name), _address(environ), host=hosts.host_id())
     cluster = topology.load(environment.cluster_path)
     addresses = [a.address for found in psutil.net_if_addrs().values() for a in found if a.family in _IP]
     node = topology.place_rank(cluster, node_name=environment.node, host_name=host_name, addresses=addresses)
@@ -128,9 +130,9 @@ def own_place(environment: WorkerEnvironment, environ: Mapping[str, str]) -> Pla
     address = node.address if node.address in addresses else _address(environ)
     reached = _reached_by(node)
     if address not in reached or len(reached) == 1:
-        return Place(node.name, address)
+        return Place(node.name, address, host=hosts.host_id())
     first, *more = reached
-    return Place(node.name, first, tuple(more), tuple(reached.values()))
+    return Place(node.name, first, tuple(more), tuple(reached.values()), hosts.host_id())
 
 
 def meet(
@@ -145,6 +147,7 @@ def meet(
 
     Raises:
         PeerError: Some members did not come within `timeout`; the text names their ranks.
+        PlacementError: Members on different hosts say that they are on the same node; the text names two of them.
     """
     keys = [f"member/{rank}" for rank in range(len(global_ranks))]
     entry = {"place": astuple(place), "entrances": [astuple(e) for e in entrances]}
@@ -159,7 +162,12 @@ def meet(
             f"[rank {global_ranks[group_rank]}]"
         ) from cause
     found = [read_entry(value, rank) for rank, value in zip(global_ranks, store.multi_get(keys), strict=True)]
-    return Members(tuple(member for member, _ in found), group_rank, found[0][1])
+    members = tuple(member for member, _ in found)
+    hosts.refuse_namesakes(
+        hosts.Seat(global_rank=each.global_rank, node=each.place.node, host=each.place.host, address=each.place.address)
+        for each in members
+    )
+    return Members(members, group_rank, found[0][1])
 
 
 def read_entry(value: bytes, global_rank: int) -> tuple[Member, bytes]:
@@ -170,9 +178,9 @@ def read_entry(value: bytes, global_rank: int) -> tuple[Member, bytes]:
     """
     try:
         entry = json.loads(value)
-        node, address, more_addresses, rates = entry["place"]
+        node, address, more_addresses, rates, host = entry["place"]
         entrances = tuple(Entrance(tuple(map(int, ports)), str(name)) for ports, name in entry["entrances"])
-        place = Place(str(node), str(address), tuple(map(str, more_addresses)), tuple(map(float, rates)))
+        place = Place(str(node), str(address), tuple(map(str, more_addresses)), tuple(map(float, rates)), str(host))
         return Member(global_rank, place, entrances), bytes.fromhex(entry["token"])
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as cause:
         raise DisagreementError(

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 from torch.distributed import HashStore
 
-from ringweave.comm.members import Member, Members, Place
+from ringweave.comm.members import Member, Members, Place, meet
 from ringweave.comm.probing import __main__ as program
 from ringweave.comm.probing import caching, calls, conducting, echoing, flowing, knowing, measuring, orders
 from ringweave.comm.probing.caching import Cache
@@ -23,7 +23,7 @@ from ringweave.comm.probing.findings import Findings, from_json
 from ringweave.comm.probing.flowing import Part, Timing
 from ringweave.comm.transport.connecting import open_doors
 from ringweave.environment import WorkerEnvironment
-from ringweave.errors import PeerError, UsageError
+from ringweave.errors import PeerError, PlacementError, UsageError
 from ringweave.topology.recovery import Batch, Effort
 
 TOKEN = bytes(16)
@@ -322,6 +322,15 @@ def test_a_job_goes_on_if_its_network_cannot_be_measured(tmp_path: Path, caplog:
         found = knowing.find_out(HashStore(), group(2)[0], timedelta(seconds=0.2), cache=Cache(tmp_path))
     assert found is None
     assert "the network was not measured, equal links are assumed" in caplog.text
+
+
+def test_hosts_of_one_name_are_refused_when_they_meet() -> None:
+    ubuntus = [Place("ubuntu", f"127.0.0.{host + 1}", host=str(host)) for host in range(2)]
+    store = HashStore()
+    got = at_once(*(lambda r=r, p=p: meet(store, r, range(2), p, [], SOON) for r, p in enumerate(ubuntus)))
+    for error in got:
+        assert isinstance(error, PlacementError)
+        assert "rank 0 at 127.0.0.1 and rank 1 at 127.0.0.2" in str(error)
 
 
 def test_effort_bounds_rounds() -> None:

@@ -105,7 +105,8 @@ class Evidence:
 
 def _passed(ends: Indices, rates: Floats, num_nodes: int) -> Floats:
     """Shape [nodes]: the sum of rates at each; of several flows in the order in which numpy sums the loads of edges."""
-    passed, count = np.bincount(ends, rates, num_nodes), np.bincount(ends, minlength=num_nodes)
+    passed = np.bincount(ends, rates, num_nodes).astype(np.float64)
+    count = np.bincount(ends, minlength=num_nodes)
     busy = np.flatnonzero(count > 2)
     passed[busy] = np.add.reduceat((ends == busy[:, None]) * rates, [0], axis=1)[:, 0]
     return passed

@@ -65,7 +65,7 @@ def score_moves(evidence: Evidence, unexplained: Floats, inside: Bools) -> tuple
         is_out, is_in = sends[evidence.src], takes[evidence.dst]
         sums = []
         for value in (evidence.rates, unexplained):
-            now = np.bincount(evidence.batch, value * (is_out & is_in), shape[1])
+            now = np.bincount(evidence.batch, value * (is_out & is_in), shape[1]).astype(np.float64)
             own, others = (
                 np.bincount(end, value * beside, shape[0] * shape[1]).reshape(shape)
                 for end, beside in zip(ends, (is_in, is_out), strict=True)
