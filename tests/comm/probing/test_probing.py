@@ -24,7 +24,7 @@ from ringweave.comm.probing.flowing import Part, Timing
 from ringweave.comm.transport.connecting import open_doors
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import PeerError, PlacementError, UsageError
-from ringweave.topology.recovery import Batch, Effort
+from ringweave.topology.recovery import Batch, Effort, Host
 
 TOKEN = bytes(16)
 BRIEF = Timing(warm_up_s=0.02, window_s=0.05, tail_s=0.02, silence_s=60.0)
@@ -232,6 +232,17 @@ def test_findings_are_kept_for_a_while(tmp_path: Path) -> None:
     assert [path.suffix for path in (tmp_path / "probes").iterdir()] == [".json"]
 
 
+def test_the_newest_findings_are_taken_be_they_of_these_nodes_or_of_more(tmp_path: Path) -> None:
+    cache, hosts = Cache(tmp_path), measuring.hosts(group(2)[0])
+    ages = {10: hosts, 4: [*hosts, Host(name="x", address=None, num_devices=1)], 7: [hosts[0]]}
+    for age, of_nodes in ages.items():
+        cache.put(of_nodes, replace(FOUND, time=1000.0 - age))
+    for known in (cache, Cache(tmp_path)):
+        assert known.get(hosts, 1000.0) == replace(FOUND, time=996.0)
+        assert known.get(hosts, 995.0) == replace(FOUND, time=993.0)
+        assert known.get(hosts, 991.0) == replace(FOUND, time=990.0)
+
+
 @pytest.mark.parametrize("text", ["", "{", "{}", FOUND.to_json().replace("1Gbit/s", "fast")])
 def test_a_broken_file_is_told_of_and_ignored(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     cache, hosts = Cache(tmp_path), measuring.hosts(group(2)[0])
@@ -248,6 +259,7 @@ def test_a_folder_that_cannot_be_written_is_told_of(tmp_path: Path, caplog: pyte
 
 def test_caches_are_where_they_belong() -> None:
     assert caching.default_folder({"XDG_CACHE_HOME": "/c", "HOME": "/h"}) == Path("/c/ringweave/probes")
+    assert caching.default_folder({"XDG_CACHE_HOME": "/c", "RINGWEAVE_FINDINGS": "/f"}) == Path("/f")
     assert caching.default_folder({"HOME": "/h"}) == Path("/h/.cache/ringweave/probes")
 
 
