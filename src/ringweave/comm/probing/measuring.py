@@ -86,7 +86,7 @@ def probe(
     Each node is measured at its first address alone, which is what a job without a cluster file uses.
 
     Cost:
-        8 nodes take some 40 batches of 0.4 s; N nodes about 5 N of them.
+        8 nodes take some 50 batches of 0.4 to 0.6 s; N nodes about 5 N of them, where the effort has no bounds.
     """
     if not can_probe(group):
         raise UsageError(_no_network(group))
