@@ -45,7 +45,7 @@ class Effort:
     measured in both directions."""
     num_trials: int | None = None
     """Batches after these; None: six for each node."""
-    step_s: float = 10.0
+    step_s: float = 5.0
     """Seconds of processor time that one decision may take: all others wait meanwhile."""
     thinking_s: float = 120.0
     """Seconds of processor time that all decisions may take; then the tree is what is known so far."""
