@@ -65,9 +65,9 @@ def test_all_workers_of_a_job_make_one_file(tmp_path: Path) -> None:
 
 
 def test_two_machines_of_one_name_are_refused() -> None:
-    def told(address: str, host: str) -> dict[str, str]:
+    def told(address: str, host: str) -> dict[str, str | None]:
         nodes = f"[{{name: ubuntu, address: {address}, nic: 1Gbit/s, devices: 1}}]"
-        return {"cluster": f"name: told\nnodes: {nodes}", "host": host}
+        return {"cluster": f"name: told\nnodes: {nodes}", "host": host, "gpu": None}
 
     one, other = told("10.0.0.5", "x"), told("10.0.0.6", "y")
     assert [(node.name, node.num_devices) for node in discover._nodes([one, one])] == [("ubuntu", 2)]

@@ -1,6 +1,7 @@
 """Who is on which node, in words and from the environment."""
 
 import socket
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from torch.distributed import HashStore
 from ringweave.comm.members import Entrance, Member, Members, Place, meet, own_place
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import PeerError, PlacementError
+from ringweave.topology.discovery import Interface, Machine, Part
 from ringweave.topology.hosts import host_id, node_name
 
 CLUSTER = """
@@ -110,3 +112,92 @@ def test_every_nic_of_the_cluster_file_that_is_here_gives_an_address(
     place = own_place(WorkerEnvironment(cluster_path=path), {"LOCAL_RANK": "0"})
     assert place.addresses == ("10.9.0.1", "10.8.0.1")
     assert place.rates == (375e6, 125e6)
+
+
+@pytest.fixture
+def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine has eth0, its twins eth1 and eth2 (both in one network), a bridge of containers, and a way out."""
+    told = {"eth0": "10.9.0.1", "eth1": "10.8.0.1", "eth2": "10.8.0.2", "docker0": "172.17.0.1"}
+    nics = tuple(
+        Interface(
+            name=name,
+            is_virtual=True,
+            driver="bridge" if name == "docker0" else "veth",
+            is_up=True,
+            addresses=(address, "fd00::1"),
+            networks=(f"{address}/24", "fd00::1/64"),
+        )
+        for name, address in told.items()
+    )
+    machine = Machine(name="x", source="a test", parts=(Part(kind="machine", name="x"),), workers=(), interfaces=nics)
+    monkeypatch.setattr("ringweave.topology.discovery.observe_links", lambda: machine)
+    monkeypatch.setattr("ringweave.comm.members._source_address", {"head": "10.9.0.1"}.get)
+
+
+@pytest.mark.usefixtures("interfaces")
+def test_without_a_cluster_file_the_nics_that_discovery_calls_equal_are_offered() -> None:
+    assert own_place(WorkerEnvironment(node="x"), {"MASTER_ADDR": "head"}) == Place(
+        "x", "10.9.0.1", ("10.8.0.1",), (1.0, 1.0), ("eth0", "eth1"), ("10.9.0.0/24", "10.8.0.0/24"), host_id()
+    )
+    unprobed = own_place(WorkerEnvironment(node="x", probes=False), {"MASTER_ADDR": "head"})
+    assert unprobed == Place("x", "10.9.0.1", host=host_id()), "nobody would look whether the others lead anywhere"
+
+
+@pytest.mark.usefixtures("interfaces")
+@pytest.mark.parametrize(
+    ("named", "nics"), [("eth0", ("eth0",)), ("eth0,docker0", ("eth0", "docker0")), ("", ("eth0", "eth1"))]
+)
+def test_the_interfaces_that_users_name_for_gloo_are_all_there_are(
+    monkeypatch: pytest.MonkeyPatch, named: str, nics: tuple[str, ...]
+) -> None:
+    found = {"eth0": [SimpleNamespace(family=socket.AF_INET, address="10.9.0.1")]}
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: found)
+    environ = {"MASTER_ADDR": "head", "GLOO_SOCKET_IFNAME": named}
+    assert own_place(WorkerEnvironment(node="x"), environ).nics == nics
+
+
+def offer(node: str, *networks: str) -> Place:
+    """A place with a NIC in each of these networks; the address ends in the last letter of the node's name."""
+    host = ord(node[-1]) - 96
+    addresses = [network.replace("0/24", str(host)) for network in networks]
+    nics = tuple(f"eth{index}" for index in range(len(networks)))
+    return Place(node, addresses[0], tuple(addresses[1:]), (1.0,) * len(nics), nics, networks)
+
+
+def met(*places: Place) -> list[Place]:
+    store, entrance = HashStore(), []
+    for rank, place in reversed(list(enumerate(places))):
+        entrance = [Entrance(tuple(range(len(place.addresses))), "a")]
+        if rank:
+            with pytest.raises(PeerError):
+                meet(store, rank, range(len(places)), place, entrance, timedelta(seconds=0.01))
+    members = meet(store, 0, range(len(places)), places[0], entrance, timedelta(seconds=1))
+    for member in members.ranks:
+        numbers = [int(nic.removeprefix("eth")) for nic in member.place.nics]
+        assert member.entrances[0].ports == tuple(numbers), "each port goes with its address"
+    return [member.place for member in members.ranks]
+
+
+def test_of_what_nodes_offer_the_networks_that_all_of_them_have_stay_in_one_order() -> None:
+    first, second = met(
+        offer("a", "10.9.0.0/24", "10.8.0.0/24", "10.7.0.0/24", "10.6.0.0/24"),
+        offer("b", "10.9.0.0/24", "10.6.0.0/24", "10.5.0.0/24", "10.8.0.0/24"),
+    )
+    assert (first.nics, first.addresses) == (("eth0", "eth1", "eth3"), ("10.9.0.1", "10.8.0.1", "10.6.0.1"))
+    assert (second.nics, second.addresses) == (("eth0", "eth3", "eth1"), ("10.9.0.2", "10.8.0.2", "10.6.0.2"))
+
+
+def test_an_address_that_every_node_has_leads_nowhere() -> None:
+    bridge = "172.17.0.0/24"
+    places = [replace(offer(node, "10.9.0.0/24", bridge), more_addresses=("172.17.0.1",)) for node in "ab"]
+    assert [place.addresses for place in met(*places)] == [("10.9.0.1",), ("10.9.0.2",)]
+
+
+def test_ranks_of_one_node_have_the_same_nics() -> None:
+    networks = ("10.9.0.0/24", "10.8.0.0/24")
+    assert [len(place.addresses) for place in met(*(offer(node, *networks) for node in "aab"))] == [2, 2, 2]
+
+
+def test_who_offers_nothing_leaves_everybody_with_one_address() -> None:
+    alone = Place("b", "10.9.0.2", (), (1.0,), ("eth0",))
+    assert [place.nics for place in met(offer("a", "10.9.0.0/24", "10.8.0.0/24"), alone)] == [("eth0",), ("eth0",)]

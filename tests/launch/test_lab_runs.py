@@ -25,6 +25,11 @@ nodes:
 """
 GOODPUT = 0.955
 """TCP's part of a rate (docs/lab.md)."""
+TWO_NICS = """
+name: two-nics
+nodes:
+  - {name: a, nics: [{name: eth0, rate: 100Mbit/s}, {name: eth1, rate: 50Mbit/s}], devices: 1, count: 2}
+"""
 WAIT = "print('up'); time.sleep(1000)"
 
 
@@ -231,7 +236,13 @@ def test_machines_and_network_are_found_together_and_a_run_says_what_it_knew(
     assert run.wait_ended() == 0, run.stderr
     found = topology.load(written)
     assert [(node.name, node.num_devices) for node in found.nodes] == [("a", 2), ("b", 1)]
-    assert all(node.rate_bytes_per_s < 125e6 for node in found.nodes), "an assumed 10 Gbit/s is not what TCP delivers"
+    rates = [{nic.name: nic.rate_bytes_per_s for nic in node.nics} for node in found.nodes]
+    # Of b one NIC is measured, as a has but one; and as b is slower, that is all that a can be seen to carry.
+    assert [list(each) for each in rates] == [["eth0"], ["ib0", "ib1"]]
+    assert rates[1]["ib0"] == rates[1]["ib1"]
+    for rate in (rates[0]["eth0"], rates[1]["ib0"]):
+        assert 0.7 < rate / 12.5e6 < 1, "not half of it, nor an assumed 10 Gbit/s; less on a busy machine"
+    assert "ib1 on b: not measured, " in run.log(0)
     reduce = script("import torch.distributed as dist; dist.init_process_group(); dist.destroy_process_group()")
     run = start_in("--no-cluster-file", reduce)
     assert run.wait_ended() == 0, run.stderr
@@ -239,3 +250,42 @@ def test_machines_and_network_are_found_together_and_a_run_says_what_it_knew(
     assert network["nodes"] == ["a", "b"]
     assert network["age_s"] > 0
     assert set(network["rates"]) == {"a->core", "core->a", "b->core", "core->b"}
+
+
+def test_without_a_file_every_nic_that_is_alike_is_measured_and_used(
+    start, script, lab_name: str, tmp_path: Path
+) -> None:
+    lab.up(topology.loads(TWO_NICS), lab_name)
+    written, cache = tmp_path / "found.yaml", str(tmp_path / "cache")
+    # Nobody names interfaces here, as on most clusters; the kernel does not know the rates of these.
+    alone = "import os; os.environ.pop('GLOO_SOCKET_IFNAME')\n"
+    discover = tmp_path / "discover.py"
+    discover.write_text(
+        f"{alone}from ringweave.cli import main; main.call(['discover', '--probe', '--write', '{written}'])"
+    )
+    lab_run = ("lab", "run", "--lab", lab_name)
+    run = start("--no-cluster-file", str(discover), verb=lab_run, XDG_CACHE_HOME=cache)
+    assert run.wait_ended() == 0, run.stderr
+    for node in topology.load(written).nodes:
+        rates = {nic.name: nic.rate_bytes_per_s for nic in node.nics}
+        assert 0.7 < sum(rates.values()) / 18.75e6 < 1, "less than what is shaped, on a busy machine much less"
+        assert 1.6 < rates["eth0"] / rates["eth1"] < 2.5
+    reduce = script(f"""
+        {alone}
+        import json, torch, torch.distributed as dist
+        def sent():
+            lines = open("/proc/self/net/dev").read().splitlines()[2:]
+            return {{line.split(":")[0].strip(): int(line.split()[9]) for line in lines}}
+        dist.init_process_group()
+        before, message = sent(), torch.ones(1_000_000)
+        dist.all_reduce(message)
+        assert message.eq(2).all()
+        print(json.dumps({{name: count - before[name] for name, count in sent().items()}}))
+        dist.destroy_process_group()
+    """)
+    run = start("--no-cluster-file", "--schedule", "ring", reduce, verb=lab_run, XDG_CACHE_HOME=cache)
+    assert run.wait_ended() == 0, run.stderr
+    for rank in range(2):
+        sent = json.loads(run.log(rank))
+        assert 4e6 < sent["eth0"] + sent["eth1"] < 4.5e6, sent
+        assert 1.6 < sent["eth0"] / sent["eth1"] < 2.5, sent

@@ -3,7 +3,6 @@
 import importlib
 import json
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,12 +40,13 @@ def command(path: str | None, nic_name: str | None, target: str | None, probe: b
         raise UsageError(errors.explain("--probe", got="this machine alone", expected="several workers", do=do))
     if not together or os.environ["RANK"] == "0":
         writing.check("--write", target)
-    machine = discovery.read_file(Path(path)) if path else discovery.observe()
+    whole = discovery.read_file(Path(path)) if path else discovery.observe()
+    machine = whole if path else discovery.limit(whole, os.environ.get("CUDA_VISIBLE_DEVICES"))
     leadership = discovery.choose(machine, nic_name)
     if not together:
         cluster = _alone(machine, leadership, bool(nic_name)) if target else None
     else:
-        cluster = _of_all(_told(machine, leadership, bool(nic_name)), probe)
+        cluster = _of_all(_told(whole, machine, leadership, bool(nic_name)), probe)
         if cluster is None:
             return 0
     if target and cluster:
@@ -72,11 +72,19 @@ def _alone(machine: Machine, leadership: Leadership, is_given: bool) -> Cluster:
     return discovery.merge([node], name=node.name[:63])
 
 
-def _told(machine: Machine, leadership: Leadership, is_given: bool) -> dict[str, object]:
-    """What a rank says of its host: a cluster file of one node, which is read with all the checks of one."""
+def _told(whole: Machine, machine: Machine, leadership: Leadership, is_given: bool) -> dict[str, object]:
+    """What a rank says of its host: a cluster file of one node, which is read with all the checks of one.
+
+    The ranks of a host may see different GPUs of it, so each tells of the whole machine, and which GPU is its.
+    """
     name = WorkerEnvironment.from_environ(os.environ).node
+    gpu = None
+    if machine.workers[0].kind == "cuda":
+        gpu = whole.workers.index(machine.workers[_local_rank(os.environ) % len(machine.workers)])
+        machine = whole
     node = discovery.to_node(machine, leadership, name=name, is_given=is_given)
     return {
+        "gpu": gpu,
         "cluster": topology.dumps(discovery.merge([node], name="told")),
         "assumed": discovery.assumptions(machine, node),
         "host": hosts.host_id(),
@@ -108,7 +116,15 @@ def _of_all(told: Mapping[str, object], probe: bool) -> Cluster | None:
         _say(list(dict.fromkeys(sentence for each in found for sentence in each["assumed"])))
         return discovery.merge(_nodes(found))
     click.echo(network.to_text(), err=True)
-    return _measured(_nodes(found), network.cluster())
+    nodes, seen = _nodes(found), network.cluster()
+    measured = discovery.measured(nodes, _rates(seen), network.offers)
+    _say(measured.remarks)
+    return discovery.merge(
+        measured.nodes,
+        switches=seen.switches,
+        hangs_on={node.name: node.switch for node in seen.nodes if node.switch is not None},
+        latency_s=seen.latency_s,
+    )
 
 
 def _nodes(found: Sequence[Mapping[str, Any]]) -> list[Node]:
@@ -118,20 +134,21 @@ def _nodes(found: Sequence[Mapping[str, Any]]) -> list[Node]:
         hosts.Seat(global_rank=rank, node=node.name, host=each["host"], address=node.address or "no address")
         for rank, (node, each) in enumerate(zip(told, found, strict=True))
     )
-    counts = Counter(node.name for node in told)
     first = {node.name: node for node in reversed(told)}
-    return [discovery.with_workers(first[name], count) for name, count in counts.items()]
+    gpus: dict[str, list[Any]] = {}
+    for node, each in zip(told, found, strict=True):
+        gpus.setdefault(node.name, []).append(each["gpu"])
+    return [discovery.with_workers(first[name], len(own), None if None in own else own) for name, own in gpus.items()]
 
 
-def _measured(nodes: Sequence[Node], network: Cluster) -> Cluster:
-    """The machines as discovered, in the network as measured."""
-    return discovery.merge(
-        nodes,
-        switches=network.switches,
-        hangs_on={node.name: node.switch for node in network.nodes if node.switch is not None},
-        rates={node.name: node.rate_bytes_per_s for node in network.nodes},
-        latency_s=network.latency_s,
-    )
+def _local_rank(environ: Mapping[str, str]) -> int:
+    text = environ.get("LOCAL_RANK", "")
+    return int(text) if text.isdecimal() else 0
+
+
+def _rates(network: Cluster) -> dict[str, dict[str, float]]:
+    """Bytes per second of each node's NICs."""
+    return {node.name: {nic.name: nic.rate_bytes_per_s for nic in node.nics} for node in network.nodes}
 
 
 def _is_job(environ: Mapping[str, str]) -> bool:

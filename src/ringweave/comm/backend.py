@@ -24,7 +24,7 @@ from ringweave.comm.adapting.starting import Scribe, make_director
 from ringweave.comm.counters import Counters
 from ringweave.comm.faults import FaultBoard
 from ringweave.comm.host import HostedProcessGroup
-from ringweave.comm.probing import knowing
+from ringweave.comm.probing import knowing, nics
 from ringweave.comm.running import reductions
 from ringweave.comm.running.engine import NUM_LANES, Engine
 from ringweave.comm.transport.connecting import Door, open_doors
@@ -54,6 +54,8 @@ class RingweaveProcessGroup(HostedProcessGroup):
         environment: WorkerEnvironment,
     ) -> None:
         """`doors` are where the other members expect this rank's lanes; `group` names the group in events."""
+        found = knowing.look(store, own, timeout, environment)
+        own = nics.settle(store, own, found, timeout)
         super().__init__(store, own, timeout)
         self._environment = environment
         self._forced = None if environment.schedule == HOST else environment.schedule
@@ -62,7 +64,6 @@ class RingweaveProcessGroup(HostedProcessGroup):
         log = EventLog(environment.run_dir / "events.jsonl") if environment.run_dir else None
         cut_host = weakref.WeakMethod(self.cut_host)  # no circle: the group must end when it is destroyed
         hosts = Hosts(store, own, timeout, cut_own=lambda: _call_if_alive(cut_host))
-        found = knowing.look(store, own, timeout, environment)
         where = choosing.situation(own, environment, found)
         director = make_director(store, own, environment, where, timeout, Scribe(log, own.own.global_rank, group))
         nodes = [member.place.node for member in own.ranks]

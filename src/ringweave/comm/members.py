@@ -5,7 +5,7 @@ import json
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
 
 import psutil
@@ -14,7 +14,8 @@ from torch.distributed import Store
 from ringweave import topology
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import DisagreementError, PeerError, explain
-from ringweave.topology import Node, hosts
+from ringweave.topology import Node, discovery, hosts
+from ringweave.topology.discovery import Interface
 
 TOKEN_BYTES = 16
 
@@ -36,6 +37,10 @@ class Place:
     """Those of its node's further NICs; on every node in the order of the NICs, each NIC in a network of its own."""
     rates: tuple[float, ...] = (1.0,)
     """Relative rate of the NIC of each address."""
+    nics: tuple[str, ...] = ()
+    """Names of the NICs of the addresses; empty where they are not known, or a cluster file tells all."""
+    networks: tuple[str, ...] = ()
+    """Of an offer, the IP network of each address: which of them all nodes share is settled when the group meets."""
     host: str = ""
     """What tells its host from others of the same name (`topology.hosts.host_id`); empty where that is not known."""
 
@@ -43,6 +48,12 @@ class Place:
     def addresses(self) -> tuple[str, ...]:
         """Where it is reached, NIC by NIC."""
         return (self.address, *self.more_addresses)
+
+    def only(self, indices: Sequence[int], rates: Sequence[float]) -> "Place":
+        """The same process, reached at some of its addresses; the first stays the first."""
+        first, *more = (self.addresses[index] for index in indices)
+        nics, networks = (tuple(told[i] for i in indices) if told else () for told in (self.nics, self.networks))
+        return Place(self.node, first, tuple(more), tuple(rates), nics, networks, self.host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +74,11 @@ class Member:
     place: Place
     entrances: tuple[Entrance, ...]
     """For each lane."""
+
+    def only(self, indices: Sequence[int], rates: Sequence[float]) -> "Member":
+        """The same rank, called at some of its addresses."""
+        entrances = tuple(Entrance(tuple(e.ports[i] for i in indices), e.name) for e in self.entrances)
+        return Member(self.global_rank, self.place.only(indices, rates), entrances)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +129,8 @@ def own_place(environment: WorkerEnvironment, environ: Mapping[str, str]) -> Pla
     """The node that this process is on, and its address.
 
     With a cluster file it is found there: by `RINGWEAVE_NODE`, else the host name, else an interface address. Without
-    one, `RINGWEAVE_NODE` or the host name name it (`topology.hosts.node_name`).
+    one, `RINGWEAVE_NODE` or the host name name it (`topology.hosts.node_name`), and the addresses of all NICs that
+    discovery calls equal are offered: which of them the group uses depends on the other nodes and what probing finds.
 
     Raises:
         PlacementError: This process fits no node of the cluster, or its node has no device for LOCAL_RANK.
@@ -121,7 +138,8 @@ def own_place(environment: WorkerEnvironment, environ: Mapping[str, str]) -> Pla
     """
     host_name = socket.gethostname()
     if environment.cluster_path is None:
-        return Place(hosts.node_name(environment.node or host_name), _address(environ), host=hosts.host_id())
+        name = hosts.node_name(environment.node or host_name)
+        return replace(_offered(name, _address(environ), environ, environment.probes), host=hosts.host_id())
     cluster = topology.load(environment.cluster_path)
     addresses = [a.address for found in psutil.net_if_addrs().values() for a in found if a.family in _IP]
     node = topology.place_rank(cluster, node_name=environment.node, host_name=host_name, addresses=addresses)
@@ -132,7 +150,7 @@ def own_place(environment: WorkerEnvironment, environ: Mapping[str, str]) -> Pla
     if address not in reached or len(reached) == 1:
         return Place(node.name, address, host=hosts.host_id())
     first, *more = reached
-    return Place(node.name, first, tuple(more), tuple(reached.values()), hosts.host_id())
+    return Place(node.name, first, tuple(more), tuple(reached.values()), host=hosts.host_id())
 
 
 def meet(
@@ -144,6 +162,8 @@ def meet(
     timeout: timedelta,
 ) -> Members:
     """Tell the group where this process is and can be called, and learn the same of the others.
+
+    Of what the places offer, the addresses in networks of which every node has one stay.
 
     Raises:
         PeerError: Some members did not come within `timeout`; the text names their ranks.
@@ -162,12 +182,12 @@ def meet(
             f"[rank {global_ranks[group_rank]}]"
         ) from cause
     found = [read_entry(value, rank) for rank, value in zip(global_ranks, store.multi_get(keys), strict=True)]
-    members = tuple(member for member, _ in found)
+    members = [member for member, _ in found]
     hosts.refuse_namesakes(
         hosts.Seat(global_rank=each.global_rank, node=each.place.node, host=each.place.host, address=each.place.address)
         for each in members
     )
-    return Members(members, group_rank, found[0][1])
+    return Members(tuple(_in_shared_networks(members)), group_rank, found[0][1])
 
 
 def read_entry(value: bytes, global_rank: int) -> tuple[Member, bytes]:
@@ -178,9 +198,11 @@ def read_entry(value: bytes, global_rank: int) -> tuple[Member, bytes]:
     """
     try:
         entry = json.loads(value)
-        node, address, more_addresses, rates, host = entry["place"]
+        node, address, more_addresses, rates, nics, networks, host = entry["place"]
         entrances = tuple(Entrance(tuple(map(int, ports)), str(name)) for ports, name in entry["entrances"])
-        place = Place(str(node), str(address), tuple(map(str, more_addresses)), tuple(map(float, rates)), str(host))
+        more, own_nics, own_networks = (tuple(map(str, each)) for each in (more_addresses, nics, networks))
+        relative = tuple(map(float, rates))
+        place = Place(str(node), str(address), more, relative, own_nics, own_networks, str(host))
         return Member(global_rank, place, entrances), bytes.fromhex(entry["token"])
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as cause:
         raise DisagreementError(
@@ -202,6 +224,55 @@ def _reached_by(node: Node) -> dict[str, float]:
         own = [found.address for found in interfaces.get(nic.name, []) if found.family == socket.AF_INET]
         reached.update(dict.fromkeys(own[:1], nic.rate_bytes_per_s))
     return reached
+
+
+def _offered(node: str, address: str, environ: Mapping[str, str], probes: bool) -> Place:
+    """The place of a process that no cluster file tells of, with its further NICs where probing is to look at them.
+
+    Users who name interfaces for Gloo have named all that there are.
+    """
+    if not probes or _is_loopback(address):
+        return Place(node, address)
+    machine = discovery.observe_links()
+    used = next((nic for nic in machine.interfaces if address in nic.addresses), None)
+    if used is None:
+        return Place(node, address)
+    named = environ.get("GLOO_SOCKET_IFNAME")
+    others = [nic for nic in machine.interfaces if nic.name in named.split(",")] if named else []
+    offers = {used.name: _network_at(used, address)}
+    for nic in others if named else discovery.equals(machine, used):
+        first = next((each for each in nic.addresses if (":" in each) == (":" in address)), None)
+        network = _network_at(nic, first) if first else ""
+        if first and network and network not in offers.values():  # in one network, one NIC would carry both
+            offers[nic.name] = network
+    reached = {nic.name: nic for nic in machine.interfaces}
+    more = [_address_in(reached[name], network) for name, network in offers.items() if name != used.name]
+    return Place(node, address, tuple(more), (1.0,) * len(offers), tuple(offers), tuple(offers.values()))
+
+
+def _network_at(nic: Interface, address: str) -> str:
+    """The IP network that an address of a NIC is in; empty where that is not told."""
+    found = (ipaddress.ip_interface(each) for each in nic.networks)
+    return next((str(each.network) for each in found if str(each.ip) == address), "")
+
+
+def _address_in(nic: Interface, network: str) -> str:
+    return next(address for address in nic.addresses if _network_at(nic, address) == network)
+
+
+def _in_shared_networks(found: Sequence[Member]) -> list[Member]:
+    """The members with their first addresses, and those in networks in which every node has one of its own."""
+    if not all(member.place.networks for member in found):
+        return [member.only([0], [1.0]) if member.place.networks else member for member in found]
+    shared = []
+    for network in found[0].place.networks[1:]:
+        places = [member.place for member in found]
+        if all(network in place.networks[1:] for place in places):
+            nodes = {place.addresses[place.networks.index(network)]: place.node for place in places}
+            if len(nodes) == len({place.node for place in places}) == len(set(nodes.values())):
+                shared.append(network)
+    indices = [[0, *(member.place.networks.index(network) for network in shared)] for member in found]
+    return [member.only(each, [1.0] * len(each)) for member, each in zip(found, indices, strict=True)]
 
 
 def _address(environ: Mapping[str, str]) -> str:

@@ -64,7 +64,7 @@ def pair() -> Any:
     ranks = tuple(
         Member(rank, Place(f"n{rank}", f"127.0.0.{rank + 1}"), (door.entrance,)) for rank, door in enumerate(doors)
     )
-    yield [(Members(ranks, rank, TOKEN), doors[rank].outer[0]) for rank in range(2)]
+    yield [(Members(ranks, rank, TOKEN), doors[rank].outer) for rank in range(2)]
     for door in doors:
         door.close()
 
@@ -77,7 +77,7 @@ def test_a_flow_in_both_directions(pair: Any) -> None:
     long = replace(BRIEF, window_s=0.5)
     got = at_once(*(lambda r=r: flowing.run_part(part([1 - r], [1 - r], long), *pair[r]) for r in range(2)))
     assert [list(rates) for rates in got] == [[1], [0]]
-    assert all(rate > 1e4 for rates in got for rate in rates.values())
+    assert all(rate > 1e4 for rates in got for (rate,) in rates.values())
 
 
 def test_a_flow_that_nobody_sends_is_an_error_in_time(pair: Any) -> None:
@@ -96,7 +96,7 @@ def test_calls_without_the_token_or_for_something_else_are_hung_up_on(pair: Any)
 @pytest.fixture
 def strays(pair: Any) -> Any:
     """Connections to both doors by which nobody says anything, made before all others."""
-    doors = [door.getsockname() for _, door in pair]
+    doors = [door[0].getsockname() for _, door in pair]
     made = [socket.create_connection(address) for address in doors for _ in range(4)]
     yield made
     for sock in made:
@@ -212,7 +212,7 @@ def test_a_rank_that_leaves_is_named(pair: Any) -> None:
         finally:
             conductor.close()
 
-    pair[1][1].close()
+    pair[1][1][0].close()
     error = at_once(conduct, leave)[0]
     assert isinstance(error, PeerError)
     assert "probing the network" in str(error)

@@ -96,3 +96,11 @@ def test_nvlinks_are_told() -> None:
     links = machine.workers[0].nvlinks
     assert links is not None
     assert (links.bytes_per_s, links.peers) == (6 * 25e9, ("NVSwitch",) * 6)
+
+
+def test_the_sample_of_the_manual_is_what_is_printed() -> None:
+    path = FILES / "32em64t-2n8c2t-pci-normalio.xml"
+    machine = discovery.read_file(path)
+    _, *lines = discovery.describe(machine, discovery.choose(machine)).splitlines()
+    manual = (Path(__file__).parents[3] / "docs" / "discovery.md").read_text()
+    assert "\n".join(lines) in manual

@@ -6,6 +6,7 @@ import pytest
 
 from ringweave.errors import UsageError
 from ringweave.topology import Device, Nic, Node, Switch, discovery
+from ringweave.topology.discovery import readers
 from ringweave.topology.discovery.readers import links, nvml, sysfs
 from ringweave.topology.discovery.readers.links import LinkFacts
 
@@ -102,6 +103,11 @@ def test_nvml_adds_models_and_nvlinks(sys_root: Path) -> None:
             raise NVMLError
         return 1
 
+    def instance(handle: Any, index: int) -> int:
+        if index == 1:
+            raise NVMLError
+        return index
+
     fake = SimpleNamespace(
         NVMLError=NVMLError,
         NVML_NVLINK_MAX_LINKS=18,
@@ -109,11 +115,15 @@ def test_nvml_adds_models_and_nvlinks(sys_root: Path) -> None:
         nvmlShutdown=lambda: calls.append("shutdown"),
         nvmlDeviceGetHandleByPciBusId=lambda bus: bus,
         nvmlDeviceGetName=lambda handle: b"A100",
+        nvmlDeviceGetUUID=lambda handle: f"GPU-{handle.decode()}" if isinstance(handle, bytes) else f"MIG-{handle}",
+        nvmlDeviceGetMaxMigDeviceCount=lambda handle: 3,
+        nvmlDeviceGetMigDeviceHandleByIndex=instance,
         nvmlDeviceGetNvLinkState=state,
         nvmlDeviceGetNvLinkRemotePciInfo=lambda handle, link: SimpleNamespace(busId=f"00000000:C{link}:00.0"),
     )
     worker = nvml.add_gpus(sysfs.read(sys_root, name="host"), fake).workers[0]
     assert worker.model == "A100"
+    assert worker.uuids == ("GPU-0000:82:00.0", "MIG-0", "MIG-2")
     assert worker.nvlinks is not None
     assert (worker.nvlinks.num_links, worker.nvlinks.peers) == (2, ("0000:c0:00.0", "0000:c1:00.0"))
     assert calls == ["init", "shutdown"]
@@ -147,13 +157,13 @@ def test_workers_of_a_node() -> None:
     assert discovery.with_workers(alone, 2).devices == (Device(numa=0),) * 2
 
 
-def test_merge_takes_switches_and_measured_rates() -> None:
+def test_merge_takes_switches() -> None:
     nics = (Nic(name="eth0", rate_bytes_per_s=1e9), Nic(name="eth1", rate_bytes_per_s=3e9))
     nodes = [Node(name=name, devices=(Device(),), nics=nics) for name in ("a", "b")]
     switches = [Switch(name="r0", uplink_bytes_per_s=1e9)]
-    cluster = discovery.merge(nodes, switches=switches, hangs_on={"a": "r0"}, rates={"b": 2e9})
+    cluster = discovery.merge(nodes, switches=switches, hangs_on={"a": "r0"})
     assert [node.switch for node in cluster.nodes] == ["r0", None]
-    assert [nic.rate_bytes_per_s for nic in cluster.nodes[1].nics] == [0.5e9, 1.5e9]
+    assert cluster.nodes[1].nics == nics
 
 
 def test_gpudirect_goes_before_hops(tmp_path: Path) -> None:
@@ -183,3 +193,25 @@ def test_an_address_that_several_nodes_share_is_left_out() -> None:
         Node(name=n, devices=(Device(),), nics=nic, address=f"10.0.0.{i}") for n, i in (("a", 1), ("b", 1), ("c", 2))
     ]
     assert [node.address for node in discovery.merge(nodes).nodes] == [None, None, "10.0.0.2"]
+
+
+def test_hwloc_says_no_less_than_sysfs(sys_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """hwloc's tree, with the rate of the RDMA port and GPUDirect, of which only sysfs tells."""
+    xml = """<topology version="2.0"><object type="Machine"><object type="Bridge" bridge_pci="0000:[80-83]">
+      <object type="Bridge" bridge_pci="0000:[81-83]" pci_busid="0000:80:01.0">
+      <object type="PCIDev" pci_busid="0000:82:00.0" pci_type="0302 [10de:20b0] [0000:0000] a1"/>
+      <object type="PCIDev" pci_busid="0000:83:00.0" pci_type="0207 [15b3:101b] [0000:0000] 00">
+        <object type="OSDev" name="mlx5_0" osdev_type="3"/></object>
+    </object></object></object></topology>"""
+    (sys_root / "module" / "nvidia_peermem").mkdir(parents=True)
+    monkeypatch.setattr(readers, "_SYSFS", sys_root)
+    monkeypatch.setattr(readers.lstopo, "find", lambda: "/usr/bin/lstopo")
+    monkeypatch.setattr(readers.lstopo, "ask", lambda program: xml.encode())
+    machine = discovery.observe()
+    assert machine.source == "/usr/bin/lstopo (hwloc 2.0)"
+    (port,) = (nic for nic in machine.interfaces if nic.name == "mlx5_0")
+    assert (port.rate_bytes_per_s, port.is_up, port.has_rdma, port.is_infiniband) == (25e9, True, True, True)
+    assert [worker.has_gpudirect for worker in machine.workers] == [True]
+    found = discovery.choose(machine)
+    assert "RDMA over InfiniBand, link up, 200Gbit/s" in found.interface_reason
+    assert "mlx5_0 reaches its memory directly (GPUDirect RDMA), which is preferred" in found.leader_reason

@@ -29,15 +29,16 @@ class Cache:
         self._put: dict[Path, Findings] = {}
 
     def get(self, hosts: Sequence[Host], now: float, max_age_s: float = MAX_AGE_S) -> Findings | None:
-        """What is known of these nodes, by names and addresses; None if nothing is, or if it is too old.
+        """What is known of these nodes, by names, addresses and NICs; None if nothing is, or if it is too old.
 
         Findings of more nodes do as well: a group of some of a job's ranks need not be measured again. The newest are
         taken. A file that cannot be read is told of, and ignored.
         """
-        wanted = {(host.name, host.address) for host in hosts}
+        wanted = {(host.name, host.address, host.nics) for host in hosts}
         young = [known for known in self._all() if 0 <= now - known.time <= max_age_s]
         for known in sorted(young, key=lambda known: known.time, reverse=True):
-            if wanted <= {(node.name, node.address) for node in known.cluster().nodes}:
+            nodes = {(node.name, node.address, known.offers.get(node.name, ())) for node in known.cluster().nodes}
+            if wanted <= nodes:
                 return known
         return None
 
@@ -71,7 +72,7 @@ class Cache:
 
     def path(self, hosts: Sequence[Host]) -> Path:
         """The file of these nodes."""
-        key = json.dumps([_VERSION, *sorted([host.name, host.address, host.num_devices] for host in hosts)])
+        key = json.dumps([_VERSION, *sorted([host.name, host.address, host.num_devices, *host.nics] for host in hosts)])
         return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 

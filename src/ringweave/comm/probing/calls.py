@@ -7,13 +7,14 @@ import hmac
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 from ringweave.comm.members import TOKEN_BYTES, Members
 from ringweave.comm.transport.callers import Callers
 
-_HELLO = struct.Struct(f"<{TOKEN_BYTES}sBII")
+_HELLO = struct.Struct(f"<{TOKEN_BYTES}sBIIB")
 
 
 class Kind(IntEnum):
@@ -22,6 +23,8 @@ class Kind(IntEnum):
     ORDERS = 0
     FLOW = 1
     ECHO = 2
+    REACH = 3
+    """Nothing: only to see whether one gets through."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,28 +36,32 @@ class Caller:
     kind: Kind
     number: int
     """Of the batch."""
+    rail: int = 0
+    """Which of their addresses the connection is between."""
 
 
-def call(probers: Members, index: int, kind: Kind, number: int, timeout_s: float) -> socket.socket:
-    """A blocking connection to a probing rank.
+def call(probers: Members, index: int, kind: Kind, number: int, timeout_s: float, rail: int = 0) -> socket.socket:
+    """A blocking connection to a probing rank, from one of our addresses to its own of the same place.
 
     Raises:
         OSError: It cannot be reached.
     """
-    callee = probers.ranks[index]
-    sock = socket.create_connection((callee.place.address, callee.entrances[0].ports[0]), timeout=timeout_s)
+    callee, own = probers.ranks[index], probers.own.place
+    where = (callee.place.addresses[rail], callee.entrances[0].ports[rail])
+    leaving_by = (own.addresses[rail], 0) if own.more_addresses else None
+    sock = socket.create_connection(where, timeout=timeout_s, source_address=leaving_by)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.sendall(_HELLO.pack(probers.token, kind, number, probers.group_rank))
+        sock.sendall(_HELLO.pack(probers.token, kind, number, probers.group_rank, rail))
     except OSError:
         sock.close()
         raise
     return sock
 
 
-def callers(door: socket.socket) -> Callers:
-    """Those who call at a door from now on: nobody has to wait for one that is silent."""
-    return Callers([door], _HELLO.size, time.monotonic)
+def callers(door: Sequence[socket.socket]) -> Callers:
+    """Those who call at a door from now on, by any of its listeners: nobody has to wait for one that is silent."""
+    return Callers(door, _HELLO.size, time.monotonic)
 
 
 def answer(calling: Callers, probers: Members, timeout_s: float) -> tuple[Caller, socket.socket] | None:
@@ -84,6 +91,6 @@ def answer(calling: Callers, probers: Members, timeout_s: float) -> tuple[Caller
 
 
 def _caller(hello: bytes, probers: Members) -> Caller | None:
-    token, kind, number, index = _HELLO.unpack(hello)
+    token, kind, number, index, rail = _HELLO.unpack(hello)
     may_call = hmac.compare_digest(token, probers.token) and index < probers.group_size and kind in set(Kind)
-    return Caller(index, Kind(kind), number) if may_call else None
+    return Caller(index, Kind(kind), number, rail) if may_call else None

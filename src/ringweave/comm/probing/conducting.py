@@ -6,7 +6,7 @@ import socket
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ringweave.comm.members import Members
@@ -17,10 +17,13 @@ from ringweave.comm.probing.orders import Line
 from ringweave.comm.transport.callers import Callers
 from ringweave.errors import PeerError, explain
 from ringweave.topology import recovery
-from ringweave.topology.recovery import Batch, Effort, Evidence, Fit
+from ringweave.topology.recovery import Batch, Effort, Evidence, Fit, Flow
 
 _LEAST_ROUND_TRIPS = 25
 """A window of fewer round trips than that would measure how TCP starts, not what it gets."""
+
+_NUM_REACHED = 16
+"""Nodes that each node tries to reach by its further NICs before they are measured."""
 
 
 class Ensemble(Protocol):
@@ -38,7 +41,7 @@ class Ensemble(Protocol):
 class Conductor:
     """The other probing ranks, seen from the first."""
 
-    def __init__(self, probers: Members, door: socket.socket, timeout_s: float) -> None:
+    def __init__(self, probers: Members, door: Sequence[socket.socket], timeout_s: float) -> None:
         """Waits until all have called.
 
         Raises:
@@ -47,6 +50,8 @@ class Conductor:
         self._probers = probers
         self._door = door
         self._number = 0
+        self._rails = [0]
+        self._best: list[list[float]] = []
         self._lines: dict[int, Line] = {}
         calling, deadline = calls.callers(door), time.monotonic() + timeout_s
         try:
@@ -54,6 +59,32 @@ class Conductor:
                 self._admit(calling, deadline)
         finally:
             calling.close()
+
+    def find_rails(self) -> None:
+        """Let flows go by all addresses at which every node reaches those that come after it.
+
+        Raises:
+            PeerError: A rank is gone.
+        """
+        count = self._probers.group_size
+        after = range(1, min(count, _NUM_REACHED + 1))
+        for rail in range(1, len(self._probers.own.place.addresses)):
+            told = {
+                index: {"do": "reach", "peers": [(index + step) % count for step in after], "rail": rail}
+                for index in range(count)
+            }
+            if all(report["reached"] for report in self._perform(told).values()):
+                self._rails.append(rail)
+
+    @property
+    def rates_of_nics(self) -> dict[str, dict[str, float]]:
+        """Node -> NIC by which flows went -> the most bytes per second that it was seen to carry."""
+        places = [member.place for member in self._probers.ranks]
+        return {
+            place.node: {place.nics[rail]: rate for rail, rate in zip(self._rails, best, strict=True)}
+            for place, best in zip(places, self._best, strict=False)
+            if place.nics and all(best)
+        }
 
     def latencies(self, pairs: tuple[tuple[int, int], ...]) -> list[float]:
         """Seconds of a small message between each of these disjoint pairs.
@@ -87,10 +118,11 @@ class Conductor:
                 sends_to=sends_to[index],
                 receives_from=receives_from[index],
                 timing=timing,
+                rails=self._rails,
             )
             told[index] = orders.flow_order(part)
         reports = self._perform(told)
-        return [float(reports[flow.dst]["rates"][str(flow.src)]) for flow in batch.flows]
+        return [self._noted(flow, reports[flow.dst]["rates"][str(flow.src)]) for flow in batch.flows]
 
     def close(self, found: str = "") -> None:
         """Tell all that this was it, and what was found; those who are gone need not be told."""
@@ -101,6 +133,13 @@ class Conductor:
                 continue
             finally:
                 line.close()
+
+    def _noted(self, flow: Flow, rates: Sequence[float]) -> float:
+        """The rate of a flow, by all NICs together."""
+        self._best = self._best or [[0.0] * len(self._rails) for _ in self._probers.ranks]
+        for index in (flow.src, flow.dst):
+            self._best[index] = list(map(max, self._best[index], rates))
+        return float(sum(rates))
 
     def _perform(self, told: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
         for index, order in told.items():

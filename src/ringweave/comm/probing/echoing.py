@@ -3,7 +3,7 @@
 import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ringweave.comm.members import Members
 from ringweave.comm.probing import calls
@@ -32,7 +32,7 @@ def ask(probers: Members, peer: int, number: int, clock: Callable[[], float] = t
     return statistics.median(seconds[_NUM_WARM_UP:]) / 2
 
 
-def echo(probers: Members, door: socket.socket, peer: int, number: int) -> None:
+def echo(probers: Members, door: Sequence[socket.socket], peer: int, number: int) -> None:
     """Send back what `peer` sends, until it hangs up.
 
     Raises:
@@ -44,7 +44,7 @@ def echo(probers: Members, door: socket.socket, peer: int, number: int) -> None:
             sock.sendall(message)
 
 
-def _call_of(wanted: Caller, probers: Members, door: socket.socket) -> socket.socket:
+def _call_of(wanted: Caller, probers: Members, door: Sequence[socket.socket]) -> socket.socket:
     """The connection of this caller; all others are hung up on."""
     calling, until_s = calls.callers(door), time.monotonic() + _LIMIT_S
     try:

@@ -1,7 +1,7 @@
 """What probing found, as data: kept in a cache, shown, and planned with."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
@@ -58,6 +58,9 @@ class Findings:
     """The slowest part in one line; None where nothing is slow."""
     unsought: str | None = None
     """What was not looked for, in words; None where everything was."""
+    offers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Node -> NICs that were looked at, more than the cluster has where some lead nowhere; nodes whose NICs are not
+    known are not in it."""
     kind: Literal["measured"] = "measured"
     """What all its numbers are."""
 

@@ -53,6 +53,8 @@ class Part:
     """Probing ranks."""
     receives_from: Sequence[int]
     timing: Timing
+    rails: Sequence[int] = (0,)
+    """Addresses that every flow goes between: a connection for each, all at the same time."""
 
 
 @dataclass(slots=True)
@@ -86,20 +88,21 @@ class _Incoming:
 class FlowRun:
     """A part of a batch while it runs."""
 
-    def __init__(self, part: Part, probers: Members, door: socket.socket, clock: Callable[[], float]) -> None:
+    def __init__(self, part: Part, probers: Members, door: Sequence[socket.socket], clock: Callable[[], float]) -> None:
         self._part = part
         self._probers = probers
         self._door = door
         self._calling = calls.callers(door)
         self._clock = clock
         self._selector = selectors.DefaultSelector()
-        self._incoming: dict[int, _Incoming] = {}
+        self._incoming: dict[tuple[int, int], _Incoming] = {}
+        self._num_expected = len(part.receives_from) * len(part.rails)
         self._num_open = 0
         self._payload = memoryview(os.urandom(_PIECE_BYTES))
         self._room = memoryview(bytearray(_ROOM_BYTES))
 
-    def run(self) -> dict[int, float]:
-        """Sender -> bytes per second, for every flow that came in.
+    def run(self) -> dict[int, list[float]]:
+        """Sender -> bytes per second by each of the addresses, for every flow that came in.
 
         Raises:
             OSError: A peer cannot be reached, or a flow broke.
@@ -107,13 +110,15 @@ class FlowRun:
         """
         timing, started = self._part.timing, self._clock()
         ends = (started + timing.warm_up_s, started + timing.warm_up_s + timing.window_s)
-        self._door.setblocking(False)
-        self._selector.register(self._door, selectors.EVENT_READ)
+        for listener in self._door:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ)
         try:
             for peer in self._part.sends_to:
-                self._open(peer)
+                for rail in self._part.rails:
+                    self._open(peer, rail)
             limit = started + timing.flow_s + timing.silence_s
-            while self._num_open or len(self._incoming) < len(self._part.receives_from):
+            while self._num_open or len(self._incoming) < self._num_expected:
                 if self._clock() > limit:
                     raise TimeoutError(f"nothing from {self._silent()} for {timing.silence_s:g} s")
                 moved = self._turn(started + timing.flow_s)
@@ -121,10 +126,11 @@ class FlowRun:
                 limit = max(limit, self._clock() + timing.silence_s) if moved else limit
         finally:
             self._close()
-        return {peer: flow.rate() for peer, flow in self._incoming.items()}
+        part = self._part
+        return {peer: [self._incoming[peer, rail].rate() for rail in part.rails] for peer in part.receives_from}
 
-    def _open(self, peer: int) -> None:
-        sock = calls.call(self._probers, peer, Kind.FLOW, self._part.number, self._part.timing.silence_s)
+    def _open(self, peer: int, rail: int) -> None:
+        sock = calls.call(self._probers, peer, Kind.FLOW, self._part.number, self._part.timing.silence_s, rail)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
         sock.setblocking(False)
         self._num_open += 1
@@ -136,7 +142,7 @@ class FlowRun:
         for key, events in ready:
             sock = key.fileobj
             assert isinstance(sock, socket.socket)
-            if sock is self._door:
+            if sock in self._door:
                 continue
             if isinstance(key.data, _Incoming):
                 if not key.data.read(self._room, self._clock):
@@ -145,7 +151,7 @@ class FlowRun:
                 self._send(sock, end)
             elif not sock.recv(1):  # the receiver has it all
                 self._end(sock)
-        if self._calling.socks() or any(key.fileobj is self._door for key, _ in ready):
+        if self._calling.socks() or any(key.fileobj in self._door for key, _ in ready):
             self._take_call()
         return bool(ready)
 
@@ -163,10 +169,11 @@ class FlowRun:
             return
         caller, sock = answered
         wanted = caller.kind == Kind.FLOW and caller.number == self._part.number
-        if not wanted or caller.index in self._incoming or caller.index not in self._part.receives_from:
+        wanted = wanted and caller.index in self._part.receives_from and caller.rail in self._part.rails
+        if not wanted or (caller.index, caller.rail) in self._incoming:
             sock.close()
             return
-        self._incoming[caller.index] = flow = _Incoming(sock)
+        self._incoming[caller.index, caller.rail] = flow = _Incoming(sock)
         self._num_open += 1
         self._selector.register(sock, selectors.EVENT_READ, flow)
 
@@ -183,23 +190,27 @@ class FlowRun:
         self._num_open -= 1
 
     def _silent(self) -> str:
-        absent = [peer for peer in self._part.receives_from if peer not in self._incoming]
+        part = self._part
+        absent = [p for p in part.receives_from if any((p, rail) not in self._incoming for rail in part.rails)]
         return self._probers.names(absent) if absent else "any peer"
 
     def _close(self) -> None:
         for key in list(self._selector.get_map().values()):
             sock = key.fileobj
-            if isinstance(sock, socket.socket) and sock is not self._door:
+            if isinstance(sock, socket.socket) and sock not in self._door:
                 sock.close()
         self._selector.close()
         self._calling.close()
-        self._door.setblocking(True)
+        for listener in self._door:
+            listener.setblocking(True)
 
 
 def run_part(
-    part: Part, probers: Members, door: socket.socket, clock: Callable[[], float] = time.monotonic
-) -> dict[int, float]:
-    """Sender -> bytes per second of each flow that came in: TCP's content, as a job's messages are.
+    part: Part, probers: Members, door: Sequence[socket.socket], clock: Callable[[], float] = time.monotonic
+) -> dict[int, list[float]]:
+    """Sender -> bytes per second of each flow that came in, by each of its addresses.
+
+    That is TCP's content, as a job's messages are.
 
     Raises:
         OSError: A peer cannot be reached or is silent, or a flow broke.

@@ -10,8 +10,8 @@ from torch.distributed import PrefixStore, Store
 
 from ringweave import topology
 from ringweave.comm import members
-from ringweave.comm.members import Members
-from ringweave.comm.probing import findings, orders
+from ringweave.comm.members import Members, Place
+from ringweave.comm.probing import findings, nics, orders
 from ringweave.comm.probing.conducting import Conductor, conduct
 from ringweave.comm.probing.findings import Findings, FoundLink, FoundPair, rate_rounded, rounded
 from ringweave.comm.transport.connecting import Door, open_doors
@@ -47,7 +47,11 @@ def hosts(group: Members) -> list[Host]:
     """The nodes of a group, with as many devices as the group has ranks there."""
     counts = Counter(member.place.node for member in group.ranks)
     places = [group.ranks[rank].place for rank in probing_ranks(group)]
-    return [Host(name=place.node, address=place.address, num_devices=counts[place.node]) for place in places]
+    return [_host(place, counts[place.node]) for place in places]
+
+
+def _host(place: Place, num_devices: int) -> Host:
+    return Host(name=place.node, address=place.address, num_devices=num_devices, nics=place.nics)
 
 
 def predicted_s(num_nodes: int, effort: Effort) -> float:
@@ -83,7 +87,8 @@ def probe(
         PeerError: A probing rank did not come, or is gone, or cannot be reached.
         UsageError: There is no network between the members.
 
-    Each node is measured at its first address alone, which is what a job without a cluster file uses.
+    Each node is measured at all addresses that the members of the group share, as a job without a cluster file uses
+    them: together, and each NIC with its part of the rate.
 
     Cost:
         8 nodes take some 50 batches of 0.4 to 0.6 s; N nodes about 5 N of them, where the effort has no bounds.
@@ -92,12 +97,12 @@ def probe(
         raise UsageError(_no_network(group))
     if group.group_rank not in probing_ranks(group):
         return None
-    (door,) = open_doors([group.own.place.address], 1)
+    (door,) = open_doors(group.own.place.addresses, 1)
     try:
         probers = _meet(store, group, door, timeout)
         if probers.group_rank == 0:
             return _conduct(probers, door, group, timeout, effort or Effort(), tell)
-        told = orders.obey(probers, door.outer[0])
+        told = orders.obey(probers, door.outer)
         return findings.from_json(told) if told else None
     finally:
         door.close()
@@ -126,11 +131,12 @@ def _conduct(
     probers: Members, door: Door, group: Members, timeout: timedelta, effort: Effort, tell: Callable[[str], None]
 ) -> Findings:
     started_s = time.monotonic()
-    conductor = Conductor(probers, door.outer[0], timeout.total_seconds())
+    conductor = Conductor(probers, door.outer, timeout.total_seconds())
     told = ""
     try:
+        conductor.find_rails()
         latencies, evidence, fit = conduct(conductor, probers.group_size, random.Random(_SEED), effort, tell)
-        found = _findings(hosts(group), latencies, evidence, fit, time.monotonic() - started_s)
+        found = _findings(hosts(group), latencies, evidence, fit, time.monotonic() - started_s, conductor.rates_of_nics)
         told = found.to_json()
     finally:
         conductor.close(told)
@@ -143,6 +149,7 @@ def _findings(
     evidence: Evidence,
     fit: Fit,
     wall_s: float,
+    rates_of_nics: nics.Rates,
 ) -> Findings:
     both = latencies | {(b, a): seconds for (a, b), seconds in latencies.items()}
     median_s = sorted(latencies.values())[len(latencies) // 2]
@@ -153,7 +160,8 @@ def _findings(
         time=time.time(),
         wall_s=round(wall_s, 2),
         num_batches=evidence.num_batches,
-        cluster_text=topology.dumps(cluster),
+        cluster_text=topology.dumps(nics.put(cluster, rates_of_nics)),
+        offers={host.name: host.nics for host in found_hosts if host.nics},
         links=tuple(
             FoundLink(name=link.name, rate_bytes_per_s=link.rate_bytes_per_s, is_proved=link.is_proved)
             for link in links

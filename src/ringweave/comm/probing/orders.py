@@ -3,7 +3,7 @@
 import contextlib
 import json
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +16,9 @@ from ringweave.errors import PeerError, explain
 _MAX_LINE_BYTES = 1 << 22
 _IDLE_S = 300.0
 """The first rank may think that long between two orders."""
+
+_REACH_S = 3.0
+"""An address that a firewall hides answers nothing at all."""
 
 
 class Line:
@@ -70,7 +73,7 @@ class Line:
         )
 
 
-def obey(probers: Members, door: socket.socket) -> str:
+def obey(probers: Members, door: Sequence[socket.socket]) -> str:
     """Do what the first probing rank says, until it says that this was all.
 
     Returns:
@@ -97,7 +100,7 @@ def obey(probers: Members, door: socket.socket) -> str:
         line.close()
 
 
-def follow(order: Mapping[str, Any], probers: Members, door: socket.socket) -> dict[str, Any]:
+def follow(order: Mapping[str, Any], probers: Members, door: Sequence[socket.socket]) -> dict[str, Any]:
     """Do one thing, and return what is reported of it.
 
     Raises:
@@ -108,13 +111,26 @@ def follow(order: Mapping[str, Any], probers: Members, door: socket.socket) -> d
     if order["do"] == "echo":
         echoing.echo(probers, door, order["peer"], order["number"])
         return {}
+    if order["do"] == "reach":
+        return {"reached": _reaches(probers, order["peers"], order["rail"])}
     part = Part(
         number=order["number"],
         sends_to=order["sends_to"],
         receives_from=order["receives_from"],
         timing=Timing(**order["timing"]),
+        rails=order["rails"],
     )
-    return {"rates": {str(peer): rate for peer, rate in flowing.run_part(part, probers, door).items()}}
+    return {"rates": {str(peer): rates for peer, rates in flowing.run_part(part, probers, door).items()}}
+
+
+def _reaches(probers: Members, peers: Sequence[int], rail: int) -> bool:
+    """Whether calls from one of our addresses get through to those of the same place; nobody answers them."""
+    try:
+        for peer in peers:
+            calls.call(probers, peer, Kind.REACH, 0, _REACH_S, rail).close()
+    except OSError:
+        return False
+    return True
 
 
 def end_order(found: str) -> dict[str, Any]:
@@ -130,4 +146,5 @@ def flow_order(part: Part) -> dict[str, Any]:
         "sends_to": list(part.sends_to),
         "receives_from": list(part.receives_from),
         "timing": asdict(part.timing),
+        "rails": list(part.rails),
     }

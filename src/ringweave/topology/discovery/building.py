@@ -163,22 +163,36 @@ class MachineBuilder:
             )
 
     def _processors(self) -> list[Worker]:
-        """NUMA nodes in the order of their indices; each place of several counts as its first one."""
-        places = [(part.numas[0], index) for index, part in enumerate(self._parts) if part.numas]
-        holders = {above for _, index in places for above in self._up(self._parts[index].parent)}
-        inner = [(numa, index) for numa, index in places if index not in holders]
-        if inner:
-            return [Worker(name=f"NUMA {numa}", kind="cpu", part=index) for numa, index in sorted(inner)]
-        packages = [index for index, part in enumerate(self._parts) if part.kind == "package"] or [0]
-        self.remark("the input tells no NUMA nodes")
-        return [Worker(name=self._parts[index].name, kind="cpu", part=index) for index in packages]
+        found, are_numas = processors(self._parts)
+        if not are_numas:
+            self.remark("the input tells no NUMA nodes")
+        return found
 
     def _up(self, part: int) -> list[int]:
-        found = []
-        while part >= 0:
-            found.append(part)
-            part = self._parts[part].parent
-        return found
+        return _up(self._parts, part)
+
+
+def processors(parts: Sequence[Part]) -> tuple[list[Worker], bool]:
+    """(processors as workers, whether they are NUMA nodes): else they are packages, or the machine as a whole.
+
+    NUMA nodes in the order of their indices; each place of several counts as its first one.
+    """
+    places = [(part.numas[0], index) for index, part in enumerate(parts) if part.numas]
+    holders = {above for _, index in places for above in _up(parts, parts[index].parent)}
+    inner = [(numa, index) for numa, index in places if index not in holders]
+    if inner:
+        return [Worker(name=f"NUMA {numa}", kind="cpu", part=index) for numa, index in sorted(inner)], True
+    packages = [index for index, part in enumerate(parts) if part.kind == "package"] or [0]
+    return [Worker(name=parts[index].name, kind="cpu", part=index) for index in packages], False
+
+
+def _up(parts: Sequence[Part], part: int) -> list[int]:
+    """The part and all above it."""
+    found = []
+    while part >= 0:
+        found.append(part)
+        part = parts[part].parent
+    return found
 
 
 def _named(gpus: Sequence[Worker]) -> list[Worker]:

@@ -65,8 +65,9 @@ def choose(machine: Machine, nic_name: str | None = None) -> Leadership:
 def used_interface(machine: Machine) -> tuple[int | None, str]:
     """Index of the interface used between nodes, and why it is that one; None where none can be used.
 
-    Virtual interfaces and links that are down come last and are taken only for want of others; RDMA before none, then
-    kernel bypass before none, then the higher rate, InfiniBand before Ethernet, the first in the tree.
+    Links that are down come last, before them those without an IP address or RDMA where others have one, then software;
+    RDMA before none, then kernel bypass before none, then the higher rate, InfiniBand before Ethernet, the first in the
+    tree.
     """
     usable = [index for index, interface in enumerate(machine.interfaces) if is_usable(interface)]
     if not usable:
@@ -91,6 +92,15 @@ def is_usable(interface: Interface) -> bool:
     return True
 
 
+def equals(machine: Machine, used: Interface) -> list[Interface]:
+    """The other interfaces that are as good for traffic between nodes: known to be so, not just not known to be worse.
+
+    Of the same kind and rate, up, with an address or RDMA. Software is alike where its driver is, and only for want of
+    wires: a machine has bridges and tunnels of its own. What shares a wire with it is no other interface.
+    """
+    return [nic for nic in machine.interfaces if nic is not used and _is_equal(nic, used)]
+
+
 def nearest(machine: Machine, interface: Interface) -> tuple[Candidate, ...]:
     """All workers, the one that should lead on the interface first.
 
@@ -102,6 +112,17 @@ def nearest(machine: Machine, interface: Interface) -> tuple[Candidate, ...]:
         way = distances.way(machine, worker, interface)
         found.append(Candidate(index=index, way=way, is_direct=_is_direct(worker, interface, way)))
     return tuple(sorted(found, key=lambda each: (each.is_direct is False, each.way.num_hops if each.way else 0)))
+
+
+def _is_equal(nic: Interface, used: Interface) -> bool:
+    is_ready = nic.is_up is not False and (nic.has_rdma or bool(nic.is_up and nic.addresses))
+    shares_wire = not {*nic.members, nic.name}.isdisjoint({*used.members, used.name})
+    return is_usable(nic) and is_ready and not shares_wire and _likeness(nic) == _likeness(used)
+
+
+def _likeness(nic: Interface) -> tuple[object, ...]:
+    fabric = (nic.has_rdma, nic.is_infiniband, bool(nic.verbs))
+    return (*fabric, nic.is_virtual, nic.driver if nic.is_virtual else "", nic.rate_bytes_per_s)
 
 
 def _given(machine: Machine, nic_name: str) -> tuple[int, str]:
@@ -122,7 +143,8 @@ def _given(machine: Machine, nic_name: str) -> tuple[int, str]:
 
 def _preference(nic: Interface) -> tuple[object, ...]:
     rate = nic.rate_bytes_per_s or 0.0
-    return (nic.is_up is False, nic.is_virtual, not nic.has_rdma, not nic.verbs, -rate, not nic.is_infiniband)
+    last = (nic.is_up is False, not nic.is_reachable, nic.is_virtual)
+    return (*last, not nic.has_rdma, not nic.verbs, -rate, not nic.is_infiniband)
 
 
 def _merits(nic: Interface) -> list[str]:
@@ -131,7 +153,8 @@ def _merits(nic: Interface) -> list[str]:
     path = f"{fabric}{by}" if nic.has_rdma else f"kernel bypass{by}, no RDMA" if nic.verbs else "no RDMA"
     state = {True: "link up", False: "link down", None: "state of the link not told"}[nic.is_up]
     rate = units.format_rate(nic.rate_bytes_per_s) if nic.rate_bytes_per_s else "rate not known"
-    return [path, state, rate, *(["virtual"] if nic.is_virtual else [])]
+    of = [f"in the place of {', '.join(nic.members)}"] if nic.members else []
+    return [path, state, rate, *of, *(["has an address"] if nic.addresses else []), *(["virtual"] * nic.is_virtual)]
 
 
 def _is_direct(worker: Worker, nic: Interface, way: Way | None) -> bool | None:

@@ -68,7 +68,8 @@ def _tree(machine: Machine) -> list[str]:
     for worker in machine.workers:
         users.setdefault(worker.part, []).append(_worker_words(worker))
     for nic in machine.interfaces:
-        users.setdefault(nic.part, []).append(_nic_words(nic))
+        for at in nic.all_parts or (None,):
+            users.setdefault(at, []).append(_nic_words(nic))
     below: dict[int, list[int]] = {}
     for index, part in enumerate(machine.parts):
         below.setdefault(part.parent, []).append(index)
@@ -148,7 +149,8 @@ def _nic_words(nic: Interface) -> str:
     rate = units.format_rate(nic.rate_bytes_per_s) if nic.rate_bytes_per_s else "rate not known"
     verbs = nic.verbs if nic.verbs != nic.name else ""
     name = nic.name if not nic.is_virtual else f"{nic.name} (virtual)"
-    return ", ".join(filter(None, (name, verbs, fabric, state, rate, *nic.addresses)))
+    of = f"of {', '.join(nic.members)}" if nic.members else ""
+    return ", ".join(filter(None, (name, of, verbs, fabric, state, rate, *nic.addresses)))
 
 
 def _device(machine: Machine, worker: Worker) -> dict[str, Any]:
@@ -176,8 +178,9 @@ def _nic(machine: Machine, nic: Interface) -> dict[str, Any]:
         "rdma": nic.has_rdma,
         "infiniband": nic.is_infiniband,
         "virtual": nic.is_virtual,
+        "members": list(nic.members),
         "up": nic.is_up,
         "rate": nic.rate_bytes_per_s and units.format_rate(nic.rate_bytes_per_s),
-        "numa": machine.numa_of(nic.part),
+        "numa": machine.numa_of(*nic.all_parts),
         "addresses": list(nic.addresses),
     }

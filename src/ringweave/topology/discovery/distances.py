@@ -31,15 +31,20 @@ class Way:
 def way(machine: Machine, worker: Worker, interface: Interface) -> Way | None:
     """The way through the tree, up to what both hang on and down again; None where the interface has no place in it.
 
+    To a bond or bridge that has several it is the shortest.
+
     Every edge counts one, whatever it is: from a port of a switch to its next, from a host bridge to its processors,
     from processors up to the machine (the interconnect of NUMA nodes) and down to others. Hops compare devices of one
     machine as one input tells it; hwloc tells each port of a switch, NCCL's files the switch as a whole.
 
     Source: NVIDIA/nccl, src/graph/topo.h (path types), and the legend of `nvidia-smi topo -m` for the classes.
     """
-    if interface.part is None:
-        return None
-    up, down = list(machine.way_up(worker.part)), list(machine.way_up(interface.part))
+    ways = [_way_to(machine, worker, part) for part in interface.all_parts]
+    return min(ways, key=lambda way: way.num_hops, default=None)
+
+
+def _way_to(machine: Machine, worker: Worker, part: int) -> Way:
+    up, down = list(machine.way_up(worker.part)), list(machine.way_up(part))
     common = next(part for part in up if part in set(down))
     near, far = up[: up.index(common)], down[: down.index(common)]
     return Way(num_hops=len(near) + len(far), kind=_kind(machine, near, far, common))

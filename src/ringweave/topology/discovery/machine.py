@@ -62,6 +62,8 @@ class Worker:
     """GPUDirect RDMA works, as the input states; None where it says nothing."""
     nvlinks: NvLinks | None = None
     """None where the input tells of none."""
+    uuids: tuple[str, ...] = ()
+    """Of the GPU and of its instances by MIG, as NVML tells; empty where NVML does not list it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +74,10 @@ class Interface:
     """`eth0`, or the RDMA device or PCI address where there is no interface; unique on the machine."""
     part: int | None = None
     """Its PCI function in the tree; None where it has no place there (virtual), or none that is known."""
+    more_parts: tuple[int, ...] = ()
+    """Of a bond or bridge, the PCI functions of its further members."""
+    members: tuple[str, ...] = ()
+    """Of a bond or bridge that is in the place of NICs, their names."""
     bus: str = ""
     """PCI address; empty where it has none."""
     hardware_address: str = ""
@@ -96,6 +102,20 @@ class Interface:
     """GPUDirect RDMA works with it, as the input states; None where it says nothing."""
     addresses: tuple[str, ...] = ()
     """Its IP addresses."""
+    networks: tuple[str, ...] = ()
+    """Its IP addresses with the lengths of their networks' prefixes, such as 10.0.0.5/24."""
+    driver: str = ""
+    """Of software, what kind it is, such as veth or bridge; empty where that is not told."""
+
+    @property
+    def all_parts(self) -> tuple[int, ...]:
+        """Its place in the tree, or its places."""
+        return () if self.part is None else (self.part, *self.more_parts)
+
+    @property
+    def is_reachable(self) -> bool:
+        """Other machines can address it: by IP, or by RDMA, which has addresses of its own."""
+        return bool(self.addresses) or self.has_rdma
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,9 +141,11 @@ class Machine:
             yield part
             part = self.parts[part].parent
 
-    def numa_of(self, part: int | None) -> int | None:
-        """The NUMA node that a part belongs to; None where that is not known, or where there are several."""
-        if part is None:
-            return None
-        numas = next((self.parts[at].numas for at in self.way_up(part) if self.parts[at].numas), ())
-        return numas[0] if len(numas) == 1 else None
+    def numa_of(self, *parts: int) -> int | None:
+        """The NUMA node that all parts belong to; None where that is not known, or where there are several."""
+        numas = {
+            numa
+            for part in parts
+            for numa in next((self.parts[at].numas for at in self.way_up(part) if self.parts[at].numas), (None,))
+        }
+        return numas.pop() if len(numas) == 1 else None

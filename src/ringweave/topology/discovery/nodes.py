@@ -40,7 +40,7 @@ def to_node(machine: Machine, leadership: Leadership, *, name: str | None = None
         )
     devices = tuple(Device(kind=each.kind, numa=machine.numa_of(each.part)) for each in machine.workers)
     used = machine.interfaces[leadership.interface]
-    chosen = [used] if is_given else [used, *(nic for nic in machine.interfaces if _is_equal(nic, used))]
+    chosen = [used] if is_given else [used, *choosing.equals(machine, used)]
     node = Node(
         name=hosts.node_name(name or machine.name),
         devices=devices,
@@ -60,11 +60,16 @@ def assumptions(machine: Machine, node: Node) -> list[str]:
     ]
 
 
-def with_workers(node: Node, num_workers: int) -> Node:
+def with_workers(node: Node, num_workers: int, gpus: Sequence[int] | None = None) -> Node:
     """The node with as many devices as workers run on it.
 
-    LOCAL_RANK i has GPU i, in the order of PCI addresses; more workers than GPUs share them in turn. Workers without
-    GPUs are wherever the system puts them, so their NUMA node is known only where there is a single one.
+    More workers than GPUs share them in turn. Workers without GPUs are wherever the system puts them, so their NUMA
+    node is known only where there is a single one.
+
+    Args:
+        node: With all devices of the machine.
+        num_workers: How many run on it.
+        gpus: Of each worker, which of these devices it has; None: LOCAL_RANK i has GPU i, by PCI addresses.
 
     Raises:
         ClusterError: There are too many workers, or none.
@@ -75,8 +80,9 @@ def with_workers(node: Node, num_workers: int) -> Node:
         nics = tuple(replace(nic, nearest=()) for nic in node.nics)
         bare = replace(node, nics=nics)
         return replace(bare, devices=(replace(first, numa=numa),) * num_workers)
-    devices = tuple(node.devices[index % node.num_devices] for index in range(num_workers))
-    shared = [nic.nearest and _shared(nic.nearest, node.num_devices, num_workers) for nic in node.nics]
+    has = gpus or [index % node.num_devices for index in range(num_workers)]
+    devices = tuple(node.devices[index] for index in has)
+    shared = [_shared(nic.nearest, has) for nic in node.nics]
     bare = replace(node, nics=tuple(replace(nic, nearest=()) for nic in node.nics), devices=devices)
     return replace(bare, nics=tuple(replace(nic, nearest=order) for nic, order in zip(bare.nics, shared, strict=True)))
 
@@ -87,7 +93,6 @@ def merge(
     name: str = "discovered",
     switches: Sequence[Switch] = (),
     hangs_on: Mapping[str, str] | None = None,
-    rates: Mapping[str, float] | None = None,
     latency_s: float = DEFAULT_LATENCY_S,
 ) -> Cluster:
     """The cluster of nodes that were discovered one by one.
@@ -97,13 +102,12 @@ def merge(
         name: Name of the cluster.
         switches: Those between the nodes, where somebody found them out; none means that all hang on the root.
         hangs_on: Name of the switch of each node by the node's name; those not in it hang on the root.
-        rates: Bytes per second of each node's connection by its name, as measured: its NICs are scaled to that sum.
         latency_s: Alpha, as measured or the usual one.
 
     Raises:
         ClusterError: Two nodes have the same name, or a switch is not there.
     """
-    above, measured = hangs_on or {}, rates or {}
+    above = hangs_on or {}
     told = Counter(node.address for node in nodes)
     # Nodes that share an address are one machine that plays several; the address leads to none of them in particular.
     placed = [
@@ -116,7 +120,7 @@ def merge(
     ]
     return Cluster(
         name=name,
-        nodes=tuple(_scaled(node, measured.get(node.name)) for node in placed),
+        nodes=tuple(placed),
         switches=tuple(switches),
         latency_s=latency_s,
     )
@@ -126,17 +130,7 @@ def _nic(machine: Machine, nic: Interface) -> Nic:
     """Of an assumed rate where none is known, though never above that of its PCIe link."""
     assumed = min(ASSUMED_RATE_BYTES_PER_S, nic.bus_bytes_per_s or ASSUMED_RATE_BYTES_PER_S)
     rate = nic.rate_bytes_per_s or assumed
-    return Nic(name=nic.name, rate_bytes_per_s=rate, numa=machine.numa_of(nic.part), rdma=nic.has_rdma)
-
-
-def _is_equal(nic: Interface, used: Interface) -> bool:
-    """Another interface that is as good for traffic between nodes: known to be so, not just not known to be worse."""
-    is_ready = nic.is_up is not False and (nic.has_rdma or bool(nic.is_up and nic.addresses))
-    likeness = [
-        (each.has_rdma, each.is_infiniband, each.is_virtual, bool(each.verbs), each.rate_bytes_per_s)
-        for each in (nic, used)
-    ]
-    return nic is not used and choosing.is_usable(nic) and is_ready and likeness[0] == likeness[1]
+    return Nic(name=nic.name, rate_bytes_per_s=rate, numa=machine.numa_of(*nic.all_parts), rdma=nic.has_rdma)
 
 
 def _with_orders(machine: Machine, node: Node, chosen: Sequence[Interface]) -> tuple[Nic, ...]:
@@ -147,14 +141,6 @@ def _with_orders(machine: Machine, node: Node, chosen: Sequence[Interface]) -> t
     return tuple(replace(nic, nearest=tuple(order)) for nic, order in zip(node.nics, orders, strict=True))
 
 
-def _shared(order: Sequence[int], num_devices: int, num_workers: int) -> tuple[int, ...]:
-    """The order of workers by the order of the devices that they share."""
-    return tuple(worker for device in order for worker in range(device, num_workers, num_devices))
-
-
-def _scaled(node: Node, rate: float | None) -> Node:
-    if rate is None:
-        return node
-    factor = rate / node.rate_bytes_per_s
-    nics = tuple(replace(nic, rate_bytes_per_s=nic.rate_bytes_per_s * factor) for nic in node.nics)
-    return replace(node, nics=nics)
+def _shared(order: Sequence[int], has: Sequence[int]) -> tuple[int, ...]:
+    """The order of workers by the order of the devices that they have."""
+    return tuple(worker for device in order for worker, own in enumerate(has) if own == device)

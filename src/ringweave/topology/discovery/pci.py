@@ -19,7 +19,11 @@ _VERBS = re.compile(
 """Names of OpenFabrics devices; old files call some of these network interfaces."""
 
 
-def parse_address(text: str) -> tuple[int, int, int, int] | None:
+Address = tuple[int, int, int, int]
+"""Domain, bus, device and function."""
+
+
+def parse_address(text: str) -> Address | None:
     """Domain, bus, device and function, which sort as the bus does; None if it is no PCI address."""
     match = _ADDRESS.fullmatch(text)
     if match is None:

@@ -22,6 +22,8 @@ class Host:
     name: str
     address: str | None
     num_devices: int
+    nics: tuple[str, ...] = ()
+    """Names of the NICs by which it is measured; empty where they are not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

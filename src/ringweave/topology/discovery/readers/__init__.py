@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from ringweave.topology.discovery.machine import Machine
-from ringweave.topology.discovery.readers import hwloc, links, lstopo, nccl, nvml, sysfs, xml_text
+from ringweave.topology.discovery.readers import completing, hwloc, links, lstopo, nccl, nvml, stacks, sysfs, xml_text
 from ringweave.topology.discovery.readers.xml_text import Element
 
-__all__ = ["observe", "read_file"]
+__all__ = ["observe", "observe_links", "read_file"]
 
 _SYSFS = Path("/sys")
 
@@ -24,13 +24,22 @@ def read_file(path: Path) -> Machine:
 
 
 def observe() -> Machine:
-    """This machine: by hwloc where it is installed, else by sysfs; links by the kernel; GPUs by NVML where it is."""
-    name = socket.gethostname()
-    program = lstopo.find()
+    """This machine: by sysfs, the tree by hwloc where that is installed; links by the kernel; GPUs by NVML."""
+    name, program = socket.gethostname(), lstopo.find()
     content = lstopo.ask(program) if program else None
-    machine = _read(xml_text.parse(content, str(program)), str(program), name) if content else None
-    machine = machine or sysfs.read(_SYSFS, name=name)
-    return nvml.add_gpus(links.add_links(machine, links.observe()), _nvml())
+    machine = sysfs.read(_SYSFS, name=name)
+    if content:
+        machine = completing.complete(_read(xml_text.parse(content, str(program)), str(program), name), machine)
+    return nvml.add_gpus(_with_links(machine), _nvml())
+
+
+def observe_links() -> Machine:
+    """This machine by sysfs and the kernel alone: its interfaces, in a moment and without another program."""
+    return _with_links(sysfs.read(_SYSFS, name=socket.gethostname()))
+
+
+def _with_links(machine: Machine) -> Machine:
+    return stacks.add_stacks(links.add_links(machine, links.observe()), stacks.read(_SYSFS))
 
 
 def _read(root: Element, where: str, fallback_name: str) -> Machine:

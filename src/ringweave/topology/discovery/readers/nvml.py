@@ -1,5 +1,6 @@
-"""What NVIDIA's driver adds of the GPUs of this machine: models and NVLinks, by the optional package nvidia-ml-py."""
+"""What NVIDIA's driver adds of this machine's GPUs: models, UUIDs, NVLinks; by the optional package nvidia-ml-py."""
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +9,7 @@ from ringweave.topology.discovery.machine import Machine, NvLinks, Worker
 
 
 def add_gpus(machine: Machine, nvml: Any) -> Machine:
-    """The machine with the models and NVLinks of its GPUs.
+    """The machine with the models, UUIDs and NVLinks of its GPUs.
 
     Args:
         machine: What was found so far; GPUs are matched by PCI address.
@@ -31,9 +32,22 @@ def _told(worker: Worker, nvml: Any) -> Worker:
         return worker
     try:
         handle = nvml.nvmlDeviceGetHandleByPciBusId(worker.bus.encode())
-        return replace(worker, model=_decoded(nvml.nvmlDeviceGetName(handle)), nvlinks=_nvlinks(handle, nvml))
+        told = replace(worker, model=_decoded(nvml.nvmlDeviceGetName(handle)), nvlinks=_nvlinks(handle, nvml))
+        return replace(told, uuids=(_decoded(nvml.nvmlDeviceGetUUID(handle)), *_instances(handle, nvml)))
     except nvml.NVMLError:
         return worker
+
+
+def _instances(handle: Any, nvml: Any) -> list[str]:
+    """UUIDs of a GPU's instances by MIG; none where it has none, or cannot have any."""
+    found: list[str] = []
+    try:
+        for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            with contextlib.suppress(nvml.NVMLError):  # that place is free
+                found.append(_decoded(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))))
+    except nvml.NVMLError:
+        return []
+    return found
 
 
 def _nvlinks(handle: Any, nvml: Any) -> NvLinks | None:
