@@ -183,7 +183,7 @@ def test_the_first_rank_gets_findings_and_one_rank_of_each_node_measures() -> No
 def test_findings_of_many_nodes_say_what_was_not_looked_for() -> None:
     ranks, effort = group(70), Effort(num_rounds=2, num_trials=1)
     latencies, evidence, fit = conducting.conduct(Ensemble(), 70, random.Random(0), effort, lambda what: None)
-    found = measuring._findings(measuring.hosts(ranks[0]), latencies, evidence, fit, 1.0)
+    found = measuring._findings(measuring.hosts(ranks[0]), latencies, evidence, fit, 1.0, {})
     said = "switches were not looked for, as there are more than 64 nodes: all hang on one"
     assert f"\n\n{said}\n\n" in found.to_text()
     assert (found.summary(0.0)["unsought"], found.summary(0.0)["switches"]) == (said, [])
