@@ -170,3 +170,9 @@ def test_findings_by_one_nic_do_not_answer_for_two(tmp_path: Path) -> None:
     assert cache.get(one, 1001.0) == found
     assert cache.get(both, 1001.0) is None
     assert cache.path(one) != cache.path(both)
+
+
+def test_findings_answer_whatever_the_order_of_nics() -> None:
+    group = members(2)[0]
+    turned = replace(group, ranks=tuple(replace(m, place=m.place.only([1, 0], (1.0, 1.0))) for m in group.ranks))
+    assert [host.nics for host in measuring.hosts(turned)] == [NAMES, NAMES] == [h.nics for h in measuring.hosts(group)]

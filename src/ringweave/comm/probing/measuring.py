@@ -51,7 +51,8 @@ def hosts(group: Members) -> list[Host]:
 
 
 def _host(place: Place, num_devices: int) -> Host:
-    return Host(name=place.node, address=place.address, num_devices=num_devices, nics=place.nics)
+    """NICs by name: their order is that of the first rank's networks, and another rank may be the first."""
+    return Host(name=place.node, address=place.address, num_devices=num_devices, nics=tuple(sorted(place.nics)))
 
 
 def predicted_s(num_nodes: int, effort: Effort) -> float:
