@@ -140,7 +140,7 @@ def _allreduces(name: str, folder: Path, num_jobs: int) -> dict[str, Any]:
 
 
 def _run(name: str, run_dir: Path, *arguments: str) -> None:
-    """`ringweave lab run`, to its good end; jobs of one lab share a cache, as jobs of one cluster do."""
+    """`ringweave lab run`, to its good end; jobs of one lab share what they find out, as jobs of one cluster do."""
     command = [sys.executable, "-c", _CLI, "lab", "run", "--lab", name, "--run-dir", str(run_dir)]
     environ = {**os.environ, "XDG_CACHE_HOME": str(run_dir.parent / "cache")}
     environ.pop("RINGWEAVE_CLUSTER", None)

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from ringweave import topology
-from ringweave.cli import main
+from ringweave.cli import discover, main
+from ringweave.errors import PlacementError
 
 FILE = "tests/topology/discovery/files/hwloc-format-1.xml"
 
@@ -61,3 +62,14 @@ def test_all_workers_of_a_job_make_one_file(tmp_path: Path) -> None:
     )
     cluster = topology.load(target)
     assert (cluster.num_nodes, cluster.num_devices) == (1, 3)
+
+
+def test_two_machines_of_one_name_are_refused() -> None:
+    def told(address: str, host: str) -> dict[str, str | None]:
+        nodes = f"[{{name: ubuntu, address: {address}, nic: 1Gbit/s, devices: 1}}]"
+        return {"cluster": f"name: told\nnodes: {nodes}", "host": host, "gpu": None}
+
+    one, other = told("10.0.0.5", "x"), told("10.0.0.6", "y")
+    assert [(node.name, node.num_devices) for node in discover._nodes([one, one])] == [("ubuntu", 2)]
+    with pytest.raises(PlacementError, match=r"node ubuntu: 'two: rank 0 at 10\.0\.0\.5 and rank 2 at 10\.0\.0\.6'"):
+        discover._nodes([one, one, other])

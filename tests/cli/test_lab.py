@@ -94,7 +94,10 @@ def test_a_command_that_is_not_there(cli, pair, tmp_path: Path, command: str, ex
 
 
 def test_set_changes_one_direction_or_both(cli, pair) -> None:
+    pair.findings_folder.mkdir(parents=True)
+    (pair.findings_folder / "found.json").write_text("{}")
     done = cli("lab", "set", "--lab", pair.name, "a->core", "10Mbit/s")
+    assert not pair.findings_folder.exists(), "what jobs found out about its network is not true any more"
     assert (done.returncode, done.stdout) == (0, "a->core: 10Mbit/s\n"), done.stderr
     assert (pair.rate("a->core"), pair.rate("core->a")) == (1.25e6, 12.5e6)
     done = cli("lab", "set", "--lab", pair.name, "r<->core", "20Mbit/s", "--json")

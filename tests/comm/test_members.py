@@ -13,6 +13,7 @@ from ringweave.comm.members import Entrance, Member, Members, Place, meet, own_p
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import PeerError, PlacementError
 from ringweave.topology.discovery import Interface, Machine, Part
+from ringweave.topology.hosts import host_id, node_name
 
 CLUSTER = """
 name: lab
@@ -39,8 +40,13 @@ def test_names() -> None:
 
 def test_without_a_cluster_the_node_is_what_we_are_told_or_the_host() -> None:
     environ = {"MASTER_ADDR": "127.0.0.1"}
-    assert own_place(WorkerEnvironment(node="x1"), environ) == Place("x1", "127.0.0.1")
-    assert own_place(WorkerEnvironment(), environ).node == socket.gethostname()
+    assert own_place(WorkerEnvironment(node="x1"), environ) == Place("x1", "127.0.0.1", host=host_id())
+    assert own_place(WorkerEnvironment(), environ).node == node_name(socket.gethostname())
+
+
+def test_a_host_whose_name_no_host_may_have_is_called_as_discover_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu_node_1")
+    assert own_place(WorkerEnvironment(), {"MASTER_ADDR": "127.0.0.1"}).node == "gpu-node-1"
 
 
 @pytest.mark.parametrize("master", ["127.0.0.1", "localhost", "::1"])
@@ -66,7 +72,7 @@ def test_the_interface_that_users_name_for_gloo_is_taken() -> None:
 def test_in_a_cluster_the_told_node_comes_before_the_address(cluster_path: Path) -> None:
     environment = WorkerEnvironment(cluster_path=cluster_path, node="b0")
     assert own_place(environment, {"LOCAL_RANK": "0"}).node == "b0"
-    assert own_place(WorkerEnvironment(cluster_path=cluster_path), {"LOCAL_RANK": "1"}) == Place("a0", "127.0.0.1")
+    assert own_place(WorkerEnvironment(cluster_path=cluster_path), {"LOCAL_RANK": "1"}).node == "a0"
 
 
 def test_a_node_that_the_cluster_lacks_is_an_error_that_names_both(cluster_path: Path) -> None:
@@ -131,10 +137,10 @@ def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("interfaces")
 def test_without_a_cluster_file_the_nics_that_discovery_calls_equal_are_offered() -> None:
     assert own_place(WorkerEnvironment(node="x"), {"MASTER_ADDR": "head"}) == Place(
-        "x", "10.9.0.1", ("10.8.0.1",), (1.0, 1.0), ("eth0", "eth1"), ("10.9.0.0/24", "10.8.0.0/24")
+        "x", "10.9.0.1", ("10.8.0.1",), (1.0, 1.0), ("eth0", "eth1"), ("10.9.0.0/24", "10.8.0.0/24"), host_id()
     )
     unprobed = own_place(WorkerEnvironment(node="x", probes=False), {"MASTER_ADDR": "head"})
-    assert unprobed == Place("x", "10.9.0.1"), "nobody would look whether the others lead anywhere"
+    assert unprobed == Place("x", "10.9.0.1", host=host_id()), "nobody would look whether the others lead anywhere"
 
 
 @pytest.mark.usefixtures("interfaces")

@@ -26,6 +26,15 @@ def test_what_was_written_is_read() -> None:
     assert (state.read("one"), state.names()) == (None, [])
 
 
+def test_what_jobs_found_out_goes_with_the_lab_and_is_none_of_another_lab(home: Path) -> None:
+    for name in ("one", "other"):
+        state.findings_folder(name).mkdir(parents=True)
+    assert home not in state.findings_folder("one").parents, "nodes do not see that folder"
+    state.forget("one")
+    assert not state.findings_folder("one").exists()
+    assert state.findings_folder("other").exists()
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"quotas": 3}', '{"quotas": null, "new": 1}'])
 def test_what_cannot_be_read_is_a_lab_all_the_same(home: Path, content: str) -> None:
     path = home / "labs" / "one" / "lab.json"

@@ -23,6 +23,8 @@ nodes:
   - {name: a, nic: 200Mbit/s, devices: 2}
   - {name: b, nics: [{name: ib0, rate: 100Mbit/s}, {name: ib1, rate: 100Mbit/s}], devices: 1}
 """
+GOODPUT = 0.955
+"""TCP's part of a rate (docs/lab.md)."""
 TWO_NICS = """
 name: two-nics
 nodes:
@@ -199,32 +201,38 @@ nodes:
   - {name: b, switch: r1, nic: 100Mbit/s, devices: 1, count: 2}
 switches: [{name: r0, uplink: 50Mbit/s}, {name: r1, uplink: 50Mbit/s}]
 """
-    lab.up(topology.loads(racks), lab_name)
+    place = lab.up(topology.loads(racks), lab_name)
     seen = []
-    for number in range(8):  # windows are a quarter of a second: what stood still in one of them looks like a slow link
-        cache, written = tmp_path / f"cache-{number}", tmp_path / f"found-{number}.yaml"
+    for number in range(2):  # windows are a quarter of a second: what stood still in one of them looks like a slow link
+        written = tmp_path / f"found-{number}.yaml"
         run = start(
             "--no-cluster-file", "-m", "ringweave.comm.probing", "--json", "--write", str(written),
-            verb=("lab", "run", "--lab", lab_name), XDG_CACHE_HOME=str(cache),
+            verb=("lab", "run", "--lab", lab_name), XDG_CACHE_HOME=str(tmp_path / "cache"),
         )  # fmt: skip
         assert run.wait_ended() == 0, run.stderr
         document = json.loads(run.log(0))
         assert len(document["pairs"]) == 12
-        assert [path.suffix for path in (cache / "ringweave" / "probes").iterdir()] == [".json"]
-        seen.append([(node.name, node.switch) for node in topology.load(written).nodes])
-        if seen[-1] == [("a-0", "s0"), ("a-1", "s0"), ("b-0", "s1"), ("b-1", "s1")]:
+        assert [path.suffix for path in place.findings_folder.iterdir()] == [".json"]
+        assert not (tmp_path / "cache" / "ringweave" / "probes").exists(), "that is for machines that are no lab"
+        found = topology.load(written)
+        homes = [(node.name, node.switch) for node in found.nodes]
+        rates = [bytes_per_s / 125e3 for bytes_per_s in (
+            *(node.rate_bytes_per_s for node in found.nodes), *(each.uplink_bytes_per_s for each in found.switches)
+        )]  # fmt: skip
+        seen.append((homes, rates))
+        expected = [100 * GOODPUT] * 4 + [50 * GOODPUT] * 2
+        is_found = homes == [("a-0", "s0"), ("a-1", "s0"), ("b-0", "s1"), ("b-1", "s1")]
+        if is_found and rates == pytest.approx(expected, rel=0.1):
             assert document["slow"].startswith("slow: link ")
             return
-    raise AssertionError(f"no probe found the racks: {seen}")
+    raise AssertionError(f"no probe found the racks and their rates: {seen}")
 
 
 def test_machines_and_network_are_found_together_and_a_run_says_what_it_knew(
     start_in, script, trio: Lab, tmp_path: Path
 ) -> None:
-    cache, written = str(tmp_path / "cache"), tmp_path / "found.yaml"
-    run = start_in(
-        "--no-cluster-file", "-m", "ringweave", "discover", "--probe", "--write", str(written), XDG_CACHE_HOME=cache
-    )
+    written = tmp_path / "found.yaml"
+    run = start_in("--no-cluster-file", "-m", "ringweave", "discover", "--probe", "--write", str(written))
     assert run.wait_ended() == 0, run.stderr
     found = topology.load(written)
     assert [(node.name, node.num_devices) for node in found.nodes] == [("a", 2), ("b", 1)]
@@ -236,7 +244,7 @@ def test_machines_and_network_are_found_together_and_a_run_says_what_it_knew(
         assert 0.7 < rate / 12.5e6 < 1, "not half of it, nor an assumed 10 Gbit/s; less on a busy machine"
     assert "ib1 on b: not measured, " in run.log(0)
     reduce = script("import torch.distributed as dist; dist.init_process_group(); dist.destroy_process_group()")
-    run = start_in("--no-cluster-file", reduce, XDG_CACHE_HOME=cache)
+    run = start_in("--no-cluster-file", reduce)
     assert run.wait_ended() == 0, run.stderr
     (network,) = run.record["networks"]
     assert network["nodes"] == ["a", "b"]

@@ -13,7 +13,7 @@ from ringweave import errors, topology
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import RingweaveError, UsageError
 from ringweave.files import writing
-from ringweave.topology import Cluster, Node, discovery
+from ringweave.topology import Cluster, Node, discovery, hosts
 from ringweave.topology.discovery import Leadership, Machine
 
 
@@ -87,6 +87,7 @@ def _told(whole: Machine, machine: Machine, leadership: Leadership, is_given: bo
         "gpu": gpu,
         "cluster": topology.dumps(discovery.merge([node], name="told")),
         "assumed": discovery.assumptions(machine, node),
+        "host": hosts.host_id(),
     }
 
 
@@ -128,16 +129,16 @@ def _of_all(told: Mapping[str, object], probe: bool) -> Cluster | None:
 
 def _nodes(found: Sequence[Mapping[str, Any]]) -> list[Node]:
     """Of all ranks: those of one host are one node with as many devices."""
-    hosts: dict[str, Node] = {}
+    told = [topology.loads(each["cluster"], source="told by a rank").nodes[0] for each in found]
+    hosts.refuse_namesakes(
+        hosts.Seat(global_rank=rank, node=node.name, host=each["host"], address=node.address or "no address")
+        for rank, (node, each) in enumerate(zip(told, found, strict=True))
+    )
+    first = {node.name: node for node in reversed(told)}
     gpus: dict[str, list[Any]] = {}
-    for each in found:
-        node = topology.loads(each["cluster"], source="told by a rank").nodes[0]
-        hosts.setdefault(node.name, node)
+    for node, each in zip(told, found, strict=True):
         gpus.setdefault(node.name, []).append(each["gpu"])
-    return [
-        discovery.with_workers(node, len(gpus[name]), None if None in gpus[name] else gpus[name])
-        for name, node in hosts.items()
-    ]
+    return [discovery.with_workers(first[name], len(own), None if None in own else own) for name, own in gpus.items()]
 
 
 def _local_rank(environ: Mapping[str, str]) -> int:

@@ -5,7 +5,7 @@ import json
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
 
 import psutil
@@ -14,7 +14,7 @@ from torch.distributed import Store
 from ringweave import topology
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import DisagreementError, PeerError, explain
-from ringweave.topology import Node, discovery
+from ringweave.topology import Node, discovery, hosts
 from ringweave.topology.discovery import Interface
 
 TOKEN_BYTES = 16
@@ -41,6 +41,8 @@ class Place:
     """Names of the NICs of the addresses; empty where they are not known, or a cluster file tells all."""
     networks: tuple[str, ...] = ()
     """Of an offer, the IP network of each address: which of them all nodes share is settled when the group meets."""
+    host: str = ""
+    """What tells its host from others of the same name (`topology.hosts.host_id`); empty where that is not known."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -51,7 +53,7 @@ class Place:
         """The same process, reached at some of its addresses; the first stays the first."""
         first, *more = (self.addresses[index] for index in indices)
         nics, networks = (tuple(told[i] for i in indices) if told else () for told in (self.nics, self.networks))
-        return Place(self.node, first, tuple(more), tuple(rates), nics, networks)
+        return Place(self.node, first, tuple(more), tuple(rates), nics, networks, self.host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +129,8 @@ def own_place(environment: WorkerEnvironment, environ: Mapping[str, str]) -> Pla
     """The node that this process is on, and its address.
 
     With a cluster file it is found there: by `RINGWEAVE_NODE`, else the host name, else an interface address. Without
-    one, `RINGWEAVE_NODE` or the host name are taken as they are, and the addresses of all NICs that discovery calls
-    equal are offered: which of them the group uses depends on the other nodes, and on what probing finds.
+    one, `RINGWEAVE_NODE` or the host name name it (`topology.hosts.node_name`), and the addresses of all NICs that
+    discovery calls equal are offered: which of them the group uses depends on the other nodes and what probing finds.
 
     Raises:
         PlacementError: This process fits no node of the cluster, or its node has no device for LOCAL_RANK.
@@ -136,7 +138,8 @@ def own_place(environment: WorkerEnvironment, environ: Mapping[str, str]) -> Pla
     """
     host_name = socket.gethostname()
     if environment.cluster_path is None:
-        return _offered(environment.node or host_name, _address(environ), environ, environment.probes)
+        name = hosts.node_name(environment.node or host_name)
+        return replace(_offered(name, _address(environ), environ, environment.probes), host=hosts.host_id())
     cluster = topology.load(environment.cluster_path)
     addresses = [a.address for found in psutil.net_if_addrs().values() for a in found if a.family in _IP]
     node = topology.place_rank(cluster, node_name=environment.node, host_name=host_name, addresses=addresses)
@@ -145,9 +148,9 @@ def own_place(environment: WorkerEnvironment, environ: Mapping[str, str]) -> Pla
     address = node.address if node.address in addresses else _address(environ)
     reached = _reached_by(node)
     if address not in reached or len(reached) == 1:
-        return Place(node.name, address)
+        return Place(node.name, address, host=hosts.host_id())
     first, *more = reached
-    return Place(node.name, first, tuple(more), tuple(reached.values()))
+    return Place(node.name, first, tuple(more), tuple(reached.values()), host=hosts.host_id())
 
 
 def meet(
@@ -164,6 +167,7 @@ def meet(
 
     Raises:
         PeerError: Some members did not come within `timeout`; the text names their ranks.
+        PlacementError: Members on different hosts say that they are on the same node; the text names two of them.
     """
     keys = [f"member/{rank}" for rank in range(len(global_ranks))]
     entry = {"place": astuple(place), "entrances": [astuple(e) for e in entrances]}
@@ -178,7 +182,12 @@ def meet(
             f"[rank {global_ranks[group_rank]}]"
         ) from cause
     found = [read_entry(value, rank) for rank, value in zip(global_ranks, store.multi_get(keys), strict=True)]
-    return Members(tuple(_in_shared_networks([member for member, _ in found])), group_rank, found[0][1])
+    members = [member for member, _ in found]
+    hosts.refuse_namesakes(
+        hosts.Seat(global_rank=each.global_rank, node=each.place.node, host=each.place.host, address=each.place.address)
+        for each in members
+    )
+    return Members(tuple(_in_shared_networks(members)), group_rank, found[0][1])
 
 
 def read_entry(value: bytes, global_rank: int) -> tuple[Member, bytes]:
@@ -189,10 +198,11 @@ def read_entry(value: bytes, global_rank: int) -> tuple[Member, bytes]:
     """
     try:
         entry = json.loads(value)
-        node, address, more_addresses, rates, nics, networks = entry["place"]
+        node, address, more_addresses, rates, nics, networks, host = entry["place"]
         entrances = tuple(Entrance(tuple(map(int, ports)), str(name)) for ports, name in entry["entrances"])
-        words = [tuple(map(str, each)) for each in (more_addresses, nics, networks)]
-        place = Place(str(node), str(address), words[0], tuple(map(float, rates)), *words[1:])
+        more, own_nics, own_networks = (tuple(map(str, each)) for each in (more_addresses, nics, networks))
+        relative = tuple(map(float, rates))
+        place = Place(str(node), str(address), more, relative, own_nics, own_networks, str(host))
         return Member(global_rank, place, entrances), bytes.fromhex(entry["token"])
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as cause:
         raise DisagreementError(

@@ -105,6 +105,7 @@ def check_name(name: str) -> None:
 def _make(planned: Layout, record: Record, progress: Progress, lock: int) -> None:
     name = planned.name
     state.write(record)
+    state.forget_findings(name)
     progress("namespaces")
     state.hosts_path(name).write_text(batches.hosts_file(planned), encoding="utf-8")
     _make_namespace_folder(name, lock)

@@ -5,6 +5,7 @@ import shlex
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ringweave import topology
@@ -77,6 +78,11 @@ class Lab:
         enter = shlex.join([tools.find("nsenter") or "nsenter", *files, "--", "/bin/sh", "-c", _ENTERED, "rw-enter"])
         return ["/bin/sh", "-c", f'{join}exec {enter} "$(pwd -P)" "$@"', "rw-enter", *argv]
 
+    @property
+    def findings_folder(self) -> Path:
+        """Where jobs in it keep what they find out about its network."""
+        return state.findings_folder(self.name)
+
     def control_group(self, node: str, device: int) -> str | None:
         """Folder of the control group of a device; None if the lab has no quotas."""
         hierarchy = cgroups.find() if self.quotas is not None else None
@@ -123,7 +129,8 @@ class Lab:
     def set_rate(self, link: str, rate_bytes_per_s: float) -> None:
         """Give a link another rate while it is in use: what is queued stays, nothing is lost.
 
-        One direction only; several NICs of a node keep the proportions of the cluster file.
+        One direction only; several NICs of a node keep the proportions of the cluster file. What jobs in the lab found
+        out about its network is forgotten.
 
         Raises:
             ClusterError: There is no such link, or the rate is not one that the lab can play.
@@ -137,6 +144,7 @@ class Lab:
         with state.locked(self.name) as lock:
             deaf = [node for node in cuts.nodes_at(self.layout, link) if cuts.seen(self.layout, node) in cuts.DEAF]
             bringing.limit("change", changed, lock)
+            state.forget_findings(self.name)
             for node in deaf:
                 cuts.deafen(self.layout, node, lock)
 

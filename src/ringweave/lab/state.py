@@ -4,6 +4,7 @@
 /run/ringweave/labs/NAME/lab.json    what the lab consists of, and whether it is complete
 /run/ringweave/labs/NAME/hosts       /etc/hosts of its nodes
 /run/ringweave/labs/NAME/ns/         the nodes' namespaces: host name and mounts
+/run/ringweave-findings/NAME         what jobs in the lab found out about its network; nodes see it, as they see no lab
 /run/ringweave/locks/NAME            held by whoever makes, changes or removes the lab
 /run/ringweave/inside                only seen in a node: this is one
 /run/netns/rw-NAME:NODE              the nodes' network namespaces, as `ip netns` has them
@@ -63,6 +64,16 @@ def hosts_path(name: str) -> Path:
     return folder(name) / "hosts"
 
 
+def findings_folder(name: str) -> Path:
+    """Where jobs in a lab keep what they find out about its network."""
+    return HOME.with_name(f"{HOME.name}-findings") / name
+
+
+def forget_findings(name: str) -> None:
+    """Remove what jobs found out: the network is another one now."""
+    shutil.rmtree(findings_folder(name), ignore_errors=True)
+
+
 def names() -> list[str]:
     """All labs, complete or not, by name."""
     return sorted(path.name for path in (HOME / "labs").glob("*") if path.is_dir())
@@ -91,6 +102,7 @@ def write(record: Record) -> None:
 
 def forget(name: str) -> None:
     """Remove the folder of a lab, from which everything is unmounted by now."""
+    forget_findings(name)
     shutil.rmtree(folder(name), ignore_errors=True)
 
 

@@ -127,6 +127,7 @@ KINDS: Mapping[str, Kind] = {
             "switches": "names of the switches that were found",
             "rates": "link name -> measured bytes per second",
             "slow": "the slowest part in words, or null where nothing is slow",
+            "unsought": "what was not looked for in words, or null where everything was",
             "wall_s": "seconds that measuring took",
             "age_s": "seconds since then: more than a minute where an earlier job's findings were taken",
         },

@@ -7,6 +7,7 @@ from ringweave import errors
 from ringweave.environment import NODE
 from ringweave.errors import PlacementError
 from ringweave.files.problems import closest, listed
+from ringweave.topology import hosts
 from ringweave.topology.cluster import Cluster, Device, Node
 
 
@@ -25,7 +26,8 @@ def place_rank(cluster: Cluster, *, node_name: str | None, host_name: str, addre
     if node_name:
         return _named(cluster, node_name)
     by_name = {node.name.casefold(): node for node in cluster.nodes}
-    for name in (host_name, host_name.split(".", maxsplit=1)[0]):
+    short_name = host_name.split(".", maxsplit=1)[0]
+    for name in (host_name, short_name, hosts.node_name(host_name), hosts.node_name(short_name)):
         if name.casefold() in by_name:
             return by_name[name.casefold()]
     own = {_plain_address(address) for address in addresses}
@@ -56,7 +58,7 @@ def device_of(node: Node, local_rank: int) -> Device:
 def _named(cluster: Cluster, node_name: str) -> Node:
     names = [node.name for node in cluster.nodes]
     for node in cluster.nodes:
-        if node.name == node_name:
+        if node.name in (node_name, hosts.node_name(node_name)):
             return node
     raise PlacementError(
         errors.explain(

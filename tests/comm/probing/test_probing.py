@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 from torch.distributed import HashStore
 
-from ringweave.comm.members import Member, Members, Place
+from ringweave.comm.members import Member, Members, Place, meet
 from ringweave.comm.probing import __main__ as program
 from ringweave.comm.probing import caching, calls, conducting, echoing, flowing, knowing, measuring, orders
 from ringweave.comm.probing.caching import Cache
@@ -23,8 +23,8 @@ from ringweave.comm.probing.findings import Findings, from_json
 from ringweave.comm.probing.flowing import Part, Timing
 from ringweave.comm.transport.connecting import open_doors
 from ringweave.environment import WorkerEnvironment
-from ringweave.errors import PeerError, UsageError
-from ringweave.topology.recovery import Batch, Effort
+from ringweave.errors import PeerError, PlacementError, UsageError
+from ringweave.topology.recovery import Batch, Effort, Host
 
 TOKEN = bytes(16)
 BRIEF = Timing(warm_up_s=0.02, window_s=0.05, tail_s=0.02, silence_s=60.0)
@@ -180,6 +180,17 @@ def test_the_first_rank_gets_findings_and_one_rank_of_each_node_measures() -> No
     assert "latency of pairs, measured (us)" in text
 
 
+def test_findings_of_many_nodes_say_what_was_not_looked_for() -> None:
+    ranks, effort = group(70), Effort(num_rounds=2, num_trials=1)
+    latencies, evidence, fit = conducting.conduct(Ensemble(), 70, random.Random(0), effort, lambda what: None)
+    found = measuring._findings(measuring.hosts(ranks[0]), latencies, evidence, fit, 1.0, {})
+    said = "switches were not looked for, as there are more than 64 nodes: all hang on one"
+    assert f"\n\n{said}\n\n" in found.to_text()
+    assert (found.summary(0.0)["unsought"], found.summary(0.0)["switches"]) == (said, [])
+    assert from_json(found.to_json()) == found
+    assert "switches were not" not in FOUND.to_text()
+
+
 def test_one_node_has_no_network_to_probe() -> None:
     with pytest.raises(UsageError, match=r"probing the network: '1 node\(s\)', expected two at least, each"):
         measuring.probe(HashStore(), group(1, 2)[0], SOON)
@@ -232,6 +243,17 @@ def test_findings_are_kept_for_a_while(tmp_path: Path) -> None:
     assert [path.suffix for path in (tmp_path / "probes").iterdir()] == [".json"]
 
 
+def test_the_newest_findings_are_taken_be_they_of_these_nodes_or_of_more(tmp_path: Path) -> None:
+    cache, hosts = Cache(tmp_path), measuring.hosts(group(2)[0])
+    ages = {10: hosts, 4: [*hosts, Host(name="x", address=None, num_devices=1)], 7: [hosts[0]]}
+    for age, of_nodes in ages.items():
+        cache.put(of_nodes, replace(FOUND, time=1000.0 - age))
+    for known in (cache, Cache(tmp_path)):
+        assert known.get(hosts, 1000.0) == replace(FOUND, time=996.0)
+        assert known.get(hosts, 995.0) == replace(FOUND, time=993.0)
+        assert known.get(hosts, 991.0) == replace(FOUND, time=990.0)
+
+
 @pytest.mark.parametrize("text", ["", "{", "{}", FOUND.to_json().replace("1Gbit/s", "fast")])
 def test_a_broken_file_is_told_of_and_ignored(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     cache, hosts = Cache(tmp_path), measuring.hosts(group(2)[0])
@@ -248,6 +270,7 @@ def test_a_folder_that_cannot_be_written_is_told_of(tmp_path: Path, caplog: pyte
 
 def test_caches_are_where_they_belong() -> None:
     assert caching.default_folder({"XDG_CACHE_HOME": "/c", "HOME": "/h"}) == Path("/c/ringweave/probes")
+    assert caching.default_folder({"XDG_CACHE_HOME": "/c", "RINGWEAVE_FINDINGS": "/f"}) == Path("/f")
     assert caching.default_folder({"HOME": "/h"}) == Path("/h/.cache/ringweave/probes")
 
 
@@ -322,6 +345,15 @@ def test_a_job_goes_on_if_its_network_cannot_be_measured(tmp_path: Path, caplog:
         found = knowing.find_out(HashStore(), group(2)[0], timedelta(seconds=0.2), cache=Cache(tmp_path))
     assert found is None
     assert "the network was not measured, equal links are assumed" in caplog.text
+
+
+def test_hosts_of_one_name_are_refused_when_they_meet() -> None:
+    ubuntus = [Place("ubuntu", f"127.0.0.{host + 1}", host=str(host)) for host in range(2)]
+    store = HashStore()
+    got = at_once(*(lambda r=r, p=p: meet(store, r, range(2), p, [], SOON) for r, p in enumerate(ubuntus)))
+    for error in got:
+        assert isinstance(error, PlacementError)
+        assert "rank 0 at 127.0.0.1 and rank 1 at 127.0.0.2" in str(error)
 
 
 def test_effort_bounds_rounds() -> None:

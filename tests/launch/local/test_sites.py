@@ -2,7 +2,8 @@
 
 import subprocess
 import sys
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -25,3 +26,19 @@ def test_a_node_that_does_not_say_its_port_in_time_is_named(monkeypatch: pytest.
     said = r"port on node b: 'nothing in 30 s', expected a free one\. See whether the lab is still up, and how busy"
     with pytest.raises(LaunchError, match=said):
         sites.InLab(Slow()).meeting("b")  # type: ignore[arg-type]
+
+
+def test_workers_in_a_lab_keep_what_they_find_out_in_a_folder_of_the_lab() -> None:
+    class Quiet:
+        addresses: ClassVar = {"a": ("10.0.0.1", "10.1.0.1"), "b": ("10.0.0.2",)}
+        findings_folder = Path("/run/ringweave-findings/one")
+        quotas = None
+
+        def interfaces(self, node: str) -> list[str]:
+            return ["eth0", "eth1"]
+
+    site = sites.InLab(Quiet())  # type: ignore[arg-type]
+    assert site.environ("a") == {
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "RINGWEAVE_FINDINGS": "/run/ringweave-findings/one",
+    }

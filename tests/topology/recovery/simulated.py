@@ -1,7 +1,9 @@
 """A network in memory for the survey to measure: max-min sharing over the links of a cluster, with noise."""
 
 import random
-from collections.abc import Mapping
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
 
 from ringweave.topology import Cluster
 from ringweave.topology.recovery import Batch, Effort, Evidence, Fit, survey
@@ -31,20 +33,26 @@ class Network:
         rates = [0.0] * len(routes)
         growing = set(range(len(routes)))
         while growing:
-            users = {name: sum(name in routes[flow] for flow in growing) for name in left}
-            step = min(left[name] / count for name, count in users.items() if count)
+            users = Counter(name for flow in growing for name in routes[flow])
+            step = min(left[name] / count for name, count in users.items())
             for flow in growing:
                 rates[flow] += step
             for name, count in users.items():
                 left[name] -= step * count
-            full = {name for name, count in users.items() if count and left[name] <= 1e-9 * self._rates[name]}
+            full = {name for name, count in users.items() if left[name] <= 1e-9 * self._rates[name]}
             growing = {flow for flow in growing if full.isdisjoint(routes[flow])}
         return rates
 
 
-def measure(network: Network, num_nodes: int, effort: Effort | None = None, seed: int = 0) -> tuple[Evidence, Fit]:
+def measure(
+    network: Network,
+    num_nodes: int,
+    effort: Effort | None = None,
+    seed: int = 0,
+    clock: Callable[[], float] = time.thread_time,
+) -> tuple[Evidence, Fit]:
     """The survey of this network, to its end."""
-    asking = survey(num_nodes, random.Random(seed), effort)
+    asking = survey(num_nodes, random.Random(seed), effort, clock)
     try:
         batch = next(asking)
         while True:

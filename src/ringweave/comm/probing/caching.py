@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ringweave.comm.probing import findings
 from ringweave.comm.probing.findings import Findings
+from ringweave.environment import FINDINGS
 from ringweave.topology.recovery import Host
 
 MAX_AGE_S = 24 * 3600.0
@@ -30,21 +31,21 @@ class Cache:
     def get(self, hosts: Sequence[Host], now: float, max_age_s: float = MAX_AGE_S) -> Findings | None:
         """What is known of these nodes, by names, addresses and NICs; None if nothing is, or if it is too old.
 
-        Findings of more nodes do as well: a group of some of a job's ranks need not be measured again. A file that
-        cannot be read is told of, and ignored.
+        Findings of more nodes do as well: a group of some of a job's ranks need not be measured again. The newest are
+        taken. A file that cannot be read is told of, and ignored.
         """
         wanted = {(host.name, host.address, host.nics) for host in hosts}
-        for known in self._all(self.path(hosts)):
+        young = [known for known in self._all() if 0 <= now - known.time <= max_age_s]
+        for known in sorted(young, key=lambda known: known.time, reverse=True):
             nodes = {(node.name, node.address, known.offers.get(node.name, ())) for node in known.cluster().nodes}
-            if 0 <= now - known.time <= max_age_s and wanted <= nodes:
+            if wanted <= nodes:
                 return known
         return None
 
-    def _all(self, first: Path) -> Iterator[Findings]:
-        """What is known, that of one file first."""
-        for path in dict.fromkeys([first, *self._put, *sorted(self._folder.glob("*.json"))]):
-            if path in self._put:
-                yield self._put[path]
+    def _all(self) -> Iterator[Findings]:
+        """What is known; files that say the same as this object come twice."""
+        yield from self._put.values()
+        for path in sorted(self._folder.glob("*.json")):
             if (found := self._read(path)) is not None:
                 yield found
 
@@ -85,6 +86,8 @@ def of_process(folder: Path) -> Cache:
 
 
 def default_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where caches belong by the XDG base directory specification."""
+    """RINGWEAVE_FINDINGS, else where caches belong by the XDG base directory specification."""
+    if environ.get(FINDINGS):
+        return Path(environ[FINDINGS])
     home = environ.get("XDG_CACHE_HOME") or str(Path(environ.get("HOME") or "/tmp") / ".cache")
     return Path(home) / "ringweave" / "probes"

@@ -5,6 +5,7 @@ import random
 import socket
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -106,12 +107,16 @@ class Conductor:
             PeerError: A rank is gone, or cannot reach its partner.
         """
         self._number += 1
+        sends_to, receives_from = defaultdict(list), defaultdict(list)
+        for flow in batch.flows:
+            sends_to[flow.src].append(flow.dst)
+            receives_from[flow.dst].append(flow.src)
         told = {}
-        for index in {end for flow in batch.flows for end in (flow.src, flow.dst)}:
+        for index in sends_to.keys() | receives_from.keys():
             part = Part(
                 number=self._number,
-                sends_to=[flow.dst for flow in batch.flows if flow.src == index],
-                receives_from=[flow.src for flow in batch.flows if flow.dst == index],
+                sends_to=sends_to[index],
+                receives_from=receives_from[index],
                 timing=timing,
                 rails=self._rails,
             )

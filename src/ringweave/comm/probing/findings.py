@@ -56,6 +56,8 @@ class Findings:
     """Both directions of every pair that has met."""
     slow: str | None
     """The slowest part in one line; None where nothing is slow."""
+    unsought: str | None = None
+    """What was not looked for, in words; None where everything was."""
     offers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Node -> NICs that were looked at, more than the cluster has where some lead nowhere; nodes whose NICs are not
     known are not in it."""
@@ -83,6 +85,7 @@ class Findings:
             "switches": [switch.name for switch in cluster.switches],
             "rates": dict(self.rates),
             "slow": self.slow,
+            "unsought": self.unsought,
             "wall_s": self.wall_s,
             "age_s": round(max(0.0, now - self.time), 3),
         }
@@ -99,6 +102,7 @@ class Findings:
         parts = [
             f"{describe(cluster)}\n(measured in {seconds}: what TCP streams deliver)",
             self.slow or "nothing is slow: every NIC has at least 3/4 of the median, every uplink of what needs it",
+            *([self.unsought] if self.unsought else []),
             *_two_ways(self.links),
             _matrix("rate of pairs, measured, beside other pairs (Mbit/s)", names, self._rates_of_pairs()),
             _matrix("latency of pairs, measured (us)", names, self._latencies_of_pairs()),

@@ -29,8 +29,9 @@ JOB_PATIENCE = timedelta(seconds=120)
 _FEW_NODES = 16
 """Up to here a job measures every pair when it starts: half a minute."""
 _FULL = Effort()
-_BRIEF = Effort(num_rounds=8, num_trials=32)
-"""For more: about as long, however many they are; not every pair meets, neither for its latency nor for its rate."""
+_BRIEF = Effort(num_rounds=8, num_trials=32, thinking_s=20.0)
+"""For more: about as many batches, however many they are, and so about as long, with what is thought between them; not
+every pair meets, neither for its latency nor for its rate."""
 
 
 def look(store: Store, group: Members, timeout: timedelta, environment: WorkerEnvironment) -> Findings | None:

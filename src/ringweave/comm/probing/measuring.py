@@ -92,7 +92,7 @@ def probe(
     them: together, and each NIC with its part of the rate.
 
     Cost:
-        8 nodes take some 40 batches of 0.4 s; N nodes about 5 N of them.
+        8 nodes take some 50 batches of 0.4 to 0.6 s; N nodes about 5 N of them, where the effort has no bounds.
     """
     if not can_probe(group):
         raise UsageError(_no_network(group))
@@ -177,4 +177,5 @@ def _findings(
             for (src, dst), seconds in sorted(both.items())
         ),
         slow=slow_line(cluster, links),
+        unsought=fit.unsought,
     )

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
+from ringweave.environment import FINDINGS
 from ringweave.errors import LaunchError, explain
 from ringweave.lab import Lab
 from ringweave.launch.local.ports import free_port
@@ -107,10 +108,11 @@ class InLab(Site):
         return self._lab.command(node, argv)
 
     def environ(self, node: str) -> Mapping[str, str]:
-        """The interfaces that Gloo shall use, and one thread each where CPU time is limited to one CPU or less.
+        """Interfaces for Gloo, the lab's own folder of findings, and one thread each where CPU time is limited.
 
         Gloo needs the same number of interfaces on all ranks, so it gets as many as the node with the fewest has.
         """
         count = min(len(addresses) for addresses in self._lab.addresses.values())
         interfaces = {"GLOO_SOCKET_IFNAME": ",".join(self._lab.interfaces(node)[:count])}
-        return interfaces | ({"OMP_NUM_THREADS": "1"} if self._lab.quotas else {})
+        threads = {"OMP_NUM_THREADS": "1"} if self._lab.quotas else {}
+        return {**interfaces, **threads, FINDINGS: str(self._lab.findings_folder)}

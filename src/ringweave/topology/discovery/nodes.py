@@ -1,19 +1,16 @@
 """From what was discovered to the cluster file: a machine as a node, and the nodes of many machines as a cluster."""
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ringweave import errors, units
 from ringweave.errors import UsageError
-from ringweave.topology import leaders
+from ringweave.topology import hosts, leaders
 from ringweave.topology.cluster import ASSUMED_RATE_BYTES_PER_S, DEFAULT_LATENCY_S, Cluster, Device, Nic, Node, Switch
 from ringweave.topology.discovery import choosing
 from ringweave.topology.discovery.choosing import Leadership
 from ringweave.topology.discovery.machine import Interface, Machine
-
-_NOT_IN_HOST_NAMES = re.compile(r"[^A-Za-z0-9.-]+")
 
 
 def to_node(machine: Machine, leadership: Leadership, *, name: str | None = None, is_given: bool = False) -> Node:
@@ -45,7 +42,7 @@ def to_node(machine: Machine, leadership: Leadership, *, name: str | None = None
     used = machine.interfaces[leadership.interface]
     chosen = [used] if is_given else [used, *choosing.equals(machine, used)]
     node = Node(
-        name=name or _NOT_IN_HOST_NAMES.sub("-", machine.name).strip("-."),
+        name=hosts.node_name(name or machine.name),
         devices=devices,
         nics=tuple(_nic(machine, nic) for nic in chosen),
         address=next(iter(used.addresses), None),

@@ -1,32 +1,36 @@
 """Edges between switches that are worth considering: all of them among a few nodes, likely ones among many."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 
 from ringweave.topology.recovery.evidence import Bools, Cut, Evidence, Floats
+from ringweave.topology.recovery.scoring import score, score_moves
+from ringweave.topology.recovery.thinking import Thinking
 
 _FEW_NODES = 12
 """Up to here all edges are considered: 2^11 less those of the nodes themselves."""
 _MAX_CLIMBED = 12
 _MAX_MOVES = 40
+_ALIKE = 1e-9
+"""Scores that differ by less are the same sum in another order."""
 _LEAST_MISSING = 0.3
 """A batch says something of an edge if flows of it miss so much together (1 is a whole flow)."""
 
 
-def candidates(evidence: Evidence, score: Callable[[Bools], Floats], unexplained: Floats) -> Iterable[Cut]:
+def candidates(evidence: Evidence, unexplained: Floats, thinking: Thinking) -> Iterable[Cut]:
     """Sets of nodes, two at least inside and outside, without node 0.
 
     Args:
         evidence: What was measured.
-        score: How well each of some sets would do; shape [sets, nodes] -> [sets].
         unexplained: Shape [flows]: what part of each flow nothing explains yet.
+        thinking: Where it is over, fewer sets are improved.
     """
     if evidence.num_nodes <= _FEW_NODES:
         return [cut for cut in range(0, 1 << evidence.num_nodes, 2) if _is_between(cut, evidence.num_nodes)]
     found = np.unique(np.concatenate([_clusters(evidence, unexplained), _senders(evidence, unexplained)]), axis=0)
-    best = np.argsort(-score(found), kind="stable")[:_MAX_CLIMBED]
-    climbed = {_cut(_climb(found[index], score)) for index in best}
+    best = np.argsort(-score(evidence, unexplained, found), kind="stable")[:_MAX_CLIMBED]
+    climbed = {_cut(_climb(found[index], evidence, unexplained, thinking)) for index in best}
     return sorted(cut for cut in climbed if _is_between(cut, evidence.num_nodes))
 
 
@@ -67,15 +71,17 @@ def _senders(evidence: Evidence, unexplained: Floats) -> Bools:
     return np.concatenate([missing[much] > 0, sent[much] > 0])
 
 
-def _climb(inside: Bools, score: Callable[[Bools], Floats]) -> Bools:
+def _climb(inside: Bools, evidence: Evidence, unexplained: Floats, thinking: Thinking) -> Bools:
     """The set with single nodes moved in or out for as long as that makes it better."""
-    best = float(score(inside[None])[0])
     for _ in range(_MAX_MOVES):
-        moved = inside ^ np.eye(len(inside), dtype=bool)
-        scores = score(moved)
-        if scores.max() <= best:
+        if thinking.is_over:
             break
-        best, inside = float(scores.max()), moved[int(scores.argmax())]
+        now, scores = score_moves(evidence, unexplained, inside)
+        best = float(scores.max())
+        if best <= now + _ALIKE:
+            break
+        inside = inside.copy()
+        inside[int((scores >= best - _ALIKE).argmax())] ^= True
     return inside
 
 

@@ -6,6 +6,7 @@ to an edge between switches, and the edge that explains most of them is added, u
 What shares the rates out among the flows does not matter, only their sums do.
 """
 
+import functools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -13,19 +14,18 @@ import numpy as np
 
 from ringweave.topology.recovery import evidence as seen
 from ringweave.topology.recovery.candidates import candidates
-from ringweave.topology.recovery.evidence import Bools, Cut, Evidence, Floats
+from ringweave.topology.recovery.evidence import TOLERANCE, Bools, Cut, Evidence, Floats
+from ringweave.topology.recovery.scoring import score
+from ringweave.topology.recovery.thinking import Thinking
 
-TOLERANCE = 0.1
-"""A link whose load is within this of the most that it carried is full: TCP's and the machines' noise."""
 CLEAR = 0.15
 """A link that misses this much of it is clearly not full."""
 _LEAST_WEIGHT = 0.3
 """Unexplained flows that miss less than this altogether (1 is a whole flow) are noise."""
-_LEAST_BATCHES = 2
 _RIVALLING = 0.5
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Fit:
     """Edges that explain the evidence, each as two cuts, and how well."""
 
@@ -41,9 +41,20 @@ class Fit:
     unexplained: Floats
     """Shape [flows]: what part of a flow nothing explains; 0 where something does."""
 
+    unsought: str | None = None
+    """What was not looked for, in words; None where everything was."""
+
+    @functools.cached_property
+    def _places(self) -> dict[Cut, int]:
+        return {cut: index for index, cut in enumerate(self.cuts)}
+
+    def capacity(self, cut: Cut) -> float:
+        """The most that passed a cut."""
+        return float(self.capacities[self._places[cut]])
+
     def rate(self, cut: Cut) -> float:
         """What a cut carries: typically when nothing else was in the way, else the most that was seen."""
-        index = self.cuts.index(cut)
+        index = self._places[cut]
         proofs = self.loads[index][self.proofs[index]]
         return float(np.median(proofs) if len(proofs) else self.capacities[index])
 
@@ -59,29 +70,31 @@ class Fit:
 
     def num_proofs(self, cut: Cut) -> int:
         """In how many batches the cut was seen to be what held flows back; if in none, it carries at least its rate."""
-        return int(self.proofs[self.cuts.index(cut)].sum())
+        return int(self.proofs[self._places[cut]].sum())
 
     def is_proved(self, cut: Cut) -> bool:
         """Whether that was so in any batch."""
         return self.num_proofs(cut) > 0
 
 
-def fit(evidence: Evidence, refuted: Collection[Cut] = ()) -> Fit:
+def fit(evidence: Evidence, thinking: Thinking, refuted: Collection[Cut] = (), known: Collection[Cut] = ()) -> Fit:
     """The NICs, and the edges between switches that the evidence asks for.
 
     Args:
         evidence: At least one batch.
+        thinking: Where it is over, the edges are those found so far.
         refuted: Edges (the side without node 0) that are not to be considered.
+        known: Edges of an earlier fit, which do for an answer where there is no time to look for them again.
     """
-    num_nodes = evidence.num_nodes
-    outward = [1 << node for node in range(num_nodes)]
-    cuts = outward + [seen.other_side(cut, num_nodes) for cut in outward]
+    edges: list[Cut] = []
     while True:
-        found = _assess(evidence, cuts)
-        edge = _most_wanted(evidence, found, refuted)
+        if thinking.is_over and len(edges) < len(known):
+            edges = list(known)
+        found = assess(evidence, edges)
+        edge = None if thinking.is_over else _most_wanted(evidence, found, refuted, thinking)
         if edge is None:
             return found
-        cuts = [*cuts, edge, seen.other_side(edge, num_nodes)]
+        edges.append(edge)
 
 
 def are_compatible(one: Cut, other: Cut, num_nodes: int) -> bool:
@@ -90,63 +103,63 @@ def are_compatible(one: Cut, other: Cut, num_nodes: int) -> bool:
     return any(a & b == 0 for a in sides[0] for b in sides[1])
 
 
-def _assess(evidence: Evidence, cuts: Sequence[Cut]) -> Fit:
-    crossed = evidence.crossed(seen.rows(cuts, evidence.num_nodes))
-    loads = evidence.loads(crossed)
+def assess(evidence: Evidence, edges: Sequence[Cut]) -> Fit:
+    """The fit with these edges (the sides without node 0) and no others.
+
+    Cost:
+        Flows times edges: every flow passes two NICs only.
+    """
+    num_nodes = evidence.num_nodes
+    outward = [1 << node for node in range(num_nodes)]
+    nics = outward + [seen.other_side(cut, num_nodes) for cut in outward]
+    between = [cut for edge in edges for cut in (edge, seen.other_side(edge, num_nodes))]
+    crossed = evidence.crossed(seen.rows(between, num_nodes))
+    loads = np.concatenate([evidence.nic_loads, evidence.loads(crossed)])
     capacities = seen.capacities(loads)
-    fullness = np.where(crossed, (loads / capacities[:, None])[:, evidence.batch], 0.0)
+    full = loads / capacities[:, None]
+    batch, ends = evidence.batch, np.stack([evidence.src, evidence.dst + num_nodes])
+    fullness = np.concatenate([full[ends, batch], np.where(crossed, full[2 * num_nodes :, batch], 0.0)])
     best_two = np.sort(fullness, axis=0)[-2:]
     slack = 1 - best_two[-1]
     alone = (fullness >= 1 - TOLERANCE) & (best_two[0] <= 1 - CLEAR)
     proofs = np.zeros(loads.shape, bool)
-    np.logical_or.at(proofs.T, evidence.batch, alone.T)
-    return Fit(evidence.num_nodes, tuple(cuts), capacities, loads, proofs, np.where(slack > TOLERANCE, slack, 0.0))
+    for way, of_way in zip(ends, alone, strict=False):
+        proofs[way[of_way], batch[of_way]] = True
+    np.logical_or.at(proofs[2 * num_nodes :].T, batch, alone[2:].T)
+    return Fit(num_nodes, (*nics, *between), capacities, loads, proofs, np.where(slack > TOLERANCE, slack, 0.0))
 
 
-def rivals(evidence: Evidence, found: Fit) -> list[Cut]:
+def rivals(evidence: Evidence, found: Fit, thinking: Thinking) -> list[Cut]:
     """Edges that explain about what some edge of the fit does: they may be there instead, or as well."""
     rivalling: dict[Cut, None] = {}
     for edge in found.edges[::2]:
-        rest = [cut for cut in found.cuts if cut not in (edge, seen.other_side(edge, found.num_nodes))]
-        without = _assess(evidence, rest)
-        wanted = [cut for cut in _possible(evidence, without) if are_compatible(cut, edge, found.num_nodes)]
-        scores = _scores(evidence, without, seen.rows(wanted, found.num_nodes)) if wanted else np.zeros(0)
+        if thinking.is_over:
+            break
+        without = assess(evidence, [other for other in found.edges[::2] if other != edge])
+        wanted = [cut for cut in _possible(evidence, without, thinking) if are_compatible(cut, edge, found.num_nodes)]
+        scores = score(evidence, without.unexplained, seen.rows(wanted, found.num_nodes))
         good = np.flatnonzero(scores >= _RIVALLING * without.unexplained.sum())
         rivalling |= dict.fromkeys(wanted[index] for index in good if wanted[index] != edge)
     return list(rivalling)
 
 
-def _most_wanted(evidence: Evidence, found: Fit, refuted: Collection[Cut]) -> Cut | None:
+def _most_wanted(evidence: Evidence, found: Fit, refuted: Collection[Cut], thinking: Thinking) -> Cut | None:
     """The edge that explains most of what is unexplained; None if that is no more than noise."""
     if found.unexplained.sum() < _LEAST_WEIGHT:
         return None
-    wanted = [cut for cut in _possible(evidence, found) if cut not in refuted]
+    wanted = [cut for cut in _possible(evidence, found, thinking) if cut not in refuted]
     if not wanted:
         return None
-    scores = _scores(evidence, found, seen.rows(wanted, evidence.num_nodes))
+    scores = score(evidence, found.unexplained, seen.rows(wanted, evidence.num_nodes))
     best = int(scores.argmax())
     return wanted[best] if scores[best] >= _LEAST_WEIGHT else None
 
 
-def _possible(evidence: Evidence, found: Fit) -> list[Cut]:
+def _possible(evidence: Evidence, found: Fit, thinking: Thinking) -> list[Cut]:
     """Edges that the tree of a fit could have besides."""
-    likely = candidates(evidence, lambda inside: _scores(evidence, found, inside), found.unexplained)
+    likely = candidates(evidence, found.unexplained, thinking)
     return [
         cut
         for cut in likely
         if cut not in found.edges and all(are_compatible(cut, edge, found.num_nodes) for edge in found.edges[::2])
     ]
-
-
-def _scores(evidence: Evidence, found: Fit, inside: Bools) -> Floats:
-    """Shape [edges]: how much each explains of what is not explained yet; 0 for what happened only once."""
-    scores, num_batches = np.zeros((2, len(inside)))
-    starts = np.searchsorted(evidence.batch, np.arange(evidence.num_batches))
-    for side in (inside, ~inside):
-        crossed = evidence.crossed(side)
-        loads = evidence.loads(crossed)
-        full = loads >= (1 - TOLERANCE) * seen.capacities(loads)[:, None]
-        gained = (crossed & full[:, evidence.batch]) * found.unexplained
-        num_batches += (np.add.reduceat(gained, starts, axis=1) > 0).sum(axis=1)
-        scores += gained.sum(axis=1)
-    return np.where(num_batches >= _LEAST_BATCHES, scores, 0.0)

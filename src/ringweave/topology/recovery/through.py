@@ -28,7 +28,7 @@ def room(rates: Mapping[Cut, float], cut: Cut, num_nodes: int) -> tuple[dict[int
         (far, [(each, seen.other_side(each, num_nodes)) for each in reversed(inner)], takes),
     ):
         for each, behind in cuts:
-            if behind != side and behind & side == behind:
+            if behind != side and behind & side == behind and behind.bit_count() > 1:
                 _limit(limited, seen.members(behind, num_nodes), rates[each])
     return sends, takes
 

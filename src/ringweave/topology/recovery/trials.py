@@ -3,6 +3,8 @@
 import random
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+
 from ringweave.topology.recovery import evidence as seen
 from ringweave.topology.recovery.batches import Batch, Flow
 from ringweave.topology.recovery.evidence import Cut, Evidence
@@ -30,6 +32,8 @@ def nic_trials(found: Fit, evidence: Evidence, cuts: Iterable[Cut], num_tried: M
     taken: set[int] = set()
     chosen: list[Cut] = []
     for cut in cuts:
+        if chosen and _node(cut, evidence.num_nodes)[0] in taken:
+            continue
         ends = {end for flow in nic_flows(found, evidence, cut, num_tried[cut]) for end in (flow.src, flow.dst)}
         if not chosen or (num_tried[cut] < _TOGETHER and taken.isdisjoint(ends)):
             chosen.append(cut)
@@ -48,12 +52,11 @@ def nic_batch(found: Fit, evidence: Evidence, cuts: Iterable[Cut], num_tried: Ma
 def nic_flows(found: Fit, evidence: Evidence, cut: Cut, num_tried: int) -> tuple[Flow, ...]:
     """One node to or from several others, those first that it was fastest with."""
     num_nodes = evidence.num_nodes
-    is_outward = cut.bit_count() == 1
-    node = seen.members(cut if is_outward else seen.other_side(cut, num_nodes), num_nodes)[0]
+    node, is_outward = _node(cut, num_nodes)
     best = evidence.best_rates()
     rates = best[node] if is_outward else best[:, node]
-    others = sorted((other for other in range(num_nodes) if other != node), key=lambda other: -rates[other])
-    wanted = FACTORS[min(num_tried, len(FACTORS) - 1)] * found.capacities[found.cuts.index(cut)]
+    others = [other for other in np.argsort(-rates, kind="stable").tolist() if other != node]
+    wanted = FACTORS[min(num_tried, len(FACTORS) - 1)] * found.capacity(cut)
     chosen, room = [], 0.0
     for other in others:
         if room >= wanted and len(chosen) > 1:
@@ -61,6 +64,12 @@ def nic_flows(found: Fit, evidence: Evidence, cut: Cut, num_tried: int) -> tuple
         chosen.append(other)
         room += float(found.capacities[other + (num_nodes if is_outward else 0)])
     return tuple(Flow(node, other) if is_outward else Flow(other, node) for other in chosen)
+
+
+def _node(nic: Cut, num_nodes: int) -> tuple[int, bool]:
+    """The node of a NIC, and whether the cut is outward."""
+    is_outward = nic.bit_count() == 1
+    return (nic if is_outward else seen.other_side(nic, num_nodes)).bit_length() - 1, is_outward
 
 
 def again(flows: Sequence[Flow], doubtful: Flow, generator: random.Random) -> Batch:
