@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -17,7 +18,7 @@ from ringweave.errors import TrainingError, explain
 from ringweave.params.serving import optimizers
 from ringweave.planning import balancing, modes
 from ringweave.planning.balancing import Speed
-from ringweave.training import control, reducing, timing
+from ringweave.training import control, reducing, speed_test, timing
 from ringweave.training.balancer import Balancer
 from ringweave.training.choosing import forecasting
 from ringweave.training.control import Control
@@ -85,6 +86,7 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
         UsageError: No such mode, or one whose server nobody has started.
         TrainingError: The batches of the loader cannot be shared in this way.
         DisagreementError: Ranks have prepared different things.
+        PeerError: A worker does not come to the speed test.
         MembershipError: An elastic job does not take this worker in.
     """
     _check_reduction(reduction)
@@ -116,9 +118,11 @@ def _prepare_lasting(
     model, optimizer, loader = triple
     reading = orders.read(loader)
     joining.join(os.environ)
-    messages = Control()
-    decided = modes.decide(asked.mode, environment.mode, messages.world_size)
-    is_open = modes.is_open(asked.mode, environment.mode, messages.world_size)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    decided = modes.decide(asked.mode, environment.mode, world_size)
+    is_open = modes.is_open(asked.mode, environment.mode, world_size)
+    is_served = environment.server is not None
+    referee = speed_test.referee_of_all(settings.speed_test_s, rank, world_size) if is_served else None
     own = {
         "mode": decided[0],
         "reduction": asked.reduction,
@@ -126,12 +130,18 @@ def _prepare_lasting(
         "cap": asked.max_samples,
         "optimizer": optimizers.name_of(optimizer),
         **forecasting.own_prospects(
-            model, loader, reading, environment, is_needed=is_open or decided[0] == modes.PS_HRA
+            model,
+            loader,
+            reading,
+            environment,
+            is_needed=is_open or decided[0] == modes.PS_HRA,
+            referee=referee,
         ),
     }
+    messages = Control()  # of all ranks: made where all are known to be there
     said = messages.gather_json({**dataclasses.asdict(reading), **own})
     control.check_alike(said, _ALIKE)
-    recorder = Recorder(environment, messages.rank)
+    recorder = Recorder(environment, rank)
     chosen, reason, rings = forecasting.decide(
         decided, said, settings.rings, is_open=is_open, local_steps=settings.local_steps
     )

@@ -31,7 +31,7 @@ from ringweave.training.control import Control
 from ringweave.training.loading.orders import Reading
 from ringweave.training.recording import Recorder
 from ringweave.training.reducing import GradientReducer, SampleWeights
-from ringweave.training.rings.forming import rings_of, speeds_of
+from ringweave.training.rings.forming import queue_of, rings_of, speeds_of
 from ringweave.training.rings.loader import RingLoader, RingParts
 from ringweave.training.rings.regrouping import Regrouping
 from ringweave.training.rings.seating import Seating, groups_of, index_of
@@ -73,7 +73,7 @@ def prepare(
     (model, optimizer, loader), (environment, control, recorder) = triple, surroundings
     servers = servers_of(environment)
     speeds = speeds_of(said)
-    rings, follows = form(asked, speeds)
+    rings, follows = form(asked, speeds, queue_of(said))
     groups = groups_of(rings, control.rank)
     index = index_of(rings, control.rank)
     weights = SampleWeights(num_ranks=len(rings[index]), is_mean=asked.is_mean)
@@ -134,9 +134,12 @@ def _shares_of(
     return RingShares(per_rank, timer, control, recorder.shares_changed, caps=caps, num_prefetched=ahead)
 
 
-def form(asked: Asked, speeds: Sequence[float]) -> tuple[tuple[Ring, ...], bool]:
-    """The rings, and whether they follow speeds: those by links stay as they are, and so do rings of one."""
-    by_speed = rings_of(speeds, asked.mode, asked.settings.rings)
+def form(asked: Asked, speeds: Sequence[float], queue: Sequence[int] | None = None) -> tuple[tuple[Ring, ...], bool]:
+    """The rings, and whether they follow speeds: those by links stay as they are, and so do rings of one.
+
+    `queue` is that of completions, as `rings_of` has it.
+    """
+    by_speed = rings_of(speeds, asked.mode, asked.settings.rings, queue=queue)
     rings = asked.rings or by_speed
     return rings, asked.mode == modes.PS_HRA and sorted(map(sorted, rings)) == sorted(map(sorted, by_speed))
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from ringweave.errors import TrainingError, explain
 from ringweave.params.rules import local_steps
+from ringweave.training import speed_test
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +21,9 @@ class Asynchronous:
     """Lambda of delay compensation, g + lambda g g (theta_now - theta_base). It costs the server a copy of the
     parameters for each ring, and changed no loss that was measured; 0.04 is what its authors take."""
 
+    speed_test_s: float = speed_test.PATIENCE_S
+    """Seconds that the speed test at the start waits for the last worker; then it ends with an error that names it."""
+
     def __post_init__(self) -> None:
         """Refuse what means nothing."""
         if self.rings is not None and self.rings < 1:
@@ -29,6 +33,9 @@ class Asynchronous:
             raise TrainingError(
                 explain("local_steps", got=self.local_steps, expected="0 or more", do="Leave it out to push every step")
             )
+        if not self.speed_test_s > 0:
+            do = f"Leave it out for {speed_test.PATIENCE_S:g} s"
+            raise TrainingError(explain("speed_test_s", got=self.speed_test_s, expected="more than 0 seconds", do=do))
 
 
 def local_steps_of(settings: Asynchronous, rings: Sequence[Sequence[int]], speeds: Sequence[float]) -> Sequence[int]:
