@@ -200,4 +200,4 @@ def referee_of_all(patience_s: float, rank: int, world_size: int) -> Referee:
     """A rank's part in a test among all ranks of the default group; each has to come to as many tests."""
     store = distributed_c10d._get_default_store()
     number = store.add(f"ringweave-speed-test/rank-{rank}", 1)
-    return Referee(PrefixStore(f"ringweave-speed-test/{number}/", store), rank, world_size, patience_s=patience_s)
+    return Referee(PrefixStore(f"ringweave-speed-test/{number}", store), rank, world_size, patience_s=patience_s)

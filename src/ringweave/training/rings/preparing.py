@@ -35,7 +35,7 @@ from ringweave.training.rings.forming import queue_of, rings_of, speeds_of
 from ringweave.training.rings.loader import RingLoader, RingParts
 from ringweave.training.rings.regrouping import Regrouping
 from ringweave.training.rings.seating import Seating, groups_of, index_of
-from ringweave.training.rings.settings import Asynchronous, local_steps_of
+from ringweave.training.rings.settings import Asynchronous
 from ringweave.training.rings.sharing import RingShares
 from ringweave.training.timing import HostTimeline, StepTimer
 
@@ -88,9 +88,7 @@ def prepare(
     places.seat.member.refresh()
     atexit.register(places.leave)
     samples = Samples()
-    pushed = PushedOptimizer(
-        optimizer, places.seat.member, samples, local_steps_of(asked.settings, rings, speeds)[index]
-    )
+    pushed = PushedOptimizer(optimizer, places.seat.member, samples, asked.settings.local_steps)
     shares = _shares_of(reading.batch_samples, speeds, said, timer, control, recorder)
     shares.sit(places.seat.ring, places.seat.speeds)
     regrouping = Regrouping(

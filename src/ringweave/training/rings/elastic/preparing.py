@@ -51,7 +51,7 @@ from ringweave.training.rings.elastic.optimizer import KeptOptimizer
 from ringweave.training.rings.elastic.places import RingPlace, Seat
 from ringweave.training.rings.forming import speeds_of
 from ringweave.training.rings.preparing import Asked
-from ringweave.training.rings.settings import Asynchronous, local_steps_of
+from ringweave.training.rings.settings import Asynchronous
 from ringweave.training.timing import StepTimer
 from ringweave.wire.states import Shelf
 
@@ -192,7 +192,7 @@ def _begin(
     setup = rings_preparing.setup_of(given.model, given.optimizer, rings, wanted)
     update: dict[str, Any] = {"shares": [[shares[place] for place in ring] for ring in places]}
     if asked.settings.local_steps:
-        update["local_steps"] = list(local_steps_of(asked.settings, places, speeds))
+        update["local_steps"] = [asked.settings.local_steps] * len(places)
     setup = setup.model_copy(update=update)
     first = Flat(setup.tensors)
     with torch.no_grad():
