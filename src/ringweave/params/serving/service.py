@@ -333,5 +333,5 @@ class ParameterService:
         job = self.started_job()
         attending.check_speaker(job, ring, peer)
         with self.changed:
-            job.away_s.pop(ring, None)
+            job.heard(ring)
         return job
