@@ -5,7 +5,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -36,7 +35,7 @@ from ringweave.training.rings.elastic.preparing import KeptAsked
 from ringweave.training.rings.loader import RingLoader
 from ringweave.training.rings.preparing import Asked
 from ringweave.training.rings.settings import Asynchronous
-from ringweave.training.timing import CudaTimeline, HostTimeline, StepTimer, Timeline
+from ringweave.training.timing import StepTimer
 
 Triple = tuple[nn.Module, Optimizer, DataLoader]
 """What `prepare` is given."""
@@ -103,7 +102,7 @@ def _prepare_elastic(
     triple: Triple, asked: Wanted, settings: Asynchronous, environment: WorkerEnvironment
 ) -> tuple[DistributedDataParallel, Optimizer, ElasticLoader | KeptRingLoader]:
     """For workers that may come and go."""
-    timer = StepTimer(_timeline(triple[0]))
+    timer = StepTimer(timing.timeline_of(triple[0]))
     chosen, reason = modes.decide(asked.mode, environment.mode, 2)
     if chosen in modes.SERVED:
         kept = KeptAsked(elastic=asked, mode=chosen, reason=reason, settings=settings)
@@ -150,7 +149,7 @@ def _prepare_lasting(
         recorder.prepared(mode=chosen, asked=asked.mode, reason=reason, shares=())
         in_rings = Asked(mode=chosen, is_mean=is_mean, settings=settings, ddp=asked.ddp, rings=rings, is_open=is_open)
         return ring_preparing.prepare(triple, reading, said, in_rings, (environment, messages, recorder))
-    timer = StepTimer(_timeline(model))
+    timer = StepTimer(timing.timeline_of(model))
     parts = Parts(
         control=messages,
         balancer=_balancer(said, chosen, timer, messages, recorder),
@@ -181,14 +180,6 @@ def _balancer(
         num_prefetched=max(each["num_prefetched"] for each in said),
         on_change=recorder.shares_changed,
     )
-
-
-def _timeline(model: nn.Module) -> Timeline:
-    return CudaTimeline() if _is_on_cuda(model) else HostTimeline.of_this_process()
-
-
-def _is_on_cuda(model: nn.Module) -> bool:
-    return any(parameter.device.type == "cuda" for parameter in model.parameters()) and torch.cuda.is_available()
 
 
 def _check_reduction(reduction: str) -> None:

@@ -165,6 +165,7 @@ class Client:
         self._end_here()
         with contextlib.suppress(WireError):
             self._channel.send(FrameKind.BYE, timeout_s=_GOODBYE_S)
+            self._reader.join(_GOODBYE_S)  # until the server has ended it too, and counts this peer no more
         self._channel.cut()
         self._reader.join(_GOODBYE_S)
 

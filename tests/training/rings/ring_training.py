@@ -171,6 +171,7 @@ def drift(port: int, keys: str, epochs: Sequence[Sequence[float]]) -> list[float
     triple = make_regression(480, 96, nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     model, optimizer, loader = ringweave.prepare(*triple, mode="ps-hra", asynchronous=Asynchronous(rings=2))
     shares = loader._parts.shares
+    assert shares._timer.open in model._forward_pre_hooks.values(), "the wait for buffers is told apart"
     measure, num_groups = shares.meet, len(distributed_c10d._world.pg_map)
     for seconds in epochs:
         told = [Speed(s_per_sample=each_s) for each_s in seconds]

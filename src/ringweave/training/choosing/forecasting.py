@@ -24,6 +24,10 @@ from ringweave.training.choosing.trials import Trial
 from ringweave.training.loading.orders import Reading
 from ringweave.training.rings.forming import queue_of, rings_of, speeds_of
 from ringweave.training.speed_test import Referee
+from ringweave.wire import Limits
+
+MOST_BYTES = Limits().max_message_bytes
+"""Of the parameters of a model that trains in rings: each push has all of them in one message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +106,9 @@ def decide(
         local_steps: Those that the script wants between two pushes.
     """
     mode, reason = decided
-    goes_with_server = all(each["is_served"] and each["optimizer"] in optimizers.NAMES for each in said)
+    goes_with_server = all(
+        each["is_served"] and each["optimizer"] in optimizers.NAMES and each["num_bytes"] <= MOST_BYTES for each in said
+    )
     if not goes_with_server or num_rings is not None or not (is_open or mode == modes.PS_HRA):
         return mode, reason, None
     ways = _ways(said, modes.AUTO if is_open else mode)

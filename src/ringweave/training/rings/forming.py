@@ -3,6 +3,7 @@
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ringweave.planning import grouping, modes
@@ -19,6 +20,17 @@ _ALONE = grouping.Model(exchange_s=lambda _size, _count: 0.0, efficiency=lambda 
 
 _WRONG = 2.0
 """Trials this far from what the cluster file says are believed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Formed:
+    """The rings at the start, and what becomes of them."""
+
+    rings: tuple[tuple[int, ...], ...]
+    follows: bool
+    """They are formed anew when speeds drift."""
+    num_rings: int | None
+    """As many there are then; None leaves it to the speeds."""
 
 
 def rings_of(

@@ -14,7 +14,7 @@ from ringweave.training.choosing.reconsidering import Reconsidering
 from ringweave.training.recording import Recorder
 from ringweave.training.reducing import GradientReducer, SampleWeights
 from ringweave.training.rings import moments
-from ringweave.training.rings.forming import better_rings
+from ringweave.training.rings.forming import Formed, better_rings
 from ringweave.training.rings.seating import Seating
 from ringweave.training.rings.settings import Asynchronous
 from ringweave.training.rings.sharing import RingShares
@@ -26,8 +26,8 @@ class Regrouping:
 
     places: Seating
     settings: Asynchronous
-    follows: bool
-    """Rings follow speeds."""
+    formed: Formed
+    """The rings at the start."""
     parallel: DistributedDataParallel
     reducer: GradientReducer
     weights: SampleWeights
@@ -51,7 +51,7 @@ class Regrouping:
         present = self.places.seat.rings
         if self.reconsidering is not None:
             return self.reconsidering.better_rings(present, self.shares.recent_s)
-        return better_rings(present, speeds, self.settings.rings) if self.follows else None
+        return better_rings(present, speeds, self.formed.num_rings) if self.formed.follows else None
 
     def _move(self, rings: tuple[Ring, ...]) -> None:
         left = self.places.seat.groups

@@ -184,7 +184,7 @@ def _begin(
     _, reason, by_links = forecasting.decide((asked.mode, asked.reason), everybody, asked.settings.rings, is_open=False)
     wanted = Asked(mode=asked.mode, is_mean=True, settings=asked.settings, ddp={}, rings=by_links)
     speeds = speeds_of(everybody)
-    places, _ = rings_preparing.form(wanted, speeds)
+    places = rings_preparing.form(wanted, speeds, everybody).rings
     batch = given.reading.batch_samples
     caps = [batch if each["cap"] is None else each["cap"] for each in everybody]
     shares = balancing.apportion(batch, [Speed(s_per_sample=1 / speed) for speed in speeds], caps)
