@@ -161,7 +161,7 @@ class Client:
         self.start(message, buffers, timeout_s=timeout_s)
 
     def close(self) -> None:
-        """Say goodbye and hang up; calls that are under way fail. Within about a second."""
+        """Say goodbye and hang up; calls that are under way fail. Within a second and a half."""
         self._end_here()
         with contextlib.suppress(WireError):
             self._channel.send(FrameKind.BYE, timeout_s=_GOODBYE_S)
