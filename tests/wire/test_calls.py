@@ -349,8 +349,9 @@ def test_plain_connections_on_one_machine_work_the_same() -> None:
 def test_peers_are_counted_when_they_come_and_no_more_once_they_have_hung_up(authority: wire.Authority) -> None:
     with serving(trust(authority, "server", "0"), ECHO, FAIL) as server:
         for name in ("0", "1", "2"):
-            with connect(server, trust(authority, "worker", name)), connect(server, trust(authority, "worker", name)):
-                pass
+            peer = trust(authority, "worker", name)
+            for client in (connect(server, peer), connect(server, peer)):
+                client.close(is_awaited=True)
         assert (server.most_peers("worker"), server.most_peers("server")) == (1, 0)
         with connect(server, trust(authority, "worker", "0")), connect(server, trust(authority, "worker", "1")):
             assert server.most_peers("worker") == 2
