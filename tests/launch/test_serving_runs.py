@@ -54,6 +54,8 @@ def test_a_run_in_rings(tmp_path):
     assert counted["samples"] == 390
     # Two, unless the machine was so busy that speeds differed.
     assert 2 <= counted["most_peers"] <= max(len(event["rings"]) for event in formed)
+    assert set(counted["wire"]) == set(counted["pushes"])
+    assert all(each["calls"] > 0 and each["latency_mean_s"] > 0 for each in counted["wire"].values())
     check_no_secrets(tmp_path / "run", tmp_path / "secrets")
 
 

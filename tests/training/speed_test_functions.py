@@ -1,32 +1,59 @@
-"""The speed test on real ranks."""
+"""`prepare` in rings on real ranks, of which some are slow, late or silent."""
 
+import json
 import time
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed import PrefixStore
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from ringweave.training.speed_test import Referee, SpeedTest, measure
+import ringweave
+from ringweave.training import Asynchronous, speed_test
+from ringweave.training.choosing import trials
+from ringweave.training.rings import preparing
+from tests.training.rings.ring_training import meet_server
+
+TEST = "ringweave-speed-test/1"
 
 
-def run_test(num_rings: int, delays_s: list[float | None], timeout_s: float) -> SpeedTest | None:
-    """Each rank takes as long as it is told; None never reports. Who takes any time comes after those who take none."""
-    rank = dist.get_rank()
-    store = PrefixStore("speed/", dist.distributed_c10d._get_default_store())
-    referee = Referee(store, rank, dist.get_world_size(), timeout_s=timeout_s)
-    delay_s = delays_s[rank]
-    if delay_s is None:
+class Slow(nn.Linear):
+    """Once the test has begun it takes twice as long as those that `num_faster` are, however busy the machine is."""
+
+    def __init__(self, num_faster: int) -> None:
+        super().__init__(6, 2)
+        self._num_faster = num_faster
+
+    def forward(self, input: Tensor) -> Tensor:
+        store = dist.distributed_c10d._get_default_store()
+        if self._num_faster and store.check([f"{TEST}/go"]):
+            faster = [f"{TEST}/arrived/{place}" for place in range(1, self._num_faster + 1)]
+            store.wait(faster)
+            time.sleep(2 * max(json.loads(store.get(each))[1] for each in faster))
+            self._num_faster = 0
+        return super().forward(input)
+
+
+def prepare(
+    port: int, keys: str, rings: int, num_faster: list[int], silent: list[int], speed_test_s: float
+) -> tuple[tuple[int, ...], ...] | str | None:
+    """The rings that `prepare` makes, or the text of its error; silent ranks wait for that, and never come."""
+    meet_server(port, keys)
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    dist.barrier()  # who starts late on a busy machine is not silent
+    if rank in silent:
+        store.wait(["the others have seen it"])
         return None
     torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-
-    def trial(module: nn.Module) -> torch.Tensor:
-        time.sleep(delay_s)
-        if delay_s:  # however long a busy machine makes the others take
-            store.wait([f"arrival/{sum(each == 0 for each in delays_s)}"])
-        return module(torch.ones(2, 4)).sum()
-
-    dist.barrier(group=dist.new_group([r for r, d in enumerate(delays_s) if d is not None], backend="gloo"))
-    referee.report(measure(model, trial))
-    return referee.form_rings(num_rings)
+    model, samples = Slow(num_faster[rank]), TensorDataset(torch.randn(64, 6), torch.randn(64, 2))
+    triple = model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(samples, batch_size=16)
+    preparing.speeds_of = lambda said: [1.0] * len(said)  # no borders by the noise of a busy machine
+    speed_test.TEST_S, trials.BUDGET_S = 0.05, 0.1
+    settings = Asynchronous(rings=rings, speed_test_s=speed_test_s)
+    try:
+        loader = ringweave.prepare(*triple, mode="ps-hra", asynchronous=settings)[2]
+    except ringweave.errors.PeerError as error:
+        store.set("the others have seen it", "")
+        return str(error)
+    loader._parts.places.leave()
+    return loader._parts.places.seat.rings

@@ -1,11 +1,15 @@
 """What a timer makes of a train step, on a clock that is moved by hand."""
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from ringweave.topology.cgroups import Quota
+from ringweave.training import timing
 from ringweave.training.timing import HostTimeline, Measured, StepTimer, Timeline
 
 
@@ -135,3 +139,20 @@ def test_what_a_device_has_not_done_yet_is_told_later() -> None:
     assert timer.take() == [(8, 1.0)]
     device.done = 4
     assert timer.take() == [(9, 1.0)]
+
+
+class OnDevice(nn.Module):
+    """A model whose parameters say that they are there."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def parameters(self, recurse: bool = True):
+        return iter([SimpleNamespace(device=torch.device(self._kind))])
+
+
+def test_what_computes_on_a_device_is_timed_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert isinstance(timing.timeline_of(OnDevice("cuda")), timing.CudaTimeline)
+    assert isinstance(timing.timeline_of(OnDevice("cpu")), timing.HostTimeline)

@@ -344,3 +344,28 @@ def test_plain_connections_on_one_machine_work_the_same() -> None:
     here, there = (wire.Plain(wire.Identity(job="j", role=role, name="0"), "token") for role in ("server", "worker"))
     with serving(here, ECHO) as server, connect(server, there) as client:
         assert bytes(client.call(Echo(), [b"abc"], timeout_s=60).buffers[0]) == b"abc"
+
+
+def test_peers_are_counted_when_they_come_and_no_more_once_they_have_hung_up(authority: wire.Authority) -> None:
+    with serving(trust(authority, "server", "0"), ECHO, FAIL) as server:
+        for name in ("0", "1", "2"):
+            peer = trust(authority, "worker", name)
+            for client in (connect(server, peer), connect(server, peer)):
+                client.close(is_awaited=True)
+        assert (server.most_peers("worker"), server.most_peers("server")) == (1, 0)
+        with connect(server, trust(authority, "worker", "0")), connect(server, trust(authority, "worker", "1")):
+            assert server.most_peers("worker") == 2
+
+
+def test_what_a_peer_has_said_is_added_up_over_its_connections(authority: wire.Authority) -> None:
+    with serving(trust(authority, "server", "0"), ECHO, FAIL) as server:
+        for _ in range(3):
+            with connect(server, trust(authority, "worker", "0")) as client:
+                client.call(Echo(), [b"12"], timeout_s=60)
+                with pytest.raises(RemoteError):
+                    client.call(Fail(ours=True), timeout_s=60)
+        peer = wire.Identity(job="job1", role="worker", name="0")
+        wait_until(lambda: server.traffic()[peer].calls == 3)
+        found = server.traffic()[peer]
+        assert found.failures == 3
+        assert found.latency_max_s <= found.latency_sum_s

@@ -61,6 +61,11 @@ class Setup(pydantic.BaseModel):
     local_steps: list[Count] = pydantic.Field(default_factory=list)
     """Of each ring, from one push to the next, likewise; empty where every step is pushed."""
 
+    @property
+    def may_lose_members(self) -> bool:
+        """Rings go on without a worker that dies; else the run ends with it."""
+        return bool(self.shares)
+
 
 class Start(wire.Message):
     """The job begins; with the initial parameters, one buffer for each dtype. Rank 0 sends it once."""

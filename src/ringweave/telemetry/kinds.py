@@ -286,6 +286,7 @@ KINDS: Mapping[str, Kind] = {
             "most_peers": "most workers that were connected at once",
             "train_steps": "samples pushed, in steps of synchronous training",
             "memory_bytes": "bytes of tensors held, and of memory that they are received into and sent from",
+            "wire": "ring -> calls answered, failures, and mean and longest seconds from a call to its answer",
         },
     ),
     "params_led": Kind(

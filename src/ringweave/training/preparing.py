@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -17,7 +17,7 @@ from ringweave.errors import TrainingError, explain
 from ringweave.params.serving import optimizers
 from ringweave.planning import balancing, modes
 from ringweave.planning.balancing import Speed
-from ringweave.training import control, reducing, timing
+from ringweave.training import control, reducing, speed_test, timing
 from ringweave.training.balancer import Balancer
 from ringweave.training.choosing import forecasting
 from ringweave.training.control import Control
@@ -35,7 +35,7 @@ from ringweave.training.rings.elastic.preparing import KeptAsked
 from ringweave.training.rings.loader import RingLoader
 from ringweave.training.rings.preparing import Asked
 from ringweave.training.rings.settings import Asynchronous
-from ringweave.training.timing import CudaTimeline, HostTimeline, StepTimer, Timeline
+from ringweave.training.timing import StepTimer
 
 Triple = tuple[nn.Module, Optimizer, DataLoader]
 """What `prepare` is given."""
@@ -85,6 +85,7 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
         UsageError: No such mode, or one whose server nobody has started.
         TrainingError: The batches of the loader cannot be shared in this way.
         DisagreementError: Ranks have prepared different things.
+        PeerError: A worker does not come to the speed test.
         MembershipError: An elastic job does not take this worker in.
     """
     _check_reduction(reduction)
@@ -101,7 +102,7 @@ def _prepare_elastic(
     triple: Triple, asked: Wanted, settings: Asynchronous, environment: WorkerEnvironment
 ) -> tuple[DistributedDataParallel, Optimizer, ElasticLoader | KeptRingLoader]:
     """For workers that may come and go."""
-    timer = StepTimer(_timeline(triple[0]))
+    timer = StepTimer(timing.timeline_of(triple[0]))
     chosen, reason = modes.decide(asked.mode, environment.mode, 2)
     if chosen in modes.SERVED:
         kept = KeptAsked(elastic=asked, mode=chosen, reason=reason, settings=settings)
@@ -116,9 +117,11 @@ def _prepare_lasting(
     model, optimizer, loader = triple
     reading = orders.read(loader)
     joining.join(os.environ)
-    messages = Control()
-    decided = modes.decide(asked.mode, environment.mode, messages.world_size)
-    is_open = modes.is_open(asked.mode, environment.mode, messages.world_size)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    decided = modes.decide(asked.mode, environment.mode, world_size)
+    is_open = modes.is_open(asked.mode, environment.mode, world_size)
+    is_served = environment.server is not None
+    referee = speed_test.referee_of_all(settings.speed_test_s, rank, world_size) if is_served else None
     own = {
         "mode": decided[0],
         "reduction": asked.reduction,
@@ -126,12 +129,18 @@ def _prepare_lasting(
         "cap": asked.max_samples,
         "optimizer": optimizers.name_of(optimizer),
         **forecasting.own_prospects(
-            model, loader, reading, environment, is_needed=is_open or decided[0] == modes.PS_HRA
+            model,
+            loader,
+            reading,
+            environment,
+            is_needed=is_open or decided[0] == modes.PS_HRA,
+            referee=referee,
         ),
     }
+    messages = Control()  # of all ranks: made where all are known to be there
     said = messages.gather_json({**dataclasses.asdict(reading), **own})
     control.check_alike(said, _ALIKE)
-    recorder = Recorder(environment, messages.rank)
+    recorder = Recorder(environment, rank)
     chosen, reason, rings = forecasting.decide(
         decided, said, settings.rings, is_open=is_open, local_steps=settings.local_steps
     )
@@ -140,7 +149,7 @@ def _prepare_lasting(
         recorder.prepared(mode=chosen, asked=asked.mode, reason=reason, shares=())
         in_rings = Asked(mode=chosen, is_mean=is_mean, settings=settings, ddp=asked.ddp, rings=rings, is_open=is_open)
         return ring_preparing.prepare(triple, reading, said, in_rings, (environment, messages, recorder))
-    timer = StepTimer(_timeline(model))
+    timer = StepTimer(timing.timeline_of(model))
     parts = Parts(
         control=messages,
         balancer=_balancer(said, chosen, timer, messages, recorder),
@@ -171,14 +180,6 @@ def _balancer(
         num_prefetched=max(each["num_prefetched"] for each in said),
         on_change=recorder.shares_changed,
     )
-
-
-def _timeline(model: nn.Module) -> Timeline:
-    return CudaTimeline() if _is_on_cuda(model) else HostTimeline.of_this_process()
-
-
-def _is_on_cuda(model: nn.Module) -> bool:
-    return any(parameter.device.type == "cuda" for parameter in model.parameters()) and torch.cuda.is_available()
 
 
 def _check_reduction(reduction: str) -> None:

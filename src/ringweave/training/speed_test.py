@@ -1,39 +1,35 @@
-"""The speed test: every rank trains on test samples at the start, and the order in which they finish makes rings.
+"""The speed test at the start: every rank trains on as many test samples, and the order in which they finish counts.
 
-Source: Huang & Yang (2022), algorithm 1; the central node is rank 0. Completions are counted by the store's atomic
-counter, so arrival order is what the store saw. A rank that does not report in time is left out of the rings.
+Source: Huang & Yang (2022), algorithm 1; the central node is rank 0. All begin together, once each has its samples.
+Completions are counted by the store's atomic counter, so the order of arrival is what the store saw.
+
+No rank can be left out of a process group of torch: a script that calls `dist.barrier()` would wait for it. So one that
+never reports ends the wait of the others, by an error that names it. Under `ringweave run --elastic` rings are formed
+without it (`rings/elastic/lobby.py`).
 """
 
 import json
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store, distributed_c10d
 
-from ringweave.errors import PeerError
-from ringweave.planning.grouping import CompletionQueue
+from ringweave.errors import PeerError, explain
 
-_REPEATS = 3
-_POLL_S = 0.01
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SpeedTest:
-    """What rank 0 saw, the same on all ranks."""
-
-    rings: tuple[tuple[int, ...], ...]
-    """Ranks of each ring, the fastest ring first."""
-    seconds: tuple[float, ...]
-    """Measured by each rank for one trial; infinite for those that have not reported."""
-    absent: tuple[int, ...]
-    """Ranks that have not reported in time."""
+PATIENCE_S = 300.0
+"""How long the first to be ready waits for the last: ranks may load their data meanwhile."""
+TEST_S = 0.5
+"""How long the fastest rank computes before it reports, about: a dozen periods of a CPU quota."""
+_DIFFERENT = 1.25
+"""Ranks that finish closer together than so many times the shorter time arrive together: a test is no more exact."""
+_GRACE_S = 10.0
+"""How much longer than rank 0 the others wait for what it says."""
+_LOOK_S = 0.01
 
 
 @contextmanager
@@ -57,77 +53,151 @@ def leaving_no_trace(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def measure(
-    model: nn.Module, trial: Callable[[nn.Module], torch.Tensor], clock: Callable[[], float] = time.perf_counter
-) -> float:
-    """Seconds in which this rank computes a trial and its gradients: the median of three, after one to warm up.
-
-    Args:
-        model: The module itself, not under DistributedDataParallel: nothing is communicated.
-        trial: model -> the loss of the test samples, the same number of samples on all ranks.
-        clock: Gives seconds.
-    """
-
-    def once() -> float:
-        started_s = clock()
-        trial(model).backward()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return clock() - started_s
-
-    with leaving_no_trace(model):
-        once()
-        return statistics.median(once() for _ in range(_REPEATS))
-
-
 class Referee:
-    """Collects completions over the group's store, and makes rings of them."""
+    """One rank's part in the test. Every rank has one; those that do not try anything out `withdraw`."""
 
-    def __init__(self, store: Store, rank: int, world_size: int, *, timeout_s: float = 60.0) -> None:
-        """`store` is the test's own; `timeout_s` is how long the fastest waits for the slowest."""
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        patience_s: float = PATIENCE_S,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """`store` is the test's own; `patience_s` is how long those who are ready wait for who is not."""
         self._store, self._rank, self._world_size = store, rank, world_size
-        self._timeout_s = timeout_s
+        self._patience_s, self._clock, self._sleep = patience_s, clock, sleep
+        self._is_ready = self._has_reported = False
+        self._began_s = 0.0
 
-    def report(self, seconds: float) -> None:
-        """This rank has finished its trials."""
-        place = self._store.add("arrivals", 1)
-        self._store.set(f"arrival/{place}", json.dumps([self._rank, seconds]))
+    def start(self, trial_s: float) -> int:
+        """This rank has its test samples: wait until all have, and begin together.
 
-    def form_rings(self, num_rings: int, clock: Callable[[], float] = time.monotonic) -> SpeedTest:
-        """The rings, once there are enough completions or time is up; every rank that has reported calls this.
+        Args:
+            trial_s: Seconds of one trial of this rank, about.
+
+        Returns:
+            How many trials each rank makes: the same number on all of them.
 
         Raises:
-            PeerError: Rank 0 said nothing.
+            PeerError: A rank does not come.
+        """
+        self._be_ready(trial_s)
+        if self._rank == 0:
+            found = self._collect("ready")
+            fastest_s = min((each_s for _, each_s in found if each_s is not None), default=TEST_S)
+            self._say("go", found, math.ceil(TEST_S / max(fastest_s, 1e-6)))
+        num_trials: int = self._hear("go")
+        self._began_s = self._clock()
+        return num_trials
+
+    def report(self) -> None:
+        """This rank has made its trials."""
+        self._arrive(self._clock() - self._began_s)
+
+    def withdraw(self) -> None:
+        """This rank cannot be tried out, or need not be: nobody waits for it. Nothing, if it has reported."""
+        if not self._is_ready:
+            self._be_ready(None)
+            if self._rank == 0:  # the others need not wait for one that has nothing to say of itself
+                self._store.set("go", json.dumps({"absent": [], "content": 1}))
+        if not self._has_reported:
+            self._arrive(None)
+
+    def arrivals(self) -> tuple[int, ...] | None:
+        """The queue of completions: ranks in the order in which they have finished; None if one was not tried out.
+
+        Ranks that arrive together are in the order of ranks, so that those of a node stay together.
+
+        Raises:
+            PeerError: A rank has not reported in time; the same on all ranks, and on that one when it does after all.
         """
         if self._rank == 0:
-            self._store.set("rings", json.dumps(asdict(self._collect(num_rings, clock))))
-        try:
-            self._store.wait(["rings"], timedelta(seconds=2 * self._timeout_s))
-        except RuntimeError as cause:
-            raise PeerError(
-                f"speed test: rank 0 formed no rings within {2 * self._timeout_s:g} s, expected them when time is up. "
-                "Look into the log of that rank."
-            ) from cause
-        said = json.loads(self._store.get("rings"))
-        rings = tuple(tuple(ring) for ring in said["rings"])
-        return SpeedTest(rings=rings, seconds=tuple(said["seconds"]), absent=tuple(said["absent"]))
+            found = self._collect("arrived")
+            self._say("order", found, in_order(found))
+        order = self._hear("order")
+        return None if order is None else tuple(order)
 
-    def _collect(self, num_rings: int, clock: Callable[[], float]) -> SpeedTest:
-        queue = CompletionQueue(self._world_size, num_rings)
-        seconds = [math.inf] * self._world_size
-        deadline = clock() + self._timeout_s
+    def _be_ready(self, trial_s: float | None) -> None:
+        self._is_ready = True
+        self._put("ready", trial_s)
+
+    def _arrive(self, seconds: float | None) -> None:
+        self._has_reported = True
+        self._put("arrived", seconds)
+
+    def _put(self, what: str, seconds: float | None) -> None:
+        place = self._store.add(what, 1)
+        self._store.set(f"{what}/{place}", json.dumps([self._rank, seconds]))
+
+    def _collect(self, what: str) -> list[tuple[int, float | None]]:
+        """Who came in time, in the order in which they came, with what each said."""
+        found: list[tuple[int, float | None]] = []
+        deadline_s = self._clock() + self._patience_s
         for place in range(1, self._world_size + 1):
-            if not self._wait(f"arrival/{place}", deadline - clock()):
-                queue.close()
+            if not self._wait(f"{what}/{place}", deadline_s):
                 break
-            worker, seconds_of_worker = json.loads(self._store.get(f"arrival/{place}"))
-            seconds[worker] = seconds_of_worker
-            queue.report(worker)
-        return SpeedTest(rings=queue.rings, seconds=tuple(seconds), absent=queue.absent)
+            rank, seconds = json.loads(self._store.get(f"{what}/{place}"))
+            found.append((rank, seconds))
+        return found
 
-    def _wait(self, key: str, limit_s: float) -> bool:
-        try:
-            self._store.wait([key], timedelta(seconds=max(limit_s, _POLL_S)))
-        except RuntimeError:
-            return False
+    def _say(self, key: str, found: list[tuple[int, float | None]], content: object) -> None:
+        absent = sorted(set(range(self._world_size)) - {rank for rank, _ in found})
+        self._store.set(key, json.dumps({"absent": absent, "content": content}))
+
+    def _hear(self, key: str) -> Any:
+        """What rank 0 says; an error if it, or another rank, does not come."""
+        absent, waited_s = [0], 2 * self._patience_s + _GRACE_S
+        if self._wait(key, self._clock() + waited_s):
+            said = json.loads(self._store.get(key))
+            if not said["absent"]:
+                return said["content"]
+            absent, waited_s = said["absent"], self._patience_s
+        names = ", ".join(map(str, absent))
+        raise PeerError(
+            explain(
+                f"speed test of {self._world_size} workers",
+                got=f"nothing from worker {names} within {waited_s:g} s",
+                expected="a report of each",
+                do="Look into the log of that worker; give slow ones longer by Asynchronous(speed_test_s=...); "
+                "ringweave run --elastic goes on without it",
+            )
+        )
+
+    def _wait(self, key: str, deadline_s: float) -> bool:
+        """Whether it is there by then. Looks again and again: a wait inside the store would keep others from it."""
+        while not self._store.check([key]):
+            if self._clock() >= deadline_s:
+                return False
+            self._sleep(_LOOK_S)
         return True
+
+
+def in_order(found: list[tuple[int, float | None]]) -> list[int] | None:
+    """Ranks in the order in which they arrived; those together that finished at about the same time.
+
+    Args:
+        found: (rank, seconds that it took, None if it was not tried out) in the order of arrival.
+    """
+    order: list[int] = []
+    together: list[int] = []
+    first_s = 0.0
+    for rank, seconds in found:
+        if seconds is None:
+            return None
+        if together and seconds >= first_s * _DIFFERENT:
+            order += sorted(together)
+            together = []
+        if not together:
+            first_s = seconds
+        together.append(rank)
+    return order + sorted(together)
+
+
+def referee_of_all(patience_s: float, rank: int, world_size: int) -> Referee:
+    """A rank's part in a test among all ranks of the default group; each has to come to as many tests."""
+    store = distributed_c10d._get_default_store()
+    number = store.add(f"ringweave-speed-test/rank-{rank}", 1)
+    return Referee(PrefixStore(f"ringweave-speed-test/{number}", store), rank, world_size, patience_s=patience_s)

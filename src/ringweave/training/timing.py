@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ringweave.planning import balancing
@@ -217,6 +218,12 @@ class StepTimer:
 
     def _has_passed(self, step: _Step) -> bool:
         return all(map(self._timeline.has_passed, (step.ready, *(end for _, end in step.updates))))
+
+
+def timeline_of(model: nn.Module) -> Timeline:
+    """The device's, where the model is on one."""
+    is_on_cuda = any(parameter.device.type == "cuda" for parameter in model.parameters())
+    return CudaTimeline() if is_on_cuda and torch.cuda.is_available() else HostTimeline.of_this_process()
 
 
 def _times_throttled(quota: Quota | None) -> int:

@@ -160,11 +160,16 @@ class Client:
         """
         self.start(message, buffers, timeout_s=timeout_s)
 
-    def close(self) -> None:
-        """Say goodbye and hang up; calls that are under way fail. Within about a second."""
+    def close(self, *, is_awaited: bool = False) -> None:
+        """Say goodbye and hang up; calls that are under way fail. Within about a second.
+
+        `is_awaited` returns once the server has ended it too and counts this peer no more, half a second later at most.
+        """
         self._end_here()
         with contextlib.suppress(WireError):
             self._channel.send(FrameKind.BYE, timeout_s=_GOODBYE_S)
+            if is_awaited:
+                self._reader.join(_GOODBYE_S)
         self._channel.cut()
         self._reader.join(_GOODBYE_S)
 

@@ -21,6 +21,19 @@ class Traffic:
     """Sum over the answered calls of the seconds from the call to its answer."""
     latency_max_s: float = 0.0
 
+    def __add__(self, other: "Traffic") -> "Traffic":
+        """That of both connections."""
+        return Traffic(
+            bytes_sent=self.bytes_sent + other.bytes_sent,
+            bytes_received=self.bytes_received + other.bytes_received,
+            messages_sent=self.messages_sent + other.messages_sent,
+            messages_received=self.messages_received + other.messages_received,
+            failures=self.failures + other.failures,
+            calls=self.calls + other.calls,
+            latency_sum_s=self.latency_sum_s + other.latency_sum_s,
+            latency_max_s=max(self.latency_max_s, other.latency_max_s),
+        )
+
     def as_dict(self) -> dict[str, float]:
         """The counters by name."""
         return asdict(self)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from ringweave.errors import ConnectionLostError, UsageError, WireError, explain
 from ringweave.wire.calls import Budget, Handler
 from ringweave.wire.framing.limits import Limits
+from ringweave.wire.metrics import Traffic
 from ringweave.wire.security import admission
 from ringweave.wire.security.admission import TurnedAwayError
 from ringweave.wire.security.identities import Identity
@@ -69,6 +70,9 @@ class Server:
         self._budget = Budget(self.limits.max_bytes_in_flight)
         self._lock = threading.Lock()
         self._sessions: dict[Session, str] = {}
+        self._most: dict[str, int] = {}
+        self._past: dict[Identity, Traffic] = {}
+        """Of connections that have ended."""
         self._threads: set[threading.Thread] = set()
         self._strangers: set[socket.socket] = set()
         self._listener: socket.socket | None = None
@@ -107,6 +111,19 @@ class Server:
         """Of those who are connected."""
         with self._lock:
             return {session.peer.name for session in self._sessions}
+
+    def most_peers(self, role: str) -> int:
+        """Most processes of that role that were connected at once; several connections of one count once."""
+        with self._lock:
+            return self._most.get(role, 0)
+
+    def traffic(self) -> dict[Identity, Traffic]:
+        """What went over all connections of each peer so far, those that have ended as well."""
+        with self._lock:
+            found = dict(self._past)
+            for session in self._sessions:
+                found[session.peer] = found.get(session.peer, Traffic()) + session.channel.traffic
+            return found
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Let no one in, finish what is being handled, say goodbye, and end all threads; all of it in time.
@@ -187,6 +204,7 @@ class Server:
         finally:
             with self._lock:
                 self._sessions.pop(session, None)
+                self._past[session.peer] = self._past.get(session.peer, Traffic()) + session.channel.traffic
 
     def _note_end(self, session: Session) -> None:
         """Say so if that was all that there was of the peer."""
@@ -204,6 +222,8 @@ class Server:
             has_room = len(self._sessions) < self.limits.max_connections
             if has_room:
                 self._sessions[session] = where
+                here = {each.peer for each in self._sessions if each.peer.role == peer.role and not each.has_ended}
+                self._most[peer.role] = max(len(here), self._most.get(peer.role, 0))
         if not has_room:  # others were let in while this one shook hands
             error = TurnedAwayError("full", self._full("max_connections"))
             admission.refuse(channel, error)

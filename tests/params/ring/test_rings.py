@@ -22,7 +22,7 @@ def serving(folder: Path, num_ranks: int) -> Iterator[tuple[wire.Server, Paramet
     authority = wire.Authority("test")
     for rank in range(num_ranks):
         authority.issue("worker", str(rank)).save(folder / "keys" / str(rank))
-    service = ParameterService(num_peers=lambda: len(server.peers()))
+    service = ParameterService(most_peers=lambda: server.most_peers("worker"))
     server = wire.Server(wire.Tls(authority.issue("server", "0")), service.handlers(), roles=("worker",))
     with server.start("127.0.0.1"):
         yield server, service

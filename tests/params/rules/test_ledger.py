@@ -22,8 +22,13 @@ class Play:
         self.computed = [0] * policy.num_rings
         self.staleness: list[int] = []
         self.now_s = 0.0
+        self.held_while_paused: set[tuple[int, int]] = set()
+        """(ring, base) of what rings had that were paused then."""
+        self.late: list[int] = []
+        """Staleness of what they came back with."""
 
-    def run(self, draw_s) -> None:
+    def run(self, draw_s, draw_pause=lambda ring: False) -> None:
+        self.draw_pause = draw_pause
         rings = range(self.ledger.policy.num_rings)
         self.waiting.update(rings)
         self.draw_s = draw_s
@@ -34,7 +39,12 @@ class Play:
             self.settle()
 
     def begin(self, ring: int) -> None:
-        heapq.heappush(self.computing, (self.now_s + self.draw_s(ring), len(self.staleness), ring))
+        compute_s = self.draw_s(ring)
+        if self.draw_pause(ring):
+            self.ledger.pause(ring)
+            self.held_while_paused.update((ring, base) for base in self.ledger.holdings[ring].grants)
+            compute_s *= 30
+        heapq.heappush(self.computing, (self.now_s + compute_s, len(self.staleness), ring))
 
     def settle(self) -> None:
         """Push what is computed and granted, grant what is asked for, until nothing changes."""
@@ -59,7 +69,8 @@ class Play:
         base = self.ledger.base(ring)
         assert base is not None
         receipt = self.ledger.push(ring, sequence, base)
-        self.staleness.append(receipt.staleness_versions)
+        is_late = (ring, base) in self.held_while_paused
+        (self.late if is_late else self.staleness).append(receipt.staleness_versions)
         assert self.ledger.push(ring, sequence, base).is_repeat
         if sequence == self.rounds:
             self.ledger.leave(ring)
@@ -81,6 +92,19 @@ def test_no_push_is_older_than_the_bound_and_every_ring_ends(data, num_rings, ro
     assert [each.sequence for each in play.ledger.pushed.values()] == [rounds] * num_rings
     assert play.ledger.version == rounds * num_rings == len(play.staleness)
     assert max(play.staleness) <= policy.most_versions
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@given(data=st.data(), num_rings=st.integers(2, 6), rounds=st.integers(1, 20))
+@settings(max_examples=effort.share_of(300))
+def test_a_paused_ring_takes_nobody_else_beyond_the_bound(data, num_rings, rounds, overlaps):
+    policy = StalenessPolicy(num_rings=num_rings, overlaps=overlaps)
+    speeds = data.draw(st.lists(st.sampled_from([1.0, 4.0, 50.0]), min_size=num_rings, max_size=num_rings))
+    jitter = data.draw(st.randoms(use_true_random=False))
+    play = Play(policy, rounds)
+    play.run(lambda ring: speeds[ring] * jitter.choice([0.5, 1, 1, 9]), lambda ring: jitter.random() < 0.1)
+    assert [each.sequence for each in play.ledger.pushed.values()] == [rounds] * num_rings
+    assert max(play.staleness, default=0) <= policy.most_versions
 
 
 @pytest.mark.parametrize("overlaps", [False, True])

@@ -26,6 +26,7 @@ from ringweave.params.messages import (
     Take,
     TensorSpec,
 )
+from ringweave.params.rules import StalenessPolicy
 from ringweave.params.serving import attending
 from ringweave.params.serving.optimizers import options_of
 from ringweave.params.serving.service import ParameterService
@@ -46,7 +47,7 @@ class Job:
         self.service = ParameterService(clock=lambda: self.now_s)
         self._handlers = {each.message: each for each in self.service.handlers()}
 
-    def start(self) -> None:
+    def start(self, *, may_lose_members: bool = True) -> None:
         setup = Setup(
             tensors=SPECS,
             optimizer="SGD",
@@ -54,7 +55,7 @@ class Job:
             rings=RINGS,
             overlaps=False,
             compensation=0.0,
-            shares=SHARES,
+            shares=SHARES if may_lose_members else [],
         )
         self.call("0.0", Start(term=0, setup=setup), Flat(SPECS, [torch.zeros(4, dtype=torch.float64)]).buffers())
 
@@ -124,6 +125,41 @@ def test_nobody_waits_for_a_ring_that_forms_anew(job: Job, is_said: bool) -> Non
     late = job.push("3.0", 0, 1, base)
     assert (late.version, late.staleness_versions) == (30, 29)
     assert late.damping < 1.0
+
+
+def test_a_ring_that_is_heard_of_again_is_waited_for_before_it_pushes(job: Job) -> None:
+    base = job.call("0.0", Pull(term=0, ring=0, after_sequence=0)).version
+    job.hang_up("0.0")
+    for sequence in range(1, 10):
+        version = job.call("1.0", Pull(term=0, ring=1, after_sequence=sequence - 1)).version
+        job.push("1.0", 1, sequence, version)
+    job.call("3.0", Take(term=0, ring=0, number=1, epoch=0, num_samples=5, least=1, epoch_samples=50))
+    with pytest.raises(DeadlineError, match="the slowest ring near enough"):
+        job.call("1.0", Pull(term=0, ring=1, after_sequence=9), limit_s=0.0)
+    assert job.push("3.0", 0, 1, base).staleness_versions == 9
+    assert job.call("1.0", Pull(term=0, ring=1, after_sequence=9)).version == 10
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.sampled_from(["go on", "go on", "hang up"])), max_size=80))
+def test_where_no_members_are_lost_no_push_is_older_than_the_bound_whatever_connections_break(events) -> None:
+    """A ring pushes what it has computed and asks for parameters, or its connection breaks while it computes."""
+    job, base, pushed = Job(), [-1, -1], [0, 0]
+    job.start(may_lose_members=False)
+    most = StalenessPolicy(num_rings=2).most_versions
+    for ring, what in [*events, *[(0, "go on"), (1, "go on")] * 3]:
+        who = f"{RINGS[ring][0]}"
+        if what == "hang up":
+            job.hang_up(who)
+            continue
+        if base[ring] >= 0:
+            pushed[ring] += 1
+            assert job.push(who, ring, pushed[ring], base[ring]).staleness_versions <= most
+        try:
+            pull = Pull(term=0, ring=ring, after_sequence=pushed[ring])
+            base[ring] = job.call(who, pull, limit_s=0.0).version
+        except DeadlineError:
+            base[ring] = -1
+    assert min(base) >= 0, "nobody is left waiting"
 
 
 def test_a_ring_that_is_whole_is_waited_for(job: Job) -> None:

@@ -18,6 +18,7 @@ OPTIONS = options_of(torch.optim.SGD([torch.zeros(1)], lr=0.125).param_groups[0]
 
 
 def setup_of(num_rings: int) -> Setup:
+    """Of an elastic job, in which nobody waits for a ring that is cut off."""
     return Setup(
         tensors=SPECS,
         optimizer="SGD",
@@ -25,6 +26,7 @@ def setup_of(num_rings: int) -> Setup:
         rings=[[ring] for ring in range(num_rings)],
         overlaps=False,
         compensation=0.0,
+        shares=[[1]] * num_rings,
     )
 
 

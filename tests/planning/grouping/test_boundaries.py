@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringweave.errors import TrainingError
-from ringweave.planning.grouping import Model, regroup, split, throughput
+from ringweave.planning.grouping import Model, split, throughput
 
 FREE = Model(exchange_s=lambda _size, _rings: 0.0, efficiency=lambda _rings: 1.0)
 
@@ -60,14 +60,6 @@ def test_borders_are_where_speeds_differ() -> None:
 
 def test_who_never_reported_is_in_no_ring() -> None:
     assert split([1.0, math.inf, 1.0], FREE, num_rings=1).rings == ((0, 2),)
-
-
-def test_rings_stay_until_others_are_clearly_better() -> None:
-    rings = ((0, 1), (2, 3))
-    assert regroup(rings, [1, 1, 4, 4.2], FREE, min_gain=0.1) is None
-    changed = regroup(rings, [1, 4, 1, 4], FREE)
-    assert changed is not None
-    assert throughput(changed.rings, [1, 4, 1, 4], FREE) >= 1.1 * throughput(rings, [1, 4, 1, 4], FREE)
 
 
 @pytest.mark.parametrize(("round_s", "num_rings"), [([1.0, 2.0], 3), ([1.0], 0), ([math.inf], None)])

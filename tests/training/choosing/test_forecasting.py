@@ -107,3 +107,8 @@ def test_what_fits_is_kept():
     slow = [[0.01] * 8] * 4 + [[0.04] * 8] * 4
     assert again(slow, fitting) is None
     assert again(slow, again(STALLING, EVERYONE).chosen.rings) is None
+
+
+def test_a_model_that_is_larger_than_a_message_is_balanced():
+    heard = said([[0.01] * 7 + [0.04]] * 8, num_bytes=forecasting.MOST_BYTES + 1)
+    assert forecasting.decide(OPEN, heard, None, is_open=True) == (*OPEN, None)

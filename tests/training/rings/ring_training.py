@@ -171,6 +171,7 @@ def drift(port: int, keys: str, epochs: Sequence[Sequence[float]]) -> list[float
     triple = make_regression(480, 96, nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     model, optimizer, loader = ringweave.prepare(*triple, mode="ps-hra", asynchronous=Asynchronous(rings=2))
     shares = loader._parts.shares
+    assert shares._timer.open in model._forward_pre_hooks.values(), "the wait for buffers is told apart"
     measure, num_groups = shares.meet, len(distributed_c10d._world.pg_map)
     for seconds in epochs:
         told = [Speed(s_per_sample=each_s) for each_s in seconds]
@@ -202,3 +203,33 @@ def stall_in_one_ring(port: int, keys: str, num_epochs: int) -> tuple[list, bool
         assert_same_everywhere(weights_of(model))
     shared._parts.places.leave()
     return [*seen, shared._parts.places.seat.rings], are_exact
+
+
+def move_with_local_steps(port: int, keys: str, local_steps: int) -> dict[str, list]:
+    """Two rings of two kinds of ranks with AdamW; speeds change after the first epoch, and so do rings.
+
+    Returns, for each epoch: rings, steps, pushes, and the sum of all weights after each step.
+    """
+    meet_server(port, keys)
+    trials.measure = lambda *_, **__: trials.Trial(sample_s=[(0.001, 0.001, 0.004, 0.004)[dist.get_rank()]] * 4)
+    SpeedEstimator.speed = property(lambda _: None)  # pyrefly: ignore
+    model, _, loader = make_regression(480, 40, nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    settings = Asynchronous(rings=2, local_steps=local_steps)
+    model, optimizer, shared = ringweave.prepare(model, optimizer, loader, mode="ps-hra", asynchronous=settings)
+    parts, seen = shared._parts, {"rings": [], "pushes": [], "steps": []}
+    measure = parts.shares.meet
+    told = [Speed(s_per_sample=each_s) for each_s in (0.001, 0.004, 0.001, 0.004)]
+    parts.shares.meet = lambda: (measure(), told)[1]
+    for _ in range(2):
+        seat, sums = parts.places.seat, []
+        for x, y in shared:
+            take_step(model, optimizer, x, y)
+            sums.append(weights_of(model.module).sum().item())
+        seen["rings"].append(seat.rings)
+        seen["pushes"].append(seat.member._sequence)
+        seen["steps"].append(sums)
+        assert shared.account is not None
+        assert shared.account.is_exact
+    parts.places.leave()
+    return seen

@@ -49,4 +49,29 @@ def test_rings_are_formed_anew_when_speeds_drift(tmp_path: Path) -> None:
     # The first ones are of equal ranks; from (1, 1, 4, 4) to (4, 4, 1, 1) ranks stay with those who are as fast.
     assert formed[-1] == [[0, 1], [2, 3]]
     assert formed.count([[0, 2], [1, 3]]) == 1
-    assert (status.samples, status.most_peers <= 4) == (1920, True)
+    assert (status.samples, status.most_peers) == (1920, 2), "as many as rings, also while they are formed anew"
+
+
+def test_with_local_steps_all_rings_push_equally_often_and_ranks_of_a_new_ring_stay_together(tmp_path: Path) -> None:
+    """A slow ring's steps are smaller, not fewer; the moments of AdamW come from the new ring's representative."""
+    local_steps = 3
+    with (
+        serving(tmp_path, 4) as (server, service),
+        Ranks(
+            ring_training.move_with_local_steps,
+            4,
+            server.port,
+            str(tmp_path / "keys"),
+            local_steps,
+            timeout_s=TIMEOUT_S,
+        ) as ranks,
+    ):
+        found = ranks.values(timeout_s=TIMEOUT_S)
+        assert service.status().samples == 960
+    for epoch, pairs in enumerate([[(0, 1), (2, 3)], [(0, 2), (1, 3)]]):
+        for first, second in pairs:
+            one, other = found[first], found[second]
+            assert sorted(map(sorted, one["rings"][epoch])) == [list(pair) for pair in pairs]
+            assert one["pushes"][epoch] == -(-len(one["steps"][epoch]) // local_steps)
+            assert one["steps"][epoch] == other["steps"][epoch]
+            assert len(set(one["steps"][epoch])) > 1

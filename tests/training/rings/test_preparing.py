@@ -5,9 +5,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ringweave.errors import TrainingError
 from ringweave.testing.ranks import Ranks
 from ringweave.training.control import Control
 from ringweave.training.rings import preparing
+from ringweave.training.rings.forming import Formed
+from ringweave.training.rings.preparing import Asked
+from ringweave.training.rings.settings import Asynchronous
 
 
 def shared() -> dict[str, list]:
@@ -36,3 +40,38 @@ def test_frozen_parameters_and_buffers_are_those_of_rank_0():
     }
     assert second["2.weight"] != first["2.weight"]  # trained: it comes from the server
     assert first["1.num_batches_tracked"] == 7
+
+
+def asked(**more) -> Asked:
+    return Asked(**{"mode": "ps-hra", "is_mean": True, "settings": Asynchronous(), "ddp": {}, **more})
+
+
+def said(*rates: float | None) -> list[dict]:
+    return [{"rate": rate} for rate in rates]
+
+
+def test_rings_that_were_formed_for_stalls_follow_speeds_too_and_stay_as_many():
+    pairs = ((0, 1), (2, 3), (4, 5), (6, 7))
+    formed = preparing.form(asked(rings=pairs), [1.0] * 8, said(*[None] * 8))
+    assert formed == Formed(rings=pairs, follows=True, num_rings=4)
+
+
+def test_rings_by_speed_follow_speeds_and_their_number_too():
+    formed = preparing.form(asked(), [1.0, 1.0, 0.25, 0.25], said(*[None] * 4))
+    assert formed == Formed(rings=((0, 1), (2, 3)), follows=True, num_rings=None)
+    formed = preparing.form(asked(settings=Asynchronous(rings=2)), [1.0] * 4, said(*[None] * 4))
+    assert formed == Formed(rings=((0, 1), (2, 3)), follows=True, num_rings=2)
+
+
+def test_rings_by_links_and_rings_of_one_stay_as_they_are():
+    by_links = ((0, 1, 2), (3,))
+    assert not preparing.form(asked(rings=by_links), [1.0] * 4, said(50e6, 50e6, 50e6, 5e6)).follows
+    assert not preparing.form(asked(mode="ps"), [1.0] * 2, said(None, None)).follows
+
+
+def test_a_model_that_is_larger_than_a_message_is_refused():
+    with torch.device("meta"):
+        model = nn.Linear(1 << 14, (1 << 14) + 1, bias=False)
+    text = r"^parameters in rings: '1073807360 bytes', expected at most 1073741824, which a ring pushes in one mes"
+    with pytest.raises(TrainingError, match=text):
+        preparing.setup_of(model, torch.optim.SGD(model.parameters(), lr=1.0), ((0,),), asked())

@@ -84,7 +84,7 @@ class Servers:
             watchers, self._watchers = self._watchers, []
             self._stop.set()
         if client is not None:
-            client.close()
+            client.close(is_awaited=True)  # whoever connects next is no peer too many
         deadline_s = time.monotonic() + 2 * CALL_S
         for watcher in watchers:
             watcher.join(max(0.0, deadline_s - time.monotonic()))

@@ -43,9 +43,9 @@ class PushedOptimizer(Optimizer):
         self._member.push_gradients(self._samples.taken(), options)
         return found
 
-    def move(self, member: Member, local_steps: int) -> None:
+    def move(self, member: Member) -> None:
         """Belong to another ring from here on; the one before rests."""
-        self._member, self._local_steps = member, local_steps
+        self._member = member
 
     def break_off(self) -> None:
         """Compute nothing until the member's next `refresh`; local steps that are not pushed yet are lost.

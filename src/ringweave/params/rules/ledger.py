@@ -8,8 +8,9 @@ is given if for every other ring s that is computing
 
 A grant allows one push, so the left side never grows but by grants, and no push can be older than the bound.
 
-A ring that is *paused*, since it has lost a member and forms anew, holds nobody up: it keeps its grants, and the push
-that it comes back with is applied however old it is, for what its age leaves of it. It alone may pass the bound.
+A ring that is *paused*, since it has lost a member and forms anew (in elastic jobs alone), holds nobody up: it keeps
+its grants, and the push that it comes back with is applied however old it is, for what its age leaves of it. It alone
+may pass the bound; a ring whose connection has broken, and that lives, is not paused.
 
 Without overlap a ring that waits has nothing under way, so somebody is always computing and his push frees the others.
 With overlap a ring waits while it holds a computed round; so the oldest ring is always granted, and the others keep
@@ -178,14 +179,11 @@ class Ledger:
         self._find(ring)
         if self._may_push(self._rings[ring]):
             return True  # other parameters in the place of those that it has allow it no further push
-        others = {
-            each: state
-            for each, state in enumerate(self._rings)
-            if each != ring and state.grants and not state.is_paused
-        }
+        holding = {each: state for each, state in enumerate(self._rings) if each != ring and state.grants}
+        others = {each: state for each, state in holding.items() if not state.is_paused}
         if self.policy.overlaps and self._is_oldest(ring, others):
             return True
-        pushing = {each for each, state in others.items() if self._may_push(state)} | {ring}
+        pushing = {each for each, state in holding.items() if self._may_push(state)} | {ring}  # paused ones come back
         bound = self.policy.most_versions - self.policy.reserve_versions
         return all(self.version + len(pushing - {each}) - state.grants[0] <= bound for each, state in others.items())
 
@@ -210,6 +208,10 @@ class Ledger:
     def pause(self, ring: int) -> None:
         """The ring holds nobody up until it pushes, or is granted parameters."""
         self._find(ring).is_paused = True
+
+    def go_on(self, ring: int) -> None:
+        """The ring holds others up again: it has been heard of."""
+        self._find(ring).is_paused = False
 
     def is_paused(self, ring: int) -> bool:
         """Whether nobody waits for it."""

@@ -44,15 +44,17 @@ class Attendance:
         ]
 
     def hung_up(self, peer: Identity) -> None:
-        """A process has hung up without a goodbye: its ring forms anew, or is dead; nobody waits for it meanwhile."""
+        """A process has hung up without a goodbye: its ring forms anew, or is dead; nobody waits for it meanwhile.
+
+        Where rings lose no members it is a connection that has broken: the ring computes, and comes back with its push.
+        The others wait for it at the bound; if it is dead, the run ends.
+        """
         with self._desk.changed:
             job = self._desk.job
             ring = ring_of(job, peer) if job and peer.role == "worker" else None
             if job is None or ring is None or ring in job.gone:
                 return
-            job.ledger.pause(ring)
-            job.tickets.away(ring)
-            job.away_s[ring] = self._clock()
+            self._miss(job, ring)
             self._desk.changed.notify_all()
 
     def take_over(self, connected: Iterable[Identity]) -> None:
@@ -67,9 +69,7 @@ class Attendance:
                 return
             here = {ring_of(job, peer) for peer in connected if peer.role == "worker"} - job.away_s.keys()
             for ring in set(range(len(job.setup.rings))) - here - job.gone:
-                job.ledger.pause(ring)
-                job.tickets.away(ring)
-                job.away_s[ring] = self._clock()
+                self._miss(job, ring)
             self._desk.changed.notify_all()
 
     def expected(self) -> set[int]:
@@ -77,6 +77,13 @@ class Attendance:
         with self._desk.changed:
             job = self._desk.job
             return set(range(len(job.setup.rings))) - job.gone - job.away_s.keys() if job else set()
+
+    def _miss(self, job: Job, ring: int) -> None:
+        """Nobody speaks for the ring."""
+        if job.setup.may_lose_members:
+            job.ledger.pause(ring)
+        job.tickets.away(ring)
+        job.away_s[ring] = self._clock()
 
     def _pause(self, call: Call) -> Done:
         pause: Pause = call.message

@@ -96,6 +96,11 @@ class Job:
         """Bytes of all tensors, and of the memory that they are received into and sent from."""
         return self.model.memory_bytes + self.receiving.memory_bytes + self.sending.memory_bytes
 
+    def heard(self, ring: int) -> None:
+        """The ring speaks: if its connection had broken, the others wait for it again before it is too far behind."""
+        if self.away_s.pop(ring, None) is not None:
+            self.ledger.go_on(ring)
+
     def leave(self, ring: int, *, is_for_good: bool) -> None:
         """The ring computes nothing until it takes parameters again; or never again."""
         self.ledger.leave(ring)

@@ -16,10 +16,12 @@ from ringweave.errors import RingweaveError
 from ringweave.params.messages import Status
 from ringweave.params.rules.succession import LEASE_S, Claim
 from ringweave.params.serving import optimizers, snapshots
+from ringweave.params.serving.attending import ring_of
 from ringweave.params.serving.replicas import Alone
 from ringweave.params.serving.service import ParameterService
 from ringweave.params.standby.pair import Pair
 from ringweave.telemetry import EventLog
+from ringweave.wire.metrics import Traffic
 
 _TICK_S = 0.1
 _COUNT_EVERY_S = 5.0
@@ -57,7 +59,7 @@ class Process:
         self.pair = Pair(asked, trust, self._note_claim) if asked.other else None
         replica = self.pair.leadership if self.pair else Alone(asked.term)
         self.service = ParameterService(
-            replica=replica, num_peers=self._num_workers, shelf=self.pair.leadership.shelf if self.pair else None
+            replica=replica, most_peers=self._most_workers, shelf=self.pair.leadership.shelf if self.pair else None
         )
         if asked.resume:
             self.service.resume(snapshots.load(asked.resume))
@@ -99,9 +101,26 @@ class Process:
     def _leads(self) -> bool:
         return self.pair is None or self.pair.leadership.leads
 
-    def _num_workers(self) -> int:
-        """That are connected. Where there is a standby each has a second connection, to show that it is there."""
-        return len({peer.identity for peer in self.server.peers() if peer.identity.role == "worker"})
+    def _most_workers(self) -> int:
+        return self.server.most_peers("worker")
+
+    def _calls(self) -> dict[str, dict[str, float]]:
+        """Ring -> calls of its ranks, over all their connections; ranks as they are in rings by now."""
+        job = self.service.job
+        found: dict[int, Traffic] = {}
+        for peer, traffic in self.server.traffic().items():
+            ring = ring_of(job, peer) if job and peer.role == "worker" else None
+            if ring is not None:
+                found[ring] = found.get(ring, Traffic()) + traffic
+        return {
+            str(ring): {
+                "calls": each.calls,
+                "failures": each.failures,
+                "latency_mean_s": each.latency_sum_s / max(1, each.calls),
+                "latency_max_s": each.latency_max_s,
+            }
+            for ring, each in sorted(found.items())
+        }
 
     def _note_claim(self, claim: Claim, why: str) -> None:
         others = "with a standby" if len(claim.members) > 1 else "alone"
@@ -122,7 +141,8 @@ class Process:
             return
         status = self.service.status()
         if self._log:
-            self._log.write("params_counted", node=self._asked.node, last=is_last, **status.model_dump())
+            said = status.model_dump()
+            self._log.write("params_counted", node=self._asked.node, last=is_last, **said, wire=self._calls())
         if is_last and status.version:
             with contextlib.suppress(BrokenPipeError):
                 print(to_text(status), flush=True)

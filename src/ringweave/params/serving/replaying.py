@@ -78,5 +78,5 @@ class Replay:
         """Something of that ring, which the leader has heard of."""
         with self._service.changed:
             job = self._service.started_job()
-            job.away_s.pop(ring, None)
+            job.heard(ring)
             book(job)

@@ -37,7 +37,7 @@ class ParameterService:
         self,
         *,
         replica: Replica | None = None,
-        num_peers: Callable[[], int] = lambda: 0,
+        most_peers: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
         shelf: Shelf | None = None,
     ) -> None:
@@ -45,12 +45,12 @@ class ParameterService:
 
         Args:
             replica: Knows whether this server leads, and tells the standby; None means that there is none.
-            num_peers: Workers that are connected, for the counts.
+            most_peers: Most workers that were connected at once, for the counts.
             clock: Gives seconds.
             shelf: Where state can be read; None makes one.
         """
         self.counts = Counts()
-        self._replica, self._num_peers, self._clock = replica or Alone(), num_peers, clock
+        self._replica, self._most_peers, self._clock = replica or Alone(), most_peers, clock
         self.changed = threading.Condition()
         """Guards all that changes, and tells who waits."""
         self._turn = threading.Lock()
@@ -135,6 +135,7 @@ class ParameterService:
     def status(self) -> Status:
         """What it has done so far."""
         with self.changed:
+            self.counts.most_peers = self._most_peers()
             return jobs.status(self.job, self.counts, self._copying_bytes)
 
     def _start(self, call: Call) -> Done:
@@ -183,7 +184,6 @@ class ParameterService:
         with self.changed:
             job.tempo.end(push.ring, self._clock())
             self.counts.received_bytes += sum(len(buffer) for buffer in call.buffers)
-            self.counts.most_peers = max(self.counts.most_peers, self._num_peers())
         with self._turn:
             receipt = self._known(job, push)
             if receipt is None:
@@ -333,5 +333,5 @@ class ParameterService:
         job = self.started_job()
         attending.check_speaker(job, ring, peer)
         with self.changed:
-            job.away_s.pop(ring, None)
+            job.heard(ring)
         return job

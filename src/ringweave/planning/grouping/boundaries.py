@@ -74,21 +74,6 @@ def throughput(rings: Sequence[Sequence[int]], round_s: Sequence[float], model: 
     return math.fsum(each) * model.efficiency(len(rings))
 
 
-def regroup(
-    rings: Sequence[Sequence[int]], round_s: Sequence[float], model: Model, min_gain: float = MIN_GAIN
-) -> Grouping | None:
-    """Better rings for the speeds by now; None if they would not be better by at least `min_gain`.
-
-    Args:
-        rings: Those that there are.
-        round_s: Seconds of each worker by now.
-        model: What is known beside the speeds.
-        min_gain: Fraction by which the predicted throughput must grow.
-    """
-    found = split(round_s, model)
-    return found if found.rounds_per_s >= throughput(rings, round_s, model) * (1 + min_gain) else None
-
-
 def _best_cut(line: Sequence[tuple[float, int]], count: int, model: Model) -> Grouping:
     """The best borders for that many rings, by dynamic programming over (rings so far, workers so far)."""
     num_workers = len(line)

@@ -4,9 +4,7 @@ Source: Huang & Yang, "A highly scalable distributed machine learning architectu
 algorithm 1. What the text leaves open is decided here:
 
 - k does not divide N: every ring has N // k workers, and the last one takes the remainder as well.
-- A worker that never reports: `close` ends the waiting. Those in the queue form a ring as they are, and who has not
-  reported is in no ring, so that it cannot hold up anybody. When it reports after all, it joins the last ring that was
-  formed, which is the slowest.
+- A worker that never reports: whoever feeds the queue stops waiting for it (`training/speed_test.py`).
 """
 
 from collections import deque
@@ -34,20 +32,14 @@ class CompletionQueue:
         self._queue: deque[int] = deque()
         self._reported: set[int] = set()
         self._rings: list[Ring] = []
-        self._is_closed = False
 
     @property
     def rings(self) -> tuple[Ring, ...]:
         """Those formed so far, the fastest first."""
         return tuple(self._rings)
 
-    @property
-    def absent(self) -> tuple[int, ...]:
-        """Workers that have not reported."""
-        return tuple(worker for worker in range(self._num_workers) if worker not in self._reported)
-
     def report(self, worker: int) -> Ring | None:
-        """A worker has finished; the ring that this completes or, after `close`, makes longer.
+        """A worker has finished; the ring that this completes, if it does.
 
         A second report of a worker changes nothing.
 
@@ -62,15 +54,8 @@ class CompletionQueue:
         if worker in self._reported:
             return None
         self._reported.add(worker)
-        if self._is_closed:
-            return self._join_last(worker)
         self._queue.append(worker)
         return self._dequeue(self._wanted) if len(self._queue) >= self._wanted else None
-
-    def close(self) -> Ring | None:
-        """Wait no longer: the ring of those who are in the queue, None if it is empty."""
-        self._is_closed = True
-        return self._dequeue(len(self._queue)) if self._queue else None
 
     @property
     def _wanted(self) -> int:
@@ -81,9 +66,4 @@ class CompletionQueue:
 
     def _dequeue(self, count: int) -> Ring:
         self._rings.append(tuple(self._queue.popleft() for _ in range(count)))
-        return self._rings[-1]
-
-    def _join_last(self, worker: int) -> Ring:
-        last = self._rings.pop() if self._rings else ()
-        self._rings.append((*last, worker))
         return self._rings[-1]

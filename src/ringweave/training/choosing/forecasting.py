@@ -22,7 +22,12 @@ from ringweave.planning.grouping.forecasts import Forecast, Ring, Work, Worker
 from ringweave.training.choosing import trials
 from ringweave.training.choosing.trials import Trial
 from ringweave.training.loading.orders import Reading
-from ringweave.training.rings.forming import rings_of, speeds_of
+from ringweave.training.rings.forming import queue_of, rings_of, speeds_of
+from ringweave.training.speed_test import Referee
+from ringweave.wire import Limits
+
+MOST_BYTES = Limits().max_message_bytes
+"""Of the parameters of a model that trains in rings: each push has all of them in one message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,22 +56,36 @@ def own_prospects(
     *,
     is_needed: bool,
     num_workers: int | None = None,
+    referee: Referee | None = None,
 ) -> dict[str, Any]:
     """What this rank says of itself, for `decide`; the model is tried out only where that can change anything.
 
-    `num_workers` share a batch; None means those of the process group.
+    `num_workers` share a batch; None means those of the process group. With a referee it is told which place this rank
+    has in the queue of completions.
+
+    Raises:
+        PeerError: Another rank does not come to the speed test.
     """
     known = joining.assumed(environment, os.environ)
     is_served = environment.server is not None and environment.credentials is not None
     num_samples = max(1, reading.batch_samples // (num_workers or dist.get_world_size()))
-    trial = trials.measure(model, loader, num_samples) if is_served and is_needed else Trial()
+    is_tried = is_served and is_needed
+    trial = trials.measure(model, loader, num_samples, referee=referee) if is_tried else Trial()
     return {
         **dataclasses.asdict(known),
+        "arrival": _arrival(referee) if referee else None,
         "trial_s": trial.sample_s,
         "trial_problem": trial.problem,
         "num_bytes": sum(each.nbytes for each in model.parameters() if each.requires_grad),
         "is_served": is_served and reading.num_samples is not None,
     }
+
+
+def _arrival(referee: Referee) -> int | None:
+    """This rank's place in the queue of completions, from 0; None if not all ranks were tried out."""
+    referee.withdraw()
+    order = referee.arrivals()
+    return order.index(dist.get_rank()) if order else None
 
 
 def decide(
@@ -87,7 +106,9 @@ def decide(
         local_steps: Those that the script wants between two pushes.
     """
     mode, reason = decided
-    goes_with_server = all(each["is_served"] and each["optimizer"] in optimizers.NAMES for each in said)
+    goes_with_server = all(
+        each["is_served"] and each["optimizer"] in optimizers.NAMES and each["num_bytes"] <= MOST_BYTES for each in said
+    )
     if not goes_with_server or num_rings is not None or not (is_open or mode == modes.PS_HRA):
         return mode, reason, None
     ways = _ways(said, modes.AUTO if is_open else mode)
@@ -116,7 +137,7 @@ def reconsider(
         local_steps: As `decide` has it.
     """
     measured = [
-        {**each, "trial_s": list(own_s), "speed": 1 / statistics.median(own_s)}
+        {**each, "trial_s": list(own_s), "speed": 1 / statistics.median(own_s), "arrival": None}
         for each, own_s in zip(said, recent_s, strict=True)
     ]
     everyone = tuple(range(len(said)))
@@ -135,7 +156,7 @@ def _ways(said: Sequence[Mapping[str, Any]], mode: str) -> list[tuple[Ring, ...]
     """Ways to form rings that are worth a forecast."""
     speeds, half = speeds_of(said), len(said) // 2
     numbers = [None, *itertools.takewhile(lambda number: number <= half, (2**power for power in itertools.count(1)))]
-    by_speed = [rings_of(speeds, modes.PS_HRA, number) for number in numbers]
+    by_speed = [rings_of(speeds, modes.PS_HRA, number, queue=queue_of(said)) for number in numbers]
     return rings_to_look_at(by_speed, [each["rate"] for each in said], mode)
 
 

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
+from ringweave.errors import PeerError
 from ringweave.planning.balancing.estimating import BLOCK_S
 from ringweave.training import speed_test
+from ringweave.training.speed_test import Referee
 from ringweave.training.timing import HostTimeline
 
 BUDGET_S = 1.0
@@ -42,7 +44,13 @@ class Trial:
     """Why it cannot."""
 
 
-def measure(model: nn.Module, loader: DataLoader, num_samples: int, timeline: HostTimeline | None = None) -> Trial:
+def measure(
+    model: nn.Module,
+    loader: DataLoader,
+    num_samples: int,
+    timeline: HostTimeline | None = None,
+    referee: Referee | None = None,
+) -> Trial:
     """How long a sample takes.
 
     Args:
@@ -51,6 +59,10 @@ def measure(model: nn.Module, loader: DataLoader, num_samples: int, timeline: Ho
         loader: Where samples come from: the first of the data set, without drawing from the sampler.
         num_samples: Samples of a trial.
         timeline: Gives seconds; None is the clock, without what a quota's pauses add where the processor computes.
+        referee: Says how many trials all ranks make, and hears when this one has made them; None makes as many as fit.
+
+    Raises:
+        PeerError: Another rank does not come to the test.
     """
     if isinstance(loader.dataset, IterableDataset):
         return Trial(problem="the data set is a stream")
@@ -61,8 +73,10 @@ def measure(model: nn.Module, loader: DataLoader, num_samples: int, timeline: Ho
             _try_out(inner, batch)
             on_host = next(inner.parameters()).device.type == "cpu"
             timeline = timeline or (HostTimeline.of_this_process() if on_host else HostTimeline())
-            blocks_s = _blocks(lambda: _try_out(inner, batch), timeline)
+            blocks_s = _counted_blocks(lambda: _try_out(inner, batch), timeline, referee)
             return Trial(sample_s=[seconds / num_samples for seconds in blocks_s])
+    except PeerError:
+        raise
     except Exception as error:  # the script's own code; what it does not take here it may well take in training
         return Trial(problem=f"{type(error).__name__}: {error}"[:_MOST_TEXT])
 
@@ -80,6 +94,27 @@ def settle(sample_s: Sequence[Sequence[float]]) -> list[list[float]]:
         return [[middle] for middle in middles]
     kinds = [1.0] * (len(factors) - len(stalls)) + stalls
     return [[middle * factor for factor in kinds] for middle in middles]
+
+
+def _counted_blocks(once: Callable[[], None], timeline: HostTimeline, referee: Referee | None) -> list[float]:
+    """Blocks of trials; the referee hears when there were as many as all ranks make, which may be after the blocks."""
+    if referee is None:
+        return _blocks(once, timeline)
+    begin = timeline.mark()
+    once()
+    num_left = referee.start(timeline.seconds((begin, timeline.mark())))
+
+    def counted() -> None:
+        nonlocal num_left
+        once()
+        num_left -= 1
+        if num_left == 0:
+            referee.report()
+
+    found = _blocks(counted, timeline)
+    while num_left > 0:
+        counted()
+    return found
 
 
 def _blocks(once: Callable[[], None], timeline: HostTimeline) -> list[float]:

@@ -3,6 +3,7 @@
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ringweave.planning import grouping, modes
@@ -21,8 +22,23 @@ _WRONG = 2.0
 """Trials this far from what the cluster file says are believed."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Formed:
+    """The rings at the start, and what becomes of them."""
+
+    rings: tuple[tuple[int, ...], ...]
+    follows: bool
+    """They are formed anew when speeds drift."""
+    num_rings: int | None
+    """As many there are then; None leaves it to the speeds."""
+
+
 def rings_of(
-    speeds: Sequence[float], mode: str, num_rings: int | None, different: float = _DIFFERENT
+    speeds: Sequence[float],
+    mode: str,
+    num_rings: int | None,
+    different: float = _DIFFERENT,
+    queue: Sequence[int] | None = None,
 ) -> tuple[tuple[int, ...], ...]:
     """Ranks of each ring, the fastest ring first: rings of one in mode `ps`, else of ranks that are equally fast.
 
@@ -31,6 +47,7 @@ def rings_of(
         mode: `ps-hra` or `ps`.
         num_rings: How many; None means as many as there are kinds of workers, two at least.
         different: How many times as fast a worker of another kind is at least.
+        queue: Ranks in the order in which they have finished the speed test; None if there was none: then by speed.
 
     Raises:
         TrainingError: There are not that many ranks.
@@ -40,11 +57,12 @@ def rings_of(
     line = sorted(speeds, reverse=True)
     kinds = 1 + sum(fast / slow >= different for fast, slow in itertools.pairwise(line))
     wanted = num_rings or min(max(kinds, 2), len(speeds))
-    if wanted > kinds:  # there are no borders to be found for all of them: rings of equal sizes
-        queue = grouping.CompletionQueue(len(speeds), wanted)
-        for rank in sorted(range(len(speeds)), key=lambda rank: (-speeds[rank], rank)):
-            queue.report(rank)
-        return queue.rings
+    if wanted > kinds:  # there are no borders to be found for all of them: rings of equal sizes, by algorithm 1
+        by_speed = sorted(range(len(speeds)), key=lambda rank: (-speeds[rank], rank))
+        completions = grouping.CompletionQueue(len(speeds), wanted)
+        for rank in by_speed if queue is None else queue:
+            completions.report(rank)
+        return completions.rings
     return grouping.split([1 / speed for speed in speeds], _ALONE, wanted).rings
 
 
@@ -66,6 +84,13 @@ def better_rings(
     found = rings_of([1 / each_s for each_s in round_s], modes.PS_HRA, num_rings, max(_DIFFERENT, 1 + 2 * noise))
     before, after = (grouping.throughput(each, round_s, _ALONE) for each in (rings, found))
     return found if after >= before * (1 + max(grouping.MIN_GAIN, noise)) else None
+
+
+def queue_of(said: Sequence[Mapping[str, Any]]) -> list[int] | None:
+    """Ranks in the order in which they have finished the speed test; None if not all were tried out."""
+    places: list[int | None] = [each.get("arrival") for each in said]
+    arrived = sorted((place, rank) for rank, place in enumerate(places) if place is not None)
+    return [rank for _, rank in arrived] if len(arrived) == len(said) else None
 
 
 def speeds_of(said: Sequence[Mapping[str, Any]]) -> list[float]:

@@ -1,7 +1,8 @@
 """What `prepare` does in the modes with a parameter server."""
 
 import atexit
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from ringweave import wire
 from ringweave.environment import WorkerEnvironment
-from ringweave.errors import UsageError, explain
+from ringweave.errors import TrainingError, UsageError, explain
 from ringweave.params import flat
 from ringweave.params.flat import Flat
 from ringweave.params.messages import Group, Setup
@@ -24,20 +25,21 @@ from ringweave.params.rules import StalenessPolicy
 from ringweave.params.serving import optimizers
 from ringweave.planning import balancing, modes
 from ringweave.planning.balancing import Speed
-from ringweave.planning.grouping.forecasts import Ring
-from ringweave.training import reducing
+from ringweave.planning.grouping import forecasts
+from ringweave.training import reducing, timing
+from ringweave.training.choosing import forecasting
 from ringweave.training.choosing.reconsidering import Reconsidering
 from ringweave.training.control import Control
 from ringweave.training.loading.orders import Reading
 from ringweave.training.recording import Recorder
 from ringweave.training.reducing import GradientReducer, SampleWeights
-from ringweave.training.rings.forming import rings_of, speeds_of
+from ringweave.training.rings.forming import Formed, queue_of, rings_of, speeds_of
 from ringweave.training.rings.loader import RingLoader, RingParts
 from ringweave.training.rings.regrouping import Regrouping
 from ringweave.training.rings.seating import Seating, groups_of, index_of
-from ringweave.training.rings.settings import Asynchronous, local_steps_of
+from ringweave.training.rings.settings import Asynchronous
 from ringweave.training.rings.sharing import RingShares
-from ringweave.training.timing import HostTimeline, StepTimer
+from ringweave.training.timing import StepTimer
 
 START_S = 300.0
 """How long the server may take to start: on a busy node it imports torch for a minute."""
@@ -73,30 +75,30 @@ def prepare(
     (model, optimizer, loader), (environment, control, recorder) = triple, surroundings
     servers = servers_of(environment)
     speeds = speeds_of(said)
-    rings, follows = form(asked, speeds)
+    formed = form(asked, speeds, said)
+    rings = formed.rings
     groups = groups_of(rings, control.rank)
     index = index_of(rings, control.rank)
     weights = SampleWeights(num_ranks=len(rings[index]), is_mean=asked.is_mean)
-    timer = StepTimer(HostTimeline.of_this_process())
+    timer = StepTimer(timing.timeline_of(model))
     reducer = GradientReducer(process_group=groups[0], timer=timer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     share_rest(model, parameters, control)
     parallel = reducing.attach(model, weights, reducer, asked.ddp)
+    timing.watch(timer, parallel, optimizer)  # the script's own: it steps where there are local steps
     setup = setup_of(parallel.module, optimizer, rings, asked)
     _begin(setup, parameters, RingClient(servers, index, reconnect_s=START_S), control)
     places = Seating(servers, control, setup, parameters, groups)
     places.seat.member.refresh()
     atexit.register(places.leave)
     samples = Samples()
-    pushed = PushedOptimizer(
-        optimizer, places.seat.member, samples, local_steps_of(asked.settings, rings, speeds)[index]
-    )
+    pushed = PushedOptimizer(optimizer, places.seat.member, samples, asked.settings.local_steps)
     shares = _shares_of(reading.batch_samples, speeds, said, timer, control, recorder)
     shares.sit(places.seat.ring, places.seat.speeds)
     regrouping = Regrouping(
         places=places,
         settings=asked.settings,
-        follows=follows,
+        formed=formed,
         parallel=parallel,
         reducer=reducer,
         weights=weights,
@@ -134,11 +136,24 @@ def _shares_of(
     return RingShares(per_rank, timer, control, recorder.shares_changed, caps=caps, num_prefetched=ahead)
 
 
-def form(asked: Asked, speeds: Sequence[float]) -> tuple[tuple[Ring, ...], bool]:
-    """The rings, and whether they follow speeds: those by links stay as they are, and so do rings of one."""
-    by_speed = rings_of(speeds, asked.mode, asked.settings.rings)
+def form(asked: Asked, speeds: Sequence[float], said: Sequence[Mapping[str, Any]]) -> Formed:
+    """The rings, and what becomes of them when speeds drift: those by links stay as they are, and so do rings of one.
+
+    Args:
+        asked: What the script wants.
+        speeds: Relative, of each rank.
+        said: What each rank says of itself.
+    """
+    by_speed = rings_of(speeds, asked.mode, asked.settings.rings, queue=queue_of(said))
     rings = asked.rings or by_speed
-    return rings, asked.mode == modes.PS_HRA and sorted(map(sorted, rings)) == sorted(map(sorted, by_speed))
+    by_links = forecasts.by_rate([each["rate"] or math.inf for each in said])
+    is_by_speed = sorted(map(sorted, rings)) == sorted(map(sorted, by_speed))
+    is_by_links = not is_by_speed and sorted(map(sorted, rings)) == sorted(map(sorted, by_links))
+    return Formed(
+        rings=rings,
+        follows=asked.mode == modes.PS_HRA and not is_by_links,
+        num_rings=asked.settings.rings if is_by_speed else len(rings),
+    )
 
 
 def _reconsidering(
@@ -182,7 +197,7 @@ def setup_of(module: nn.Module, optimizer: Optimizer, rings: Sequence[Sequence[i
     """What the server has to know of the job.
 
     Raises:
-        TrainingError: The optimizer cannot be the server's.
+        TrainingError: The optimizer cannot be the server's, or the model is larger than a message.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
     named = [
@@ -195,14 +210,33 @@ def setup_of(module: nn.Module, optimizer: Optimizer, rings: Sequence[Sequence[i
         first += len(places)
         groups.append(Group(parameters=places, options=optimizers.options_of(group)))
     overlaps = asked.settings.local_steps > 0
+    tensors = flat.specs_of(named)
+    check_size(sum(flat.sizes_of(tensors)))
     return Setup(
-        tensors=flat.specs_of(named),
+        tensors=tensors,
         optimizer=optimizers.check_name(optimizers.name_of(optimizer)),
         groups=groups,
         rings=[list(ring) for ring in rings],
         overlaps=overlaps,
         compensation=0.0 if overlaps else asked.settings.compensation,
     )
+
+
+def check_size(num_bytes: int) -> None:
+    """Refuse a model whose parameters are more than one message takes, before anybody has begun.
+
+    Raises:
+        TrainingError: They are.
+    """
+    if num_bytes > forecasting.MOST_BYTES:
+        raise TrainingError(
+            explain(
+                "parameters in rings",
+                got=f"{num_bytes} bytes",
+                expected=f"at most {forecasting.MOST_BYTES}, which a ring pushes in one message",
+                do="Use mode balanced, or give the optimizer fewer parameters, or ones of smaller dtypes",
+            )
+        )
 
 
 @torch.no_grad()

@@ -13,9 +13,10 @@ from ringweave.planning.grouping.forecasts import Ring
 from ringweave.training.choosing.reconsidering import Reconsidering
 from ringweave.training.recording import Recorder
 from ringweave.training.reducing import GradientReducer, SampleWeights
-from ringweave.training.rings.forming import better_rings
+from ringweave.training.rings import moments
+from ringweave.training.rings.forming import Formed, better_rings
 from ringweave.training.rings.seating import Seating
-from ringweave.training.rings.settings import Asynchronous, local_steps_of
+from ringweave.training.rings.settings import Asynchronous
 from ringweave.training.rings.sharing import RingShares
 
 
@@ -25,8 +26,8 @@ class Regrouping:
 
     places: Seating
     settings: Asynchronous
-    follows: bool
-    """Rings follow speeds."""
+    formed: Formed
+    """The rings at the start."""
     parallel: DistributedDataParallel
     reducer: GradientReducer
     weights: SampleWeights
@@ -44,23 +45,24 @@ class Regrouping:
         """
         rings = None if speeds is None else self._better(speeds)
         if speeds is not None and rings is not None:
-            self._move(rings, speeds)
+            self._move(rings)
 
     def _better(self, speeds: Sequence[Speed]) -> tuple[Ring, ...] | None:
         present = self.places.seat.rings
         if self.reconsidering is not None:
             return self.reconsidering.better_rings(present, self.shares.recent_s)
-        return better_rings(present, speeds, self.settings.rings) if self.follows else None
+        return better_rings(present, speeds, self.formed.num_rings) if self.formed.follows else None
 
-    def _move(self, rings: tuple[Ring, ...], speeds: Sequence[Speed]) -> None:
+    def _move(self, rings: tuple[Ring, ...]) -> None:
         left = self.places.seat.groups
         self.places.move(rings)
         seat = self.places.seat
         self.reducer.process_group = seat.process_group
         self.parallel._update_process_group(seat.process_group)  # buckets are ordered anew, on all ranks alike
         self.weights.num_ranks = len(seat.ring)
-        relative = [1 / speed.s_per_sample for speed in speeds]
-        self.optimizer.move(seat.member, local_steps_of(self.settings, rings, relative)[seat.index])
+        self.optimizer.move(seat.member)
+        if self.settings.local_steps:
+            moments.share(self.optimizer, seat.speeds, seat.ring[0], is_own=seat.client is not None)
         self.shares.sit(seat.ring, seat.speeds)
         for group in left:  # on all ranks in this order, once nothing uses them any more
             dist.destroy_process_group(group)

@@ -83,13 +83,12 @@ class Seating:
             rings: Ranks of each ring; all ranks are in one.
         """
         before, wanted = self.seat, tuple(map(tuple, rings))
-        if self._control.rank == 0:
-            client = RingClient(self._servers, before.index)
-            client.regroup(wanted)
-            client.close()
+        if before.client is not None and before.index == 0:
+            before.client.regroup(wanted)
         before.member.retire()
         groups = groups_of(wanted, self._control.rank)
-        self._control.broadcast(torch.zeros(1))  # nobody takes parameters before the server knows
+        # Nobody takes parameters before the server knows, and connects before all have hung up.
+        self._control.gather_json({})
         self.seat = self._take(wanted, groups)
 
     def leave(self) -> None:

@@ -1,10 +1,9 @@
 """How rings train beside each other: what a script may set."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ringweave.errors import TrainingError, explain
-from ringweave.params.rules import local_steps
+from ringweave.training import speed_test
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,11 +13,15 @@ class Asynchronous:
     rings: int | None = None
     """How many; None means as many as there are kinds of workers, two at least. Mode `ps` does not look at it."""
     local_steps: int = 0
-    """Steps that the fastest ring takes on its own from one push to the next, slower rings fewer, all with the
-    script's optimizer; the push is under way meanwhile. 0 pushes the gradients of every step, and waits."""
+    """Steps that each ring takes on its own from one push to the next, with the script's optimizer; the push is under
+    way meanwhile. Slow rings take as many: their steps have fewer samples. 0 pushes the gradients of every step, and
+    waits."""
     compensation: float = 0.0
     """Lambda of delay compensation, g + lambda g g (theta_now - theta_base). It costs the server a copy of the
     parameters for each ring, and changed no loss that was measured; 0.04 is what its authors take."""
+
+    speed_test_s: float = speed_test.PATIENCE_S
+    """Seconds that the speed test at the start waits for the last worker; then it ends with an error that names it."""
 
     def __post_init__(self) -> None:
         """Refuse what means nothing."""
@@ -29,10 +32,6 @@ class Asynchronous:
             raise TrainingError(
                 explain("local_steps", got=self.local_steps, expected="0 or more", do="Leave it out to push every step")
             )
-
-
-def local_steps_of(settings: Asynchronous, rings: Sequence[Sequence[int]], speeds: Sequence[float]) -> Sequence[int]:
-    """Local steps of each ring, as fast as its slowest rank; 0 pushes every step."""
-    if not settings.local_steps:
-        return [0] * len(rings)
-    return local_steps.by_speed(settings.local_steps, [min(speeds[rank] for rank in ring) for ring in rings])
+        if not self.speed_test_s > 0:
+            do = f"Leave it out for {speed_test.PATIENCE_S:g} s"
+            raise TrainingError(explain("speed_test_s", got=self.speed_test_s, expected="more than 0 seconds", do=do))

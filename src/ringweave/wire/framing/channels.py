@@ -12,6 +12,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from typing_extensions import Buffer
 
@@ -22,7 +23,24 @@ from ringweave.wire.framing.limits import Limits
 from ringweave.wire.metrics import Traffic
 
 _PIECE_BYTES = 1 << 20
+_STANDING_S = 0.5
+"""Who takes nothing for so long has no room for it, or a slow link, or is no more."""
 _AGAIN = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+@dataclass(slots=True)
+class _Moving:
+    """Until when a frame that is being sent has time."""
+
+    deadline: float
+    """While it moves."""
+    last: float
+    """While the other end takes nothing."""
+
+    def stood(self, seconds: float) -> None:
+        """For so long nothing was taken."""
+        if seconds >= _STANDING_S:
+            self.deadline = min(self.last, self.deadline + seconds)
 
 
 class Channel:
@@ -56,6 +74,9 @@ class Channel:
     ) -> None:
         """Send a frame; when this returns, its buffers may change.
 
+        `timeout_s` is for all of it. While it moves it has the time of its bytes (`Limits.frame_s`). While the
+        other end has no room and takes nothing, `timeout_s` alone counts; without one that is the time of its bytes.
+
         Raises:
             DeadlineError: The other end does not take it. If part of it is under way, the connection is cut.
             ConnectionLostError: The connection broke.
@@ -66,13 +87,14 @@ class Channel:
         head = frames.pack(kind, call=call, name=name, body=body, timeout_s=timeout_s, sizes=sizes)
         tail = [frames.pack_check(frames.check(*views))] if views else []
         total = len(head) + sum(sizes) + 8 * len(tail)
-        deadline = self._clock() + (min(timeout_s, self.limits.frame_s(total)) or self.limits.frame_s(total))
-        if not self._sending.acquire(timeout=max(0.0, deadline - self._clock())):
+        last = self._clock() + (timeout_s or self.limits.frame_s(total))
+        if not self._sending.acquire(timeout=max(0.0, last - self._clock())):
             raise self._late("by messages before it")
         try:
-            self._wait_writable(deadline)
+            self._wait_writable(last)
+            moving = _Moving(min(last, self._clock() + self.limits.frame_s(total)), last)
             for piece in (head, *views, *tail):
-                self._send_all(memoryview(piece), deadline)
+                self._send_all(memoryview(piece), moving)
         finally:
             self._sending.release()
         self.traffic.bytes_sent += total
@@ -133,13 +155,17 @@ class Channel:
         self.cut()
         self._sock.close()
 
-    def _send_all(self, left: memoryview, deadline: float) -> None:
+    def _send_all(self, left: memoryview, moving: "_Moving") -> None:
         while left:
             try:
                 with self._state:
                     sent = self._sock.send(left[:_PIECE_BYTES])
             except _AGAIN as want:
-                self._sleep(want, select.POLLOUT, deadline)
+                if self._clock() >= moving.deadline:
+                    self._sleep(want, select.POLLOUT, moving.deadline)
+                began_s = self._clock()
+                self._sleep(want, select.POLLOUT, moving.last)
+                moving.stood(self._clock() - began_s)
             except OSError as cause:
                 raise self._lost(cause) from cause
             else:

@@ -51,7 +51,7 @@ from ringweave.training.rings.elastic.optimizer import KeptOptimizer
 from ringweave.training.rings.elastic.places import RingPlace, Seat
 from ringweave.training.rings.forming import speeds_of
 from ringweave.training.rings.preparing import Asked
-from ringweave.training.rings.settings import Asynchronous, local_steps_of
+from ringweave.training.rings.settings import Asynchronous
 from ringweave.training.timing import StepTimer
 from ringweave.wire.states import Shelf
 
@@ -184,7 +184,7 @@ def _begin(
     _, reason, by_links = forecasting.decide((asked.mode, asked.reason), everybody, asked.settings.rings, is_open=False)
     wanted = Asked(mode=asked.mode, is_mean=True, settings=asked.settings, ddp={}, rings=by_links)
     speeds = speeds_of(everybody)
-    places, _ = rings_preparing.form(wanted, speeds)
+    places = rings_preparing.form(wanted, speeds, everybody).rings
     batch = given.reading.batch_samples
     caps = [batch if each["cap"] is None else each["cap"] for each in everybody]
     shares = balancing.apportion(batch, [Speed(s_per_sample=1 / speed) for speed in speeds], caps)
@@ -192,7 +192,7 @@ def _begin(
     setup = rings_preparing.setup_of(given.model, given.optimizer, rings, wanted)
     update: dict[str, Any] = {"shares": [[shares[place] for place in ring] for ring in places]}
     if asked.settings.local_steps:
-        update["local_steps"] = list(local_steps_of(asked.settings, places, speeds))
+        update["local_steps"] = [asked.settings.local_steps] * len(places)
     setup = setup.model_copy(update=update)
     first = Flat(setup.tensors)
     with torch.no_grad():
