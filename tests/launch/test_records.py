@@ -82,13 +82,20 @@ def test_training_is_summed_up() -> None:
     events = [
         {"kind": "training_prepared", "rank": 0, **prepared},
         {"kind": "shares_changed", "shares": [16, 4]},
-        {"kind": "samples_accounted", "exact": True},
-        {"kind": "samples_accounted", "exact": True},
+        {"kind": "samples_accounted", "samples": 40, "exact": True},
+        {"kind": "samples_accounted", "samples": 40, "exact": True},
     ]
-    expected = {**prepared, "shares": [16, 4], "changes": 1, "epochs_accounted": 2, "exact": True}
-    assert records.sum_up_training(events) == expected
-    lost = [{"kind": "samples_accounted", "exact": False}, {"kind": "samples_accounted", "exact": True}]
-    assert records.sum_up_training([*events, *lost])["exact"] is False
+    accounted = {"epochs_accounted": 2, "samples_accounted": 80, "exact": True}
+    found = records.sum_up_training(events)
+    assert found == {**prepared, "shares": [16, 4], "changes": 1, **accounted}
+    told = "ringweave: trained in mode balanced: r. 80 samples in 2 epochs, each exactly once.\n"
+    assert records.tell_training(found) == told
+    lost = [{"kind": "samples_accounted", "samples": 39, "exact": False}, events[-1]]
+    found = records.sum_up_training([*events, *lost])
+    assert found["exact"] is False
+    assert "159 samples in 4 epochs, not each exactly once" in records.tell_training(found)
+    assert "No epoch came to its end" in records.tell_training(records.sum_up_training(events[:2]))
+    assert records.tell_training(records.sum_up_training([])) == ""
 
 
 def test_keys_of_others_survive_an_update(tmp_path: Path) -> None:

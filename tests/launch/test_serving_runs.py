@@ -59,6 +59,33 @@ def test_a_run_in_rings(tmp_path):
     check_no_secrets(tmp_path / "run", tmp_path / "secrets")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(2 * TIMEOUT_S)
+def test_every_worker_may_be_a_ring(tmp_path):
+    done = run(tmp_path, SCRIPT, "--workers", "2", "--mode", "ps")
+    assert done.returncode == 0, done.stderr
+    assert len({line.split()[-1] for line in done.stdout.splitlines() if " sum " in line}) == 1
+    assert "ringweave: trained in mode ps: " in done.stderr
+    assert ". 390 samples in 3 epochs, each exactly once.\n" in done.stderr
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    (formed,) = (event for event in events if event["kind"] == "rings_formed")
+    assert formed["rings"] == [[0], [1]]
+    counted = [event for event in events if event["kind"] == "params_counted"][-1]
+    assert (counted["samples"], counted["most_peers"]) == (390, 2)
+    assert max(map(int, counted["staleness"])) <= formed["most_staleness_versions"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * TIMEOUT_S)
+def test_the_mode_may_be_left_to_the_planner(tmp_path):
+    done = run(tmp_path, SCRIPT, "--workers", "2", "--mode", "auto")
+    assert done.returncode == 0, done.stderr
+    training = json.loads((tmp_path / "run" / "run.json").read_text())["training"]
+    assert (training["asked"], training["exact"]) == ("auto", True)
+    said = f"ringweave: trained in mode {training['mode']}: {training['reason'].rstrip('.')}. 390 samples in 3 epochs"
+    assert said in done.stderr
+
+
 def check_no_secrets(run_dir: Path, secrets: Path) -> None:
     """Nothing that the job's processes kept from others is in any file of the run, and no file is for all to write."""
     told = [json.loads(path.read_text()) for path in secrets.iterdir()]

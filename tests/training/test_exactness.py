@@ -4,6 +4,7 @@ import dataclasses
 import statistics
 
 import pytest
+import torch
 
 from ringweave.testing.ranks import run_ranks
 from tests.training import training_functions
@@ -45,15 +46,23 @@ def test_a_wrong_weight_would_show() -> None:
     assert difference.abs().max() > 1e-3
 
 
-def test_a_rank_that_is_slow_gets_less_and_the_weights_stay_those_of_one_process() -> None:
-    found = run_ranks(training_functions.train_balanced, 3, 2, 5e-3, 30)
-    assert all(shares == found[0][0] for shares, _ in found), "all ranks change at the same step"
-    shares, _ = found[0]
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-9), (torch.float32, 1e-4)], ids=str)
+def test_a_rank_that_is_slow_gets_less_and_nothing_else_differs_from_one_process(
+    dtype: torch.dtype, most: float
+) -> None:
+    """100 steps in mode `balanced`; float64 is what is promised."""
+    found = run_ranks(training_functions.train_balanced, 3, 2, 5e-3, 100, dtype)
+    assert all(each.shares == found[0].shares for each in found), "all ranks change at the same step"
+    shares = found[0].shares
     assert shares[0] == (16, 16, 16)
     fast, other, slow = (statistics.median(of_rank) for of_rank in zip(*shares[-9:], strict=True))
     assert min(fast, other) > 2.5 * slow
     assert {sum(each) for each in shares} == {48}
-    assert max(distance for _, distance in found) < 1e-9
+    print(
+        f"{dtype}: {max(each.weights for each in found):.2g} of weights, {found[0].held_out_loss:.2g} of held-out loss"
+    )
+    assert max(each.weights for each in found) < most
+    assert max(each.held_out_loss for each in found) < most
 
 
 def test_mixed_precision_skips_an_update_on_all_ranks() -> None:

@@ -147,15 +147,35 @@ def assert_same_everywhere(weights: Tensor) -> None:
     assert all(torch.equal(other, weights) for other in everywhere)
 
 
-def train_balanced(slow_rank: int, sample_s: float, num_steps: int) -> tuple[list[tuple[int, ...]], float]:
-    """Shares at each step where one rank is slow, and how far the weights are from one process.
+@dataclass(frozen=True, kw_only=True)
+class Balanced:
+    """What training in mode `balanced` was like, and how far it ended from one process."""
+
+    shares: list[tuple[int, ...]]
+    """At each step."""
+    weights: float
+    """Largest difference of a weight, by the largest weight."""
+    held_out_loss: float
+    """Relative difference, on samples that nobody has trained on."""
+
+
+def held_out_loss(model: nn.Module, dtype: torch.dtype) -> Tensor:
+    """Of samples from the same source as those of `make`."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(500, FEATURES, generator=generator, dtype=dtype)
+    with torch.no_grad():
+        return nn.functional.cross_entropy(model(x), torch.randint(3, (500,), generator=generator)).double()
+
+
+def train_balanced(slow_rank: int, sample_s: float, num_steps: int, dtype: torch.dtype) -> Balanced:
+    """Training where one rank is slow.
 
     The clock stands still but for samples, which take `sample_s` each, on the slow rank four times as long.
     """
-    case = Case(num_samples=480, batch=48, num_steps=num_steps)
+    case = Case(num_samples=470, batch=48, num_steps=num_steps, dtype=dtype)
     model, optimizer, loader = make(case)
     train(model, optimizer, loader, case)
-    alone = weights_of(model)
+    alone, alone_loss = weights_of(model), held_out_loss(model, dtype)
     model, optimizer, loader = make(case)
     now_s, each_s = 0.0, sample_s * (4 if dist.get_rank() == slow_rank else 1)
 
@@ -171,7 +191,12 @@ def train_balanced(slow_rank: int, sample_s: float, num_steps: int) -> tuple[lis
     train(parallel, optimizer, shared, case)
     together = weights_of(parallel.module)
     assert_same_everywhere(together)
-    return seen, ((together - alone).abs().max() / alone.abs().max()).item()
+    together_loss = held_out_loss(parallel.module, dtype)
+    return Balanced(
+        shares=seen,
+        weights=((together - alone).abs().max() / alone.abs().max()).item(),
+        held_out_loss=abs(together_loss - alone_loss).item() / alone_loss.item(),
+    )
 
 
 def resume(first: int, second: int) -> None:

@@ -21,6 +21,8 @@ class Books:
         self._nodes = {worker.global_rank: worker for worker in group.workers}
         self._log = telemetry.EventLog(run_dir.events)
         self._started_s = time.monotonic()
+        self.training: dict[str, Any] | None = None
+        """How workers trained together, when all has ended."""
         self._log.write(
             "run_started",
             attempt=record["attempt"],
@@ -63,6 +65,7 @@ class Books:
         ended = {"ended": _now(), "wall_s": wall_s, "exit_code": exit_code, "outcome": outcome, "cause": cause}
         summary = records.summarize(telemetry.read_last_attempt(self._run_dir.events))
         records.update(self._run_dir.record, ended | summary)
+        self.training = summary["training"]
         return wall_s
 
 

@@ -34,7 +34,7 @@ def update(path: Path, changes: Mapping[str, object]) -> None:
     beside.replace(path)
 
 
-def summarize(events: Iterable[Event]) -> dict[str, object]:
+def summarize(events: Iterable[Event]) -> dict[str, Any]:
     """What the events of one attempt say, by the keys that run.json has for it."""
     events = list(events)
     return {
@@ -111,13 +111,36 @@ def sum_up_training(events: Iterable[Event]) -> dict[str, Any] | None:
     for event in events:
         if event["kind"] == "training_prepared":
             keys = ("mode", "asked", "reason", "batch_samples", "shares")
-            found = {key: event[key] for key in keys} | {"changes": 0, "epochs_accounted": 0, "exact": None}
+            found = {key: event[key] for key in keys} | {
+                "changes": 0,
+                "epochs_accounted": 0,
+                "samples_accounted": 0,
+                "exact": None,
+            }
         elif event["kind"] == "shares_changed" and found is not None:
             found |= {"shares": event["shares"], "changes": found["changes"] + 1}
         elif event["kind"] == "samples_accounted" and found is not None:
             is_exact = event["exact"] and found["exact"] is not False
-            found |= {"epochs_accounted": found["epochs_accounted"] + 1, "exact": is_exact}
+            found |= {
+                "epochs_accounted": found["epochs_accounted"] + 1,
+                "samples_accounted": found["samples_accounted"] + event["samples"],
+                "exact": is_exact,
+            }
     return found
+
+
+def tell_training(found: Mapping[str, Any] | None) -> str:
+    """What `sum_up_training` found, in one line for people; empty where it found nothing."""
+    if found is None:
+        return ""
+    count, samples = found["epochs_accounted"], found["samples_accounted"]
+    account = f"{samples} samples in {count} epoch{'' if count == 1 else 's'}, each exactly once"
+    if found["exact"] is None:
+        account = "no epoch came to its end"
+    elif not found["exact"]:
+        account = f"{samples} samples in {count} epochs, not each exactly once: see samples_accounted in events.jsonl"
+    why = found["reason"].rstrip(".")
+    return f"ringweave: trained in mode {found['mode']}: {why}. {account[0].upper()}{account[1:]}.\n"
 
 
 def _read(path: Path) -> dict[str, Any]:

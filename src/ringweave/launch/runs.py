@@ -146,6 +146,7 @@ def _attempt(
         raise
     ending = reports.conclude([_death(launcher, slots, state) for state in states if _is_bad(state)], interrupts)
     wall_s = books.close(outcome=ending.outcome, exit_code=ending.exit_code, cause=ending.cause)
+    stderr.write(records.tell_training(books.training))
     if server:
         stderr.write(server.to_text())
     stderr.write(reports.to_text(ending, wall_s=wall_s, log_of=_shown(request.run_dir.root) + "/logs/rank-{rank}.log"))
