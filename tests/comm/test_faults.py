@@ -18,7 +18,7 @@ GROUP_S = 300.0
 """The time-out of groups in which nothing may take that long."""
 SOON_S = 200.0
 """A busy machine may take that long until an error is there that did not wait for the time-out."""
-SILENCE_S = 30.0
+SILENCE_S = 20.0
 """The time-out of groups that wait for a silent rank; on a busy machine it has to be enough to form the group."""
 
 

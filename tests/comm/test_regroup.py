@@ -81,7 +81,7 @@ def test_a_script_that_fails_with_a_collective_under_way_ends_with_its_own_error
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_lost_rank_of_the_same_node_is_named_by_all_others(number: signal.Signals) -> None:
     arguments = (fault_functions.reduce_until_failure, 4, 2_000_000)
-    with Ranks(*arguments, timeout_s=30 if number == signal.SIGSTOP else 300, nodes=["a0"] * 4) as ranks:
+    with Ranks(*arguments, timeout_s=20 if number == signal.SIGSTOP else 300, nodes=["a0"] * 4) as ranks:
         ranks.wait_for(*(f"reducing/{rank}" for rank in range(4)))
         ranks.signal(2, number)
         text = "is gone" if number == signal.SIGKILL else "does not answer"

@@ -45,6 +45,7 @@ def text_of(here: Here, **query: object) -> list[str]:
     return [line.text for line in here.service.logs("job", LogQuery(**query))]
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(1000)
 def test_a_parameter_server_belongs_to_its_node_and_is_replaced_with_it(here: Here) -> None:
     here.submit(TRAINS, 1, 1, mode="ps-hra")

@@ -89,7 +89,9 @@ def check_loss(job: ElasticJob, num_workers: int, values: list[dict[str, Any]]) 
     assert max(value["loss"] for value in values) < max(began)
 
 
-@pytest.mark.parametrize("local_steps", [0, 3], ids=["every step is pushed", "local steps"])
+@pytest.mark.parametrize(
+    "local_steps", [0, pytest.param(3, marks=pytest.mark.thorough)], ids=["every step is pushed", "local steps"]
+)
 def test_a_job_that_is_killed_goes_on_with_other_workers(tmp_path: Path, local_steps: int) -> None:
     newest = first_run(tmp_path, local_steps)[0]
     state = disk.read(newest).parts["loader"]
