@@ -32,7 +32,7 @@ NUM_TUNING = 44
 """More than the trials of one size: four candidates, a warm-up, up to nine rounds."""
 SHORT_S, MORE_SHORT = 0.3, 3
 """Below so many seconds there are so many times as many rounds: noise is a larger part of short ones."""
-RUN_TIMEOUT_S = 600
+RUN_TIMEOUT_S = 1800.0
 
 
 def main() -> None:
