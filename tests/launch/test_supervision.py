@@ -1,29 +1,17 @@
 """Supervision in virtual time, with workers that behave as the test says."""
 
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ringweave.launch.launcher import Exit, Launcher, WorkerState
 from ringweave.launch.supervision import Patience, supervise
+from tests.clock import Clock
 
 TERM, INT, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
 PATIENCE = Patience()
 
 
 @dataclass
-class Clock:
-    now_s: float = 0.0
-    on_sleep: Callable[[], None] = lambda: None
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def sleep(self, seconds: float) -> None:
-        self.now_s += seconds
-        self.on_sleep()
-
-
 @dataclass
 class Fake:
     """A worker: when it ends by itself and with what, and which signals it obeys."""

@@ -11,21 +11,9 @@ from ringweave.errors import PeerError
 from ringweave.testing.ranks import Ranks
 from ringweave.training import speed_test
 from ringweave.training.speed_test import Referee
+from tests.clock import Clock
 from tests.params.ring.test_rings import TIMEOUT_S, serving
 from tests.training import speed_test_functions
-
-
-class Clock:
-    """A clock that only waiting moves."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def sleep(self, seconds: float) -> None:
-        self.now_s += seconds
 
 
 def referees(num_ranks: int, patience_s: float = 300.0) -> tuple[list[Referee], list[Clock]]:

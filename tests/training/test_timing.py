@@ -11,14 +11,7 @@ from torch import nn
 from ringweave.topology.cgroups import Quota
 from ringweave.training import timing
 from ringweave.training.timing import HostTimeline, Measured, StepTimer, Timeline
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.clock import Clock
 
 
 @pytest.fixture
@@ -33,18 +26,18 @@ def timer(clock: Clock) -> StepTimer:
 
 def test_waits_for_others_are_left_out(clock: Clock, timer: StepTimer) -> None:
     timer.begin()
-    clock.now += 1  # loading
+    clock.now_s += 1  # loading
     timer.give(8)
     timer.open()
-    clock.now += 100  # buffers of rank 0 come
+    clock.now_s += 100  # buffers of rank 0 come
     timer.close_wait()
-    clock.now += 2  # forward and backward
+    clock.now_s += 2  # forward and backward
     timer.gradients_ready()
-    clock.now += 100  # allreduce
+    clock.now_s += 100  # allreduce
     timer.open()
-    clock.now += 4  # update
+    clock.now_s += 4  # update
     timer.close_update()
-    clock.now += 100  # the script logs
+    clock.now_s += 100  # the script logs
     timer.end()
     assert timer.take() == [(8, 7.0)]
     assert timer.take() == []
@@ -57,15 +50,15 @@ def test_who_is_throttled_is_slow_at_communicating_too(clock: Clock, waited_s: f
     timer = StepTimer(HostTimeline(clock, processor))
 
     def work(seconds: float) -> None:
-        clock.now, processor.now = clock.now + seconds, processor.now + seconds
+        clock.now_s, processor.now_s = clock.now_s + seconds, processor.now_s + seconds
 
     timer.begin()
     timer.give(8)
     work(3)
-    clock.now += waited_s
+    clock.now_s += waited_s
     timer.gradients_ready()
     work(2)
-    clock.now += 100
+    clock.now_s += 100
     timer.open()
     work(1)
     timer.close_update()
@@ -81,7 +74,7 @@ def test_pauses_of_a_quota_count_on_average(clock: Clock) -> None:
     for wall_s, throttled in ((0.06, 8), (0.01, 9), (0.01, 9)):
         timer.begin()
         timer.give(8)
-        clock.now, processor.now = clock.now + wall_s, processor.now + 0.01
+        clock.now_s, processor.now_s = clock.now_s + wall_s, processor.now_s + 0.01
         timer.gradients_ready()
         told = dataclasses.replace(told, num_throttled=throttled)
         timer.end()
@@ -92,7 +85,7 @@ def test_pauses_of_a_quota_count_on_average(clock: Clock) -> None:
 def test_a_step_without_communication_is_computing_all_the_time(clock: Clock, timer: StepTimer) -> None:
     timer.begin()
     timer.give(8)
-    clock.now += 3
+    clock.now_s += 3
     timer.end()
     assert timer.take() == [(8, 3.0)]
 
@@ -104,7 +97,7 @@ def test_steps_without_samples_and_what_is_outside_of_steps_do_not_count(clock: 
     timer.gradients_ready()
     timer.begin()
     timer.give(0)
-    clock.now += 3
+    clock.now_s += 3
     timer.end()
     assert timer.take() == []
 

@@ -10,14 +10,7 @@ from ringweave.launch.groups.posts import Orders
 from ringweave.launch.local.jobs.folders import JobFolder
 from ringweave.launch.slurm.leases import KILL_S, Heart, Lease
 from ringweave.launch.slurm.post import SharedPost
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.clock import Clock
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from ringweave.pipeline.moving import Outcome
 from ringweave.pipeline.virtual import TimedBlock, VirtualDevice
 from ringweave.planning.repartitioning import Conditions, Policy, Window, Workload
 from ringweave.telemetry import EventLog
+from tests.clock import Clock
 
 WIDTH, BLOCKS, MICROBATCHES = 8, 12, 4
 
@@ -26,19 +27,6 @@ class Found:
     splits: tuple[int, ...]
     outcomes: list[Outcome]
     computed: list[Window]
-
-
-class Ticks:
-    """A clock that only computing moves on: what is measured does not depend on this machine."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def sleep(self, seconds: float) -> None:
-        self.now_s += seconds
 
 
 def make_optimizer(block: nn.Module) -> torch.optim.Optimizer:
@@ -56,7 +44,7 @@ def make_pipeline(device: VirtualDevice, forward_s: float = 0.001) -> Pipeline:
 def slow_down(log: str, num_steps: int, at: int, factor: float) -> Found:
     """From a step on rank 0's device takes `factor` times as long."""
     os.environ["RINGWEAVE_RUN_DIR"] = log
-    ticks = Ticks()
+    ticks = Clock()
     device = VirtualDevice(clock=ticks, sleep=ticks.sleep)
     pipeline = make_pipeline(device)
     balancer = adapt(pipeline, make_optimizer, Policy(window_steps=4), profile_rounds=1, clock=ticks)
@@ -80,7 +68,7 @@ class Windows(EventLog):
 
 def measure_only(accumulated: int) -> list[dict]:
     """Events of rank 0 under times that nobody waits for: computing is counted by a clock of ticks."""
-    ticks = Ticks()
+    ticks = Clock()
     pipeline = make_pipeline(VirtualDevice(clock=ticks, sleep=ticks.sleep))
     work = Workload(
         forward_s=((0.001,) * BLOCKS,), backward_s=((0.002,) * BLOCKS,), num_devices=2, num_microbatches=MICROBATCHES

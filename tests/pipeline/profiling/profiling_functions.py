@@ -9,7 +9,7 @@ from ringweave.pipeline import Pipeline, Settings, profiling
 from ringweave.pipeline.adapting import adapt
 from ringweave.pipeline.profiling import Link
 from ringweave.pipeline.virtual import TimedBlock, VirtualDevice
-from tests.pipeline.adapting.adapting_functions import Ticks
+from tests.clock import Clock
 from tests.pipeline.pipeline_functions import make_optimizer
 
 NUM = 3
@@ -21,7 +21,7 @@ def measure() -> dict[str, Any]:
     import torch.distributed as dist
 
     torch.manual_seed(0)
-    ticks = Ticks()
+    ticks = Clock()
     device = VirtualDevice(SPEEDS[dist.get_rank()], clock=ticks, sleep=ticks.sleep)
     timed = [TimedBlock(nn.Linear(8, 8), WORK_S, 2 * WORK_S, device) for _ in range(3)]
     blocks: list[nn.Module] = [*timed, nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 4))]
@@ -55,7 +55,7 @@ def measure_under_autocast() -> profiling.Profile:
 def rehearse(schedule: str) -> dict[str, Any]:
     """Overheads by a clock that only waits move on, and by a real one."""
     torch.manual_seed(0)
-    ticks = Ticks()
+    ticks = Clock()
     blocks: list[nn.Module] = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)) for _ in range(4)]
     settings = Settings(num_microbatches=NUM, schedule=schedule)
     pipeline = Pipeline(blocks, nn.CrossEntropyLoss(), make_optimizer, torch.empty(4 * NUM, 8), settings)

@@ -3,6 +3,7 @@
 from ringweave.planning.balancing import Speed
 from ringweave.training.rings.sharing import RingShares
 from ringweave.training.timing import HostTimeline, StepTimer
+from tests.clock import Clock
 
 
 class Exchange:
@@ -28,13 +29,6 @@ class Silent:
 
     def start_exchange(self, own: Speed | None) -> Exchange:
         return Exchange(None)
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def test_a_rank_that_became_slow_gets_less():

@@ -61,7 +61,7 @@ class KubernetesService(Service):
     ) -> Submission:
         """Make the TrainingJob, and wait for the operator to admit it; a refused one is removed again."""
         _check_directory(request)
-        submitting.refuse_lab(request, "kubernetes")
+        submitting.refuse_elsewhere(request, "kubernetes")
         source = None if request.directory is not None else submitting.script_of(request, base, script_text)
         return self._run(lambda client: self._submit(client, request, source, dry_run=dry_run))
 

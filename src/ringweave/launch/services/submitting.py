@@ -21,6 +21,12 @@ from ringweave.launch.services.service import LogQuery
 
 POLICY = "policy.yaml"
 
+_AT_HOME = {
+    "lab": ("local", "Leave lab out, or submit it --on local"),
+    "claim": ("kubernetes", "Leave claim out: the nodes share files there; or submit it --on kubernetes"),
+}
+"""What only one place has: its key in a request, the place, and what to do elsewhere."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
@@ -126,26 +132,16 @@ def lab_cluster(request: Request) -> str | None:
     return topology.dumps(cluster)
 
 
-def refuse_lab(request: Request, place: str) -> None:
-    """Refuse a lab in a place that has no labs.
+def refuse_elsewhere(request: Request, place: str) -> None:
+    """Refuse what the request asks for and this place does not have: a lab, a PersistentVolumeClaim.
 
     Raises:
-        JobError: The request names one.
+        JobError: The request names one that only another place has.
     """
-    if request.lab is not None:
-        do = "Leave lab out, or submit it --on local"
-        raise JobError(explain("lab", got=request.lab, expected=f"none on {place}", do=do, where=request.name))
-
-
-def refuse_claim(request: Request, place: str) -> None:
-    """Refuse a PersistentVolumeClaim in a place that has none.
-
-    Raises:
-        JobError: The request names one.
-    """
-    if request.claim is not None:
-        do = "Leave claim out: the nodes share files there; or submit it --on kubernetes"
-        raise JobError(explain("claim", got=request.claim, expected=f"none on {place}", do=do, where=request.name))
+    for key, (home, do) in _AT_HOME.items():
+        got = getattr(request, key)
+        if got is not None and place != home:
+            raise JobError(explain(key, got=got, expected=f"none on {place}", do=do, where=request.name))
 
 
 def check_query(job: Job, which: LogQuery) -> None:

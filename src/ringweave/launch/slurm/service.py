@@ -67,8 +67,7 @@ class SlurmService(Service):
         self, request: Request, *, base: Path, script_text: str | None = None, dry_run: bool = False
     ) -> Submission:
         """Admit the request, record its job, and ask Slurm for its allocation."""
-        submitting.refuse_lab(request, "slurm")
-        submitting.refuse_claim(request, "slurm")
+        submitting.refuse_elsewhere(request, "slurm")
         origin = submitting.origin_of(request, base, self._environ, script_text)
         hosts = self._slurm.hosts(self._environ)
 

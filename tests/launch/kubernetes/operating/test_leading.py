@@ -12,13 +12,9 @@ from ringweave.launch.kubernetes.api.client import Client
 from ringweave.launch.kubernetes.api.failures import ApiError
 from ringweave.launch.kubernetes.operating.leading import RELEASE_S, Leader, LeaseSettings, LostLeaseError
 from ringweave.launch.kubernetes.operating.looking import Key
+from tests.clock import Clock
 
-
-class Clock:
-    now = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
+NOW_S = 1_000_000.0
 
 
 def settings(identity: str, namespace: str = "default", renew_s: float = 4.0) -> LeaseSettings:
@@ -26,19 +22,19 @@ def settings(identity: str, namespace: str = "default", renew_s: float = 4.0) ->
 
 
 def test_the_second_waits_until_the_first_has_not_renewed_for_the_whole_time(kubeconfig: Path) -> None:
-    clock = Clock()
+    clock = Clock(NOW_S)
 
     async def run() -> None:
         async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
             first, second = (Leader(client, settings(name), clock, clock) for name in ("first", "second"))
             await first.acquire()
             assert not await second._try()
-            clock.now += 14.0
+            clock.now_s += 14.0
             assert not await second._try()
             assert await first._try()  # renewed: the second begins to count anew
-            clock.now += 14.0
+            clock.now_s += 14.0
             assert not await second._try()
-            clock.now += 15.1
+            clock.now_s += 15.1
             assert await second._try()
             assert not await first._try()
             again = Leader(client, settings("second"), clock, clock)
@@ -51,7 +47,7 @@ def test_the_second_waits_until_the_first_has_not_renewed_for_the_whole_time(kub
 
 
 def test_one_that_has_lost_it_stops(kubeconfig: Path) -> None:
-    clock = Clock()
+    clock = Clock(NOW_S)
 
     async def run() -> None:
         async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
@@ -59,7 +55,7 @@ def test_one_that_has_lost_it_stops(kubeconfig: Path) -> None:
             second = Leader(client, settings("second"), clock, clock)
             await first.acquire()
             assert not await second._try()
-            clock.now += 15.1
+            clock.now_s += 15.1
             assert await second._try()
             with pytest.raises(LostLeaseError, match="lost, expected to hold it"):
                 await first.keep()
@@ -105,7 +101,7 @@ def test_one_that_waits_outlasts_an_api_server_that_is_away() -> None:
     async def run() -> None:
         loop = asyncio.get_running_loop()
         server = Failing(LaunchError("connection refused"), an_error(500), an_error(429), TimeoutError())
-        leader = Leader(server, settings("patient"), Clock(), loop.time)  # type: ignore[arg-type]
+        leader = Leader(server, settings("patient"), Clock(NOW_S), loop.time)  # type: ignore[arg-type]
         await leader.acquire()
         assert leader.holds
         assert loop.time() == 4 * 15.0 / 4
@@ -117,7 +113,7 @@ def test_one_that_waits_outlasts_an_api_server_that_is_away() -> None:
 @pytest.mark.parametrize("status", [401, 403])
 def test_one_that_may_not_have_the_lease_says_so(status: int) -> None:
     async def run() -> None:
-        leader = Leader(Failing(an_error(status)), settings("nobody"), Clock())  # type: ignore[arg-type]
+        leader = Leader(Failing(an_error(status)), settings("nobody"), Clock(NOW_S))  # type: ignore[arg-type]
         with pytest.raises(ApiError, match=f"it says {status}"):
             await leader.acquire()
 
@@ -148,7 +144,7 @@ class Silent:
 def test_one_that_gets_no_answer_stops_before_another_may_begin(num_answers: int) -> None:
     async def run() -> None:
         loop = asyncio.get_running_loop()
-        leader = Leader(Silent(num_answers), settings("silent"), Clock(), loop.time)  # type: ignore[arg-type]
+        leader = Leader(Silent(num_answers), settings("silent"), Clock(NOW_S), loop.time)  # type: ignore[arg-type]
         await leader.acquire()
         with pytest.raises(LostLeaseError):
             await leader.keep()
@@ -163,7 +159,7 @@ def test_one_that_gets_no_answer_stops_before_another_may_begin(num_answers: int
 
 
 def test_one_that_stood_still_too_long_begins_nothing(kubeconfig: Path) -> None:
-    clock = Clock()
+    clock = Clock(NOW_S)
 
     async def run() -> None:
         async with Client(lambda: connecting.connection({"KUBECONFIG": str(kubeconfig)})) as client:
@@ -175,7 +171,7 @@ def test_one_that_stood_still_too_long_begins_nothing(kubeconfig: Path) -> None:
                 looked.append(key)
 
             await leader.guarding(look)(("default", "a"))
-            clock.now += 11.0  # a lease of 15 s, less one renewal
+            clock.now_s += 11.0  # a lease of 15 s, less one renewal
             with pytest.raises(LostLeaseError, match="lost, expected to hold it"):
                 await leader.guarding(look)(("default", "b"))
             assert looked == [("default", "a")]

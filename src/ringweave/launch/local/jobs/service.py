@@ -62,7 +62,7 @@ class LocalService(Service):
         self, request: Request, *, base: Path, script_text: str | None = None, dry_run: bool = False
     ) -> Submission:
         """Admit the request, register its job, and start its supervisor."""
-        submitting.refuse_claim(request, "local")
+        submitting.refuse_elsewhere(request, "local")
         origin = submitting.origin_of(request, base, self._environ, script_text)
         origin = replace(origin, cluster=submitting.lab_cluster(request))
         if dry_run:
