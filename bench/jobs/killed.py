@@ -7,6 +7,7 @@ undisturbed and once with a SIGKILL to a worker of the second node and later to 
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -70,6 +71,15 @@ def steps_done(out: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
+def named(folder: Path) -> list[psutil.Process]:
+    """Processes whose command line has the folder: supervisors that end after their jobs are gone."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            found += [process] * (str(folder) in " ".join(process.cmdline()))
+    return found
+
+
 def kill(wanted: Callable[[psutil.Process], bool]) -> None:
     """SIGKILL to the first process that is wanted."""
     for process in psutil.process_iter():
@@ -109,7 +119,7 @@ def main() -> None:
         }
         for each in ("undisturbed", "killed"):
             service.act(each, "delete")
-        while service.jobs():
+        while service.jobs() or named(home):
             time.sleep(0.05)
     print(json.dumps(report, indent=2))
     if asked.out:

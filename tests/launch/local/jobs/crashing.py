@@ -44,7 +44,7 @@ class Life:
         folder.mkdir(parents=True)
         self.state, self.ledger, self.life = folder / "state", folder / "ledger", life
         self.registry = Registry(self.state / REGISTRY)
-        self.boundaries = folder / "boundaries"
+        self.boundaries, self.last_record = folder / "boundaries", folder / "last_record"
         self.boundaries.touch()
         origin = Origin(directory=str(folder), script_text="", environ={"LIFE": life})
         self.registry.submit(lambda _: Entry(id="job-1", job=job_of(life), origin=origin))
@@ -71,6 +71,8 @@ class Life:
         def die(boundary: str) -> None:
             with self.boundaries.open("a") as log:
                 log.write(f"{boundary}\n")
+            if boundary == "before Forget":
+                self._note_record()
             if self.reached()[-1] == crash_at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -81,6 +83,13 @@ class Life:
             print(repr(error), file=sys.stderr)
             return 1
         return 0
+
+    def _note_record(self) -> None:
+        """Keep what the job came to: it is about to be forgotten."""
+        entry = self.registry.load("job-1")
+        if entry is not None:
+            retries = [node.retries for node in entry.job.record.nodes]
+            self.last_record.write_text(json.dumps({"outcome": entry.job.record.outcome, "retries": retries}))
 
     def lead(self, crash_at: str = "") -> dict[str, object]:
         """Lead the job to its end, with a crash on the way; what was seen."""
@@ -118,14 +127,14 @@ class Life:
         deadline = time.monotonic() + DEADLINE_S
         while (left := self._agents()) and time.monotonic() < deadline:
             time.sleep(0.01)
-        entry = self.registry.load("job-1")
         files = sorted(path.name for path in (self.state / "jobs").glob("*")) if (self.state / "jobs").exists() else []
-        record = entry.job.record if entry else None
+        last_record = json.loads(self.last_record.read_text()) if self.last_record.exists() else {}
         return {
             "processes": len(left),
             "files": files,
-            "outcome": record.outcome if record else None,
-            "retries": [node.retries for node in record.nodes] if record else None,
+            "is_forgotten": self.registry.load("job-1") is None,
+            "outcome": last_record.get("outcome"),
+            "retries": last_record.get("retries"),
             "ledger": self.ledger.read_text().splitlines(),
         }
 

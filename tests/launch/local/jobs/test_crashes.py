@@ -27,8 +27,9 @@ def test_every_boundary(tmp_path: Path) -> None:
     missed = {life["crash_at"] for life in lives[1:] if not life["has_crashed"]}
     assert all(boundary.partition("#")[0].endswith(("SaveRecord", "Regather")) for boundary in missed), missed
     for life in lives:
-        end = {key: life[key] for key in ("processes", "files", "outcome", "retries")}
-        assert end == {"processes": 0, "files": [], "outcome": None, "retries": None}, life
+        end = {key: life[key] for key in ("processes", "files", "is_forgotten", "outcome", "retries")}
+        wanted = {"processes": 0, "files": [], "is_forgotten": True, "outcome": "Succeeded", "retries": [0, 1]}
+        assert end == wanted, life
         check_ledger(life["ledger"])
 
 
