@@ -188,9 +188,10 @@ class Coordinator:
             self._consider(now_s)
 
     def give_up(self, reason: str) -> None:
-        """Others have decided that the job is over."""
+        """Others have decided that the job is over; one of those who are there is to save what can be saved."""
         if self.is_active and not self.ended:
-            self._end(reason)
+            standings = self.decree.standings if self.decree else ()
+            self._end(reason, [each for each in standings if each.member in self._presence.here])
 
     def accuse(self, member: str, ballot: Ballot, suspects: list[str], now_s: float) -> None:
         """A member's epoch is broken: it could not reach these; none if it does not know whom."""

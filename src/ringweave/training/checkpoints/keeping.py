@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ringweave.comm import regrouping
 from ringweave.environment import WorkerEnvironment
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import RingweaveError, TrainingError, explain
 from ringweave.training.checkpoints import disk, meeting, randomness
 from ringweave.training.checkpoints import parts as checkpoint_parts
 from ringweave.training.checkpoints.disk import Content, Saved
@@ -69,7 +69,11 @@ class Checkpoints:
         if self._elastic is not None:
             self._elastic.save_at_end(self._save_last)
         ring = next((name for name, part in parts.items() if isinstance(part, ServedLoader)), "")
-        self._served = Served(ring, self._parts.pop(ring), self._parts, self._teller) if ring else None
+        self._served: Served | None = None
+        if ring:
+            served_loader = self._parts.pop(ring)
+            self._served = Served(ring, served_loader, self._parts, self._teller)
+            served_loader.save_at_end(self._save_last_of_rings)
 
     def save(self, train_step: int) -> None:
         """Take the state after so many train steps; every rank calls it, and nobody waits for another.
@@ -199,6 +203,23 @@ class Checkpoints:
         train_step, started_s = self._elastic.num_train_steps, time.perf_counter()
         states = {name: part.state_dict() for name, part in self._parts.items()}
         self._submit(train_step, 0, {**states, self._elastic_name: position}, started_s)
+        return self._told_last(train_step)
+
+    def _save_last_of_rings(self) -> str:
+        """Likewise, for this member's ring: the state is the server's."""
+        assert self._served is not None, "its loader asks for this"
+        self.wait()
+        try:
+            job = self._served.take_last(self._stage)
+        except (RingweaveError, MemoryError, RuntimeError) as error:
+            self._teller.failed(0, 0, self.folder, f"{_reason(error)}.")
+            return f"The parameter server's state could not be saved in {self.folder}: see the warning."
+        if job is None:
+            return "Another ring saves the parameter server's state. Start the run again to go on from it."
+        self._writer.submit(job)
+        return self._told_last(job.train_step)
+
+    def _told_last(self, train_step: int) -> str:
         self.wait()
         if not any(saved.train_step == train_step for saved in disk.list_saved(self.folder, rank=0)):
             return f"The state after {train_step} train steps could not be saved in {self.folder}: see the warning."
@@ -255,7 +276,7 @@ class Checkpoints:
         """In the writer's thread: whatever happens is said, and nothing is raised."""
         rank, started_s, staged = job.document["rank"], time.perf_counter(), job.staged
         try:
-            if self._served is not None:
+            if self._served is not None and staged is None:
                 completed = self._served.complete(job, self._stage)
                 if completed is None:  # another ring saves
                     return

@@ -37,8 +37,17 @@ class Served:
 
     def begin(self, train_step: int) -> Job | None:
         """Copy the script's own parts, for a checkpoint that is completed in the thread; None if others save."""
-        if not self._loader.may_save:
-            return None
+        return self._begun(train_step) if self._loader.may_save else None
+
+    def take_last(self, stage: Stage) -> Job | None:
+        """The state at the end of a job that is over; None where it is for another ring to save.
+
+        Raises:
+            WireError: The server cannot be reached.
+        """
+        return self.complete(self._begun(0), stage)
+
+    def _begun(self, train_step: int) -> Job:
         started_s, encoder = time.perf_counter(), Encoder()
         trees = {name: encoder.encode(part.state_dict(), name) for name, part in self._parts.items()}
         tensors = {name: tensor.clone() for name, tensor in encoder.tensors.items()}

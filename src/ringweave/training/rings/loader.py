@@ -104,6 +104,9 @@ class RingLoader(ServedLoader):
         """See `ServedLoader`."""
         return self._parts.places.connect()
 
+    def save_at_end(self, save: Callable[[], str]) -> None:
+        """See `ServedLoader`: such a job ends with the first worker that fails."""
+
     def resume(self, offered: Offered | None) -> Ruled:
         """See `ServedLoader`. All ranks offer the same."""
         if self._num_passes:

@@ -127,6 +127,13 @@ class ServedLoader(PreparedLoader):
         """A connection of its own, of this process for its ring; the caller closes it."""
 
     @abc.abstractmethod
+    def save_at_end(self, save: Callable[[], str]) -> None:
+        """Have the state saved when the job ends before its time and this process is the one to do it for its ring.
+
+        `save` says in words what came of it. Without `--elastic` nobody is there to do it.
+        """
+
+    @abc.abstractmethod
     def resume(self, offered: Offered | None) -> Ruled:
         """Agree with all rings on what to go on from, and stand there: parameters and data.
 

@@ -103,6 +103,24 @@ def test_a_job_that_is_killed_goes_on_with_other_workers(tmp_path: Path, local_s
     check_alike(values)
 
 
+def test_where_too_few_are_left_one_saves_the_servers_state_and_the_next_run_goes_on_from_it(tmp_path: Path) -> None:
+    settings = (str(tmp_path), 10**6, 2, 0, 10**6, 0.02)  # the script itself saves nothing
+    with ElasticJob(functions.train, 4, *settings, attended_by=("server",), least=3, patience_s=15.0) as job:
+        for slot in range(4):
+            job.wait_said(f"{slot}.0", lambda said: said[:2] == ("drawn", 2))
+        for slot in (0, 3):  # one of each ring
+            job.signal(f"{slot}.0", signal.SIGKILL)
+        errors = [job.outcome(f"{slot}.0").error for slot in (1, 2)]
+    (saved,) = disk.list_saved(tmp_path)
+    ended = "job is over: 2 workers are left in 2 rings, expected at least 3, and no other came within 15 s. "
+    own = f"The state after {saved.train_step} train steps is in {tmp_path}. Start the run again to go on from it."
+    assert f"{ended}{own}" in errors[0]
+    assert f"{ended}Another ring saves the parameter server's state." in errors[1]
+    state = disk.read(saved).parts["loader"]
+    with ElasticJob(functions.train, 3, str(tmp_path), state["epoch"] + 6, 2, attended_by=("server",)) as job:
+        check_goes_on(job, 3, saved, state)
+
+
 def test_a_damaged_file_is_said_and_the_one_before_it_is_used_also_by_one_ring(tmp_path: Path) -> None:
     newest, before, *_ = first_run(tmp_path)
     content = bytearray(newest.path.read_bytes())

@@ -94,6 +94,10 @@ class KeptRingLoader(ServedLoader):
         """See `ServedLoader`."""
         return self._parts.member.connect()
 
+    def save_at_end(self, save: Callable[[], str]) -> None:
+        """See `ServedLoader`."""
+        self._parts.session.save_last = save
+
     def resume(self, offered: Offered | None) -> Ruled:
         """See `ServedLoader`. What the ring's first member offers counts for the ring."""
         ruled = self._parts.member.resume(offered, self._epoch_samples)
