@@ -46,6 +46,12 @@ def test_a_first_rank_that_still_measures_the_network_has_as_long_as_the_collect
     assert second.guide.get(86_400.0) == second.plan
 
 
+def test_a_plan_that_comes_soon_is_seen_soon() -> None:
+    second = Second(sent_s=0.03)
+    assert second.guide.get() == second.plan
+    assert second.now_s < 2 * 0.03 + 0.01
+
+
 def test_a_first_rank_that_sends_no_plan_is_named_when_time_is_up() -> None:
     second = Second()
     with pytest.raises(PeerError, match=r"process group: rank 0 \(node .*\) sent no plan within 10 s, expected one"):

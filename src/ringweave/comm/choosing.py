@@ -31,6 +31,8 @@ _MAX_CHOICES = 4096
 
 _KEY = "plan"
 _LOOK_S = 0.2
+_FIRST_LOOK_S = 0.005
+"""Then twice as long each time, up to the other: without probing a plan takes some milliseconds."""
 """How often a rank looks whether the plan is there. It does not wait in the store: all other threads of the process
 would wait for their turn there, and nobody could end it."""
 
@@ -148,14 +150,15 @@ class Sending:
             DisagreementError: What came is no plan.
         """
         limit_s = self.timeout.total_seconds() if timeout_s is None else timeout_s
-        deadline = self.clock() + limit_s
+        deadline, look_s = self.clock() + limit_s, _FIRST_LOOK_S
         try:
             while not self.store.check([_KEY]):
                 if is_cut():
                     raise self._absence("before the group was cut")
                 if self.clock() >= deadline:
                     raise self._absence(f"within {limit_s:g} s")
-                self.sleep(_LOOK_S)
+                self.sleep(look_s)
+                look_s = min(2 * look_s, _LOOK_S)
             value = self.store.get(_KEY)
         except PeerError:
             raise

@@ -1,5 +1,6 @@
 """Where a group runs, and the plan of it at any rates. Pure."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -32,13 +33,8 @@ class Situation:
 
     def plan(self, rates: Mapping[str, float]) -> Plan:
         """The plan when links have these rates, where they differ from what was known before."""
-        return plan_group(
-            self.cluster,
-            self.nodes,
-            rates={**self.rates, **rates},
-            assumptions=self.assumptions,
-            leader_per_nic=self.leader_per_nic,
-        )
+        known = tuple(sorted({**self.rates, **rates}.items()))
+        return _plan(self.cluster, self.nodes, known, self.assumptions, self.leader_per_nic)
 
     def network(self, rates: Mapping[str, float]) -> cost.Network:
         """The network with these rates."""
@@ -50,3 +46,15 @@ class Situation:
             return {}
         known, machine = {**self.rates, **rates}, Machine.assumed(self.assumptions)
         return simulating.estimate(plan, self.cluster, num_bytes, rates=known, machine=machine)
+
+
+@functools.lru_cache(maxsize=16)
+def _plan(
+    cluster: Cluster,
+    nodes: tuple[str, ...],
+    rates: tuple[tuple[str, float], ...],
+    assumptions: Assumptions | None,
+    leader_per_nic: bool,
+) -> Plan:
+    """Kept: the members of an elastic job form one group after another, and two at once where somebody joins."""
+    return plan_group(cluster, nodes, rates=dict(rates), assumptions=assumptions, leader_per_nic=leader_per_nic)
