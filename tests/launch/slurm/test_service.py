@@ -160,6 +160,19 @@ def test_a_requeued_job_says_so(tmp_path, fake, service):
     assert str(view.reason).startswith(text)
 
 
+def test_a_job_that_has_just_begun_is_not_taken_for_a_requeued_one(tmp_path, fake, service):
+    service.submit(a_request(), base=tmp_path)
+    assert service.job("text").state == "Pending"
+    registry = Registry(tmp_path / "state")
+    with registry.changing("text") as entry:
+        assert entry is not None
+        registry.save("text", entry.job.record, type(entry.hold)(allocation=10, claim="10.0", adopted="10.0"))
+    fake.states[10] = "RUNNING"
+    view = service.job("text")  # at once: Slurm's last answer is not old
+    assert view.state == "Pending"
+    assert "taken back" not in str(view.reason)
+
+
 @pytest.mark.parametrize(("verb", "state"), [("stop", "Stopped"), ("suspend", "Suspended")])
 def test_taken_back_while_it_waits(tmp_path, fake, service, verb, state):
     service.submit(a_request(), base=tmp_path)

@@ -20,7 +20,7 @@ from ringweave.launch.slurm.asking.commands import Allocation, Slurm, SlurmSilen
 from ringweave.launch.slurm.controller import Controller, means_of, outside, patience_words, wants_allocation
 from ringweave.launch.slurm.leases import Patience
 from ringweave.launch.slurm.place import STOPPED_FROM_OUTSIDE
-from ringweave.launch.slurm.registry import Entry, Registry
+from ringweave.launch.slurm.registry import Entry, Hold, Registry
 
 CANCELLED_S = 10.0
 """How long a waiting job is given to leave Slurm's queue; what is late is found at the next look."""
@@ -55,7 +55,8 @@ class Tending:
     ) -> None:
         self._registry, self._slurm, self._environ, self._patience = registry, slurm, environ, patience
         self._clock, self._sleep = clock, sleep
-        self._answers: dict[int, tuple[float, Allocation | None]] = {}
+        self._answers: dict[int, tuple[float, str, Allocation | None]] = {}
+        """By job of Slurm: when it was asked about, who led then, and the answer."""
 
     def tend(self, name: str, *, may_ask: bool = False) -> Tended | None:
         """The job after all that can be done for it now; None once it is forgotten.
@@ -68,7 +69,7 @@ class Tending:
         entry = self._found(self._registry.find(name))
         if entry is None:
             return None
-        found = self._allocation(entry.hold.allocation, fresh=may_ask)
+        found = self._allocation(entry.hold, fresh=may_ask)
         if found is not None and found.is_pending and not wants_allocation(entry):
             found = self._take_back(found)
         if entry.hold.allocation is not None and (found is None or found.is_over):
@@ -157,16 +158,21 @@ class Tending:
         entry = self._registry.find(name)
         if entry is None:
             return None
-        return Tended(entry=entry, allocation=self._allocation(entry.hold.allocation, fresh=True))
+        return Tended(entry=entry, allocation=self._allocation(entry.hold, fresh=True))
 
-    def _allocation(self, job_id: int | None, *, fresh: bool) -> Allocation | None:
-        """What Slurm says of a job; the same for a while, so that who follows a job does not ask all the time."""
+    def _allocation(self, hold: Hold, *, fresh: bool) -> Allocation | None:
+        """What Slurm says of a job; the same for a while, so that who follows a job does not ask all the time.
+
+        Not for longer than the same controller leads: one that has begun meanwhile is not in an earlier answer.
+        """
+        job_id = hold.allocation
         if job_id is None:
             return None
         known = self._answers.get(job_id)
-        if fresh or known is None or not 0 <= self._clock() - known[0] < ANSWER_S:
-            known = self._answers[job_id] = (self._clock(), self._slurm.allocation(job_id))
-        return known[1]
+        is_known = known is not None and known[1] == hold.adopted and 0 <= self._clock() - known[0] < ANSWER_S
+        if fresh or known is None or not is_known:
+            known = self._answers[job_id] = (self._clock(), hold.adopted, self._slurm.allocation(job_id))
+        return known[2]
 
     def _controller(self, folder: Path) -> Sequence[str]:
         words = [str(folder), *patience_words(self._patience)]
