@@ -16,9 +16,9 @@ def answered(every_s: float, seconds: float, *, late_s: float = 0.0) -> tuple[Co
     return contact, now_s
 
 
-def test_a_coordinator_that_always_answered_at_once_is_lost_after_a_second() -> None:
+def test_a_coordinator_that_always_answered_at_once_is_lost_within_a_second() -> None:
     contact, now_s = answered(0.2, 10.0)
-    assert [round(contact.left_s(now_s + after_s), 6) for after_s in (0.0, 0.4, 0.9, 1.0)] == [0.9, 0.5, 0.0, 0.0]
+    assert [round(contact.left_s(now_s + after_s), 6) for after_s in (0.0, 0.4, 0.9, 1.0)] == [0.8, 0.4, 0.0, 0.0]
 
 
 def test_one_that_takes_its_time_has_more() -> None:

@@ -40,7 +40,7 @@ def test_whoever_hangs_up_while_the_coordinator_stands_still_is_not_taken_for_de
         assert len(table.coordinator.decree.members) == 3, order
 
 
-@pytest.mark.parametrize(("silent_s", "is_dead"), [(0.6, True), (0.7, False)])
+@pytest.mark.parametrize(("silent_s", "is_dead"), [(0.5, True), (0.7, False)])
 def test_whoever_hangs_up_after_a_silence_may_have_gone_elsewhere_without_a_goodbye(
     silent_s: float, is_dead: bool
 ) -> None:
@@ -59,7 +59,7 @@ def test_whoever_hangs_up_after_a_silence_may_have_gone_elsewhere_without_a_good
 
 
 def taken_over(
-    *, lost_s: float = 0.0, still_s: float = 0.0, is_settled: bool = True, patience_s: float = 0.9
+    *, lost_s: float = 0.0, still_s: float = 0.0, is_settled: bool = True, patience_s: float = 0.8
 ) -> tuple[Table, Decree]:
     """A standby that two of three members have asked to take over, with the epoch that they are in."""
     decree = Table(3).begin("0.0", "1.0", "2.0")
@@ -83,7 +83,7 @@ def taken_over(
 
 
 def test_who_was_lost_with_the_coordinator_is_waited_for_from_then_on_if_training_stands_still() -> None:
-    table, decree = taken_over(lost_s=1.05, still_s=1.0)
+    table, decree = taken_over(lost_s=0.75, still_s=0.7)
     table.pass_time(0.1)
     proposal = table.coordinator.order_for("1.0").proposal
     assert proposal is not None
@@ -98,10 +98,10 @@ def test_who_was_lost_with_the_coordinator_is_waited_for_from_then_on_if_trainin
 
 def test_where_members_have_learnt_to_be_patient_who_is_missing_has_more_time() -> None:
     """The machine is busy: whoever is missing may not even know yet that the coordinator is lost."""
-    table, decree = taken_over(lost_s=1.05, still_s=1.0, patience_s=1.8)
+    table, decree = taken_over(lost_s=0.75, still_s=0.7, patience_s=1.6)
     table.pass_time(0.1)
     table.stand(holder("1.0"), holder("2.0"))
-    table.pass_time(1.2)
+    table.pass_time(0.9)
     assert table.coordinator.decree == decree
     table.pass_time(0.2)
     assert table.coordinator.decree is not None

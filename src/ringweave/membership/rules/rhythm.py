@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 BEAT_S = 0.25
 """From one heartbeat to the next. Each takes a millisecond of a processor that a train step may be waiting for; nobody
-is missed before 1.2 s."""
+is missed before 0.9 s."""
 _DECAY = 0.997
 """Of the longest gap, with each that follows: of heartbeats it is half forgotten after a minute. A machine that was
 busy will be so again."""
@@ -24,10 +24,10 @@ class Tolerance:
     most_s: float
 
 
-SILENCE = Tolerance(factor=3.0, least_s=1.2, most_s=10.0)
+SILENCE = Tolerance(factor=3.0, least_s=0.9, most_s=10.0)
 """Between two heartbeats. They come from a thread of their own, so a long gap is a busy machine's, not the model's. A
 member that stands still holds the others up for that long, and while they regroup: some tenths of a second."""
-ANSWERS = Tolerance(factor=3.0, least_s=0.9, most_s=3.0)
+ANSWERS = Tolerance(factor=3.0, least_s=0.8, most_s=3.0)
 """Between two answers of the coordinator to heartbeats: then a member asks the other one. Less than `SILENCE`, so that
 it can, before the one that it has left would put it out; to ask without need costs nothing."""
 STANDSTILL = Tolerance(factor=8.0, least_s=5.0, most_s=3600.0)
