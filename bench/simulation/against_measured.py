@@ -16,6 +16,7 @@ import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import numpy as np
 from lab_cases import cases_of, planned
 
 from ringweave import cost, sim, units
+from ringweave.benchmarks.machine import describe
 from ringweave.sim import measured_costs
 
 MEDIAN_BAR, HIGH_BAR, HIGH_PERCENTILE = 0.05, 0.12, 95
@@ -49,9 +51,12 @@ def main() -> None:
     if shares:
         print(f"processors that others had, kernel included: median {np.median(shares):.0%}, most {max(shares):.0%}")
     if options.out:
-        about = {key: documents[0][key] for key in ("date", "machine", "versions", "git_commit")}
-        measured = [{key: each[key] for key in ("cluster", "date", "rates_bytes_per_s")} for each in documents]
-        document = about | found | {"clusters": measured, "rows": rows}
+        about = {key: documents[0][key] for key in ("machine", "versions")}
+        costs = str(options.processors) if options.processors else "Machine.assumed()"
+        simulated = {"date": str(date.today()), "git_commit": describe()["git_commit"], "processors": costs}
+        of_each = ("cluster", "date", "git_commit", "rates_bytes_per_s")
+        measured = [{key: each[key] for key in of_each} for each in documents]
+        document = about | {"simulated": simulated} | found | {"clusters": measured, "rows": rows}
         options.out.write_text(json.dumps(document, indent=1) + "\n")
     sys.exit(0 if found["median_error"] <= MEDIAN_BAR and found["high_error"] <= HIGH_BAR else 1)
 

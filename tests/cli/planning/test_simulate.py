@@ -35,8 +35,8 @@ def test_the_document(capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["died"], found["noticed_s"]) == ([], {})
 
 
-def test_without_a_name_it_is_the_planned_schedule(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.call(["plan", RACKS, "--bytes", "1MB", "--json"]) == 0
+def test_without_a_name_it_is_the_schedule_of_the_formula(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.call(["plan", RACKS, "--bytes", "1MB", "--simulate", "0", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)["chosen"]
     assert document(capsys)["schedule"] == planned
 

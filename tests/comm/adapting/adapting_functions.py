@@ -5,17 +5,22 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ringweave.comm.adapting import starting
 from ringweave.comm.adapting.consulting import Council
+from ringweave.comm.adapting.directing import Decision
 from ringweave.comm.adapting.surveying import survey
 from ringweave.comm.transport.connecting import Door
 from ringweave.comm.transport.sockets import SocketTransport
-from ringweave.planning.adapting import Stream
+from ringweave.planning import Plan
+from ringweave.planning.adapting import Report, Ruling, Situation, Stream
 from ringweave.testing.ranks import announce
 
 
@@ -157,3 +162,43 @@ def consult_and_survey(phases: list[list[tuple[int, int, int]]]) -> tuple[list[s
     texts.append(council.consult(found, lambda rates: str([rate > 0 for rate in rates])))
     transport.close()
     return texts, found
+
+
+class Scripted:
+    """An adviser that has the network surveyed at the second consultation, and then rules another plan, ring first."""
+
+    def __init__(self, where: Situation, plan: Plan, tuned: Mapping[int, str], estimate: object) -> None:
+        del where, tuned, estimate
+        self.plan, self.rates, self.tuned, self.num_rules = plan, {}, {}, 0
+
+    def rule(self, report: Report, now_s: float) -> Ruling:
+        self.num_rules += 1
+        phases = ((Stream(0, 1, 200_000), Stream(1, 0, 200_000)),)
+        found = [Ruling(num_bytes=0, schedule="ring", next_in=5), Ruling(num_bytes=0, phases=phases)]
+        return dict(enumerate(found, 1)).get(self.num_rules, Ruling(num_bytes=0, schedule="direct", next_in=10**6))
+
+    def resolve(self, num_bytes: int, rates: list[float], now_s: float, seconds: float) -> Ruling:
+        assert all(rate > 0 for rate in rates)
+        assert len(rates) == 2
+        other = replace(self.plan, ring_order=self.plan.ring_order[::-1])
+        return Ruling(num_bytes=num_bytes, schedule="ring", plan=str(other), next_in=4)
+
+    def take_notes(self) -> list[tuple[str, dict]]:
+        return []
+
+
+def switch_plans(count: int) -> tuple[dict[str, int], list[tuple[str, tuple[int, ...], int]]]:
+    """Checked allreduces while a scripted adviser rules: what they were done by, and by which plan and version."""
+    starting.Adviser = Scripted
+    group: Any = dist.group.WORLD
+    director, seen = group._engine._director, []
+    decide = director.decide
+
+    def noted(*args: Any, **kwargs: Any) -> Decision:
+        decision = decide(*args, **kwargs)
+        seen.append((decision.choice.schedule, decision.plan.ring_order, decision.version))
+        return decision
+
+    director.decide = noted
+    reduce_many(count, 50_000)
+    return taken(), seen

@@ -71,6 +71,16 @@ def test_candidates_are_tried_once_and_the_next_run_knows(environ: dict[str, str
     assert set(runs[0][0][1]) <= winners(environ)
 
 
+def test_after_a_survey_all_ranks_take_the_new_plan_at_the_same_collective(environ: dict[str, str]) -> None:
+    results = run_ranks(adapting_functions.switch_plans, 4, 20, nodes=NODES, environ=environ)
+    counts, seen = results[0]
+    assert all(result == results[0] for result in results)
+    before, after = seen[0][1], seen[5][1]
+    assert after == before[::-1]
+    assert seen == [("ring", before, 1)] * 5 + [("ring", after, 2)] * 4 + [("direct", after, 2)] * 11
+    assert large_ones(counts, 20) == {"ring": 9, "direct": 11}
+
+
 OFF, FORCED, ON = {"RINGWEAVE_TUNING": "0"}, {"RINGWEAVE_SCHEDULE": "ring"}, {"RINGWEAVE_TUNING": "1"}
 
 

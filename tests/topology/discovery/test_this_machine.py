@@ -130,11 +130,23 @@ def test_nvml_adds_models_and_nvlinks(sys_root: Path) -> None:
 
 
 def test_this_machine_has_a_leader_with_a_reason() -> None:
-    machine = discovery.observe()
+    """Beside /sys itself: a NIC is so many PCI functions below its host bridge, which hangs on a NUMA node or none."""
+    machine = sysfs.read(Path("/sys"), name="here")
     found = discovery.choose(machine)
-    assert machine.workers
-    assert "leads" in found.leader_reason
-    assert discovery.document(machine, found)["leader"] == machine.workers[found.leader].name
+    document = discovery.document(machine, found)
+    rows = [row for row in document["hops"] if row["hops"] is not None and row["device"].startswith("NUMA ")]
+    for row in rows:
+        device = Path("/sys/class/net", row["nic"], "device")
+        bridge, *functions = [part for part in device.resolve().parts if part.startswith("pci") or part.count(":") == 2]
+        numa = int((device / "numa_node").read_text()) if (device / "numa_node").exists() else -1
+        to_bridge = 2 if numa < 0 else 1 if row["device"] == f"NUMA {numa}" else 3
+        assert bridge.startswith("pci")
+        assert row["hops"] == to_bridge + len(functions), row
+    nearest = min((row["hops"] for row in rows if row["nic"] == document["nic"]), default=None)
+    leader = machine.workers[found.leader].name
+    assert document["leader"] == leader
+    if nearest is not None and leader.startswith("NUMA "):
+        assert document["leader_reason"].startswith(f"{leader} leads: {nearest} hops to {document['nic']} ")
 
 
 def test_an_unknown_nic_is_refused_with_those_there_are(sys_root: Path) -> None:

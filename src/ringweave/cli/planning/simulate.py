@@ -24,7 +24,9 @@ _WORK = {"none": "the network alone", "assumed": "with assumed costs of processo
 
 @click.command
 @click.argument("cluster_path", metavar="CLUSTER")
-@click.option("--schedule", metavar="NAME", help="Simulate this schedule; by default the one that is planned.")
+@click.option(
+    "--schedule", metavar="NAME", help="Simulate this schedule; by default the one that is predicted to be fastest."
+)
 @click.option("--bytes", "size", metavar="SIZE", default="25MB", show_default=True, help="Size of the allreduce.")
 @click.option(
     "--segments", type=click.IntRange(1, 4096), metavar="N", help="Cut the message so; by default as planned."
