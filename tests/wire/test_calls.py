@@ -353,7 +353,8 @@ def test_peers_are_counted_when_they_come_and_no_more_once_they_have_hung_up(aut
             for client in (connect(server, peer), connect(server, peer)):
                 client.close(is_awaited=True)
         assert (server.most_peers("worker"), server.most_peers("server")) == (1, 0)
-        with connect(server, trust(authority, "worker", "0")), connect(server, trust(authority, "worker", "1")):
+        with connect(server, trust(authority, "worker", "0")), connect(server, trust(authority, "worker", "1")) as last:
+            last.call(Echo(), [b""], timeout_s=60)  # so that the server has heard of it
             assert server.most_peers("worker") == 2
 
 

@@ -1,5 +1,7 @@
 """The process group that training happens in: the one that there is, or one made from what the launcher says."""
 
+import atexit
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,13 +14,24 @@ from ringweave.planning import central
 
 
 def join(environ: Mapping[str, str]) -> None:
-    """Make the process group if the script has none; a script that nobody launched is a world of one."""
+    """Make the process group if the script has none; a script that nobody launched is a world of one.
+
+    What is made here is ended here, at the end of the script if nobody did before: a Gloo thread that outlives the
+    interpreter aborts the process now and then.
+    """
     if dist.is_initialized():
         return
+    atexit.register(_end)  # before the group's own, so that it comes after: that one waits for what is under way
     if "RANK" in environ:
         dist.init_process_group("ringweave")
     else:
         dist.init_process_group("ringweave", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _end() -> None:
+    with contextlib.suppress(RuntimeError):
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
