@@ -39,7 +39,7 @@ def test_one_that_dies_time_after_time_is_given_up_and_the_other_one_goes_on(tmp
         server.look()
         assert len(server.pids) == 1, "the one on node a"
     assert said == [
-        "parameter server 1 on node b is given up: 10 of its processes in a row were over within a minute each, the "
+        "parameter server 1 on node b is given up: 10 of its processes in a row were over soon after they began, the "
         "last one with exit code 3. Training goes on with the other one; nobody takes over if that dies as well. See "
         f"what it lacks in {tmp_path / 'logs' / 'server-1.log'}."
     ]

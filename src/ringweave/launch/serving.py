@@ -136,7 +136,7 @@ class JobServer:
         now_s = self._clock()
         for index, process in enumerate(self._processes if len(self._posts) > 1 else ()):
             respawns, exit_code = self._respawns[index], process.poll()
-            if exit_code and respawns.note_end(now_s):
+            if exit_code and respawns.note_end(now_s, exit_code):
                 self._note_exit(index, exit_code, was_stopped=False)
                 if respawns.has_given_up:
                     self._give_up(self._why(index, exit_code, respawns.num_quick))
@@ -147,7 +147,7 @@ class JobServer:
         node, log = self._posts[index].node, self._run_dir.server_log(index)
         return (
             f"parameter server {index} on node {node} is given up: {num_deaths} of its processes in a row were over "
-            f"within a minute each, the last one with exit code {exit_code}. Training goes on with the other one; "
+            f"soon after they began, the last one with exit code {exit_code}. Training goes on with the other one; "
             f"nobody takes over if that dies as well. See what it lacks in {log}."
         )
 

@@ -87,7 +87,7 @@ def test_one_that_dies_time_after_time_is_given_up_and_it_is_said(tmp_path: Path
         coordinators.look()
         assert not coordinators.pids
     assert said == [
-        "coordinator 1 on node b is given up: 10 of its processes in a row were over within a minute each, the last "
+        "coordinator 1 on node b is given up: 10 of its processes in a row were over soon after they began, the last "
         "one with exit code 3. Training goes on; nobody takes over if the other coordinator dies as well. See what it "
         f"lacks in {tmp_path / 'logs' / 'coordinator-1.log'}."
     ]

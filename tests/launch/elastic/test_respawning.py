@@ -23,3 +23,23 @@ def test_one_that_has_lived_for_long_begins_anew() -> None:
         assert respawns.take_due(5.0), "at once"
         assert not respawns.take_due(5.0), "once"
     assert not respawns.has_given_up
+
+
+def test_one_that_was_killed_after_some_seconds_of_use_is_started_again_at_once_however_often() -> None:
+    respawns = Respawns()
+    for number in range(100):
+        began_s = 28.0 * number
+        respawns.note_start(began_s)
+        assert respawns.note_end(began_s + 28.0, -9)
+        assert not respawns.note_end(began_s + 28.0, -9), "one death"
+        assert respawns.take_due(began_s + 28.0)
+    assert not respawns.has_given_up
+
+
+def test_one_that_fails_by_itself_after_the_same_time_comes_back_later_each_time() -> None:
+    respawns, delays_s = Respawns(), []
+    for _ in range(4):
+        respawns.note_start(0.0)
+        assert respawns.note_end(28.0, 1)
+        delays_s.append(next(seconds for seconds in range(60) if respawns.take_due(28.0 + seconds)))
+    assert delays_s == [0, 1, 2, 4]

@@ -121,8 +121,9 @@ class Coordinators:
         now_s = self._clock()
         for index, process in list(self._processes.items()):
             respawns = self._respawns[index]
-            if process.poll() is not None and respawns.note_end(now_s):
-                self._tell_given_up(index, f"the last one with exit code {process.returncode}")
+            exit_code = process.poll()
+            if exit_code is not None and respawns.note_end(now_s, exit_code):
+                self._tell_given_up(index, f"the last one with exit code {exit_code}")
             if respawns.take_due(now_s):
                 try:
                     self._start(index, is_standby=True, is_first=False)
@@ -136,8 +137,8 @@ class Coordinators:
             node, log = self._pair.posts[index].node, self._log(index)
             self._give_up(
                 f"coordinator {index} on node {node} is given up: {respawns.num_quick} of its processes in a row were "
-                f"over within a minute each, {how}. Training goes on; nobody takes over if the other coordinator dies "
-                f"as well. See what it lacks in {log}."
+                f"over soon after they began, {how}. Training goes on; nobody takes over if the other coordinator "
+                f"dies as well. See what it lacks in {log}."
             )
 
     def _log(self, index: int) -> Path:
