@@ -25,6 +25,8 @@ from ringweave.launch.services.service import LogQuery
 
 SCRIPT = "import time\nprint(time.time(), flush=True)\n"
 TTL_S = 1.0
+START_BAR_S, TTL_BAR_S = 0.2, 1.0
+"""From the last node that is ready to the last worker's first line; how late a TTL may be."""
 
 
 class Watch:
@@ -101,6 +103,8 @@ def main() -> None:
     if asked.out:
         load = os.getloadavg()[0]
         asked.out.write_text(json.dumps({"machine": platform.platform(), "load": load, "rows": rows}, indent=2) + "\n")
+    if any(row["to_last_worker_s"] > START_BAR_S or not 0 <= row["ttl_error_s"] < TTL_BAR_S for row in rows):
+        raise SystemExit(f"missed: {START_BAR_S} s to the last worker, a TTL less than {TTL_BAR_S:g} s late")
 
 
 if __name__ == "__main__":

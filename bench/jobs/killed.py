@@ -23,6 +23,8 @@ from ringweave.launch.local.jobs.service import LocalService
 from ringweave.launch.services.views import JobView
 
 ROOT = Path(__file__).parents[2]
+BAR = 1e-5
+"""How much a loss may differ from that of the undisturbed run."""
 DEADLINE_S = 600.0
 
 
@@ -124,6 +126,8 @@ def main() -> None:
     print(json.dumps(report, indent=2))
     if asked.out:
         asked.out.write_text(json.dumps(report, indent=2) + "\n")
+    if report["retries"] != {"n0": 0, "n1": 2} or report["largest_difference"] > BAR:
+        raise SystemExit(f"missed: retries of n1 alone, two of them, and losses within {BAR:g}")
 
 
 def disturb(service: LocalService, home: Path, out: Path) -> None:

@@ -49,6 +49,9 @@ class Measured:
     server_s: list[float] = field(default_factory=list)
 
 
+BAR_MS = 50.0
+
+
 def main() -> None:
     """Lead the jobs to their ends, and say what the passes took."""
     parser = argparse.ArgumentParser()
@@ -78,6 +81,8 @@ def main() -> None:
     print(f"load of the machine {load:.1f}")
     if given.out:
         given.out.write_text(json.dumps(said, indent=2) + "\n")
+    if said["ms"]["time"]["p99"] > BAR_MS:
+        raise SystemExit(f"missed: p99 of {BAR_MS:g} ms")
 
 
 class _Inside(Client):

@@ -22,6 +22,8 @@ from pathlib import Path
 from ringweave.testing.slurm import SlurmCluster
 
 ROOT = Path(__file__).parents[2]
+BAR = 1e-5
+"""How much a loss may differ."""
 SPLITS = {"10+5": (15, (10, 5)), "8+3": (11, (10, 5)), "3+3+4": (10, (3, 3, 4))}
 
 
@@ -114,6 +116,8 @@ def main() -> None:
         asked.out.write_text(
             json.dumps({"machine": platform.platform(), "on": asked.on, "rows": rows}, indent=2) + "\n"
         )
+    if max(row["largest_difference"] for row in rows) > BAR:
+        raise SystemExit(f"missed: losses differ by more than {BAR:g}")
 
 
 if __name__ == "__main__":
