@@ -141,7 +141,7 @@ def test_cancelled_by_slurms_own_command_it_is_stopped_and_can_be_tried_again(jo
     view = jobs.wait("Stopped")
     assert any(event.kind == "AllocationEnded" and "CANCELLED" in event.text for event in view.events)
     (jobs.folder / "go").touch()
-    jobs.service.act("text", "retry")
+    assert not jobs.service.act("text", "retry").state.is_end
     assert jobs.wait("Succeeded").run == 2
 
 

@@ -88,7 +88,7 @@ def record_of(place: FakePlace) -> records.Record:
 def ask(place: FakePlace, verb: str) -> None:
     """What somebody types."""
     assert place.job is not None
-    place.job = replace(place.job, desired=verbs.ask(verb, place.job))
+    place.job = replace(place.job, desired=verbs.ask(verb, place.job, place.clock_s))
 
 
 @dataclass(frozen=True)

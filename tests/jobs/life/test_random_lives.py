@@ -78,7 +78,7 @@ class Lives(RuleBasedStateMachine):
     @rule(verb=st.sampled_from(verbs.NAMES[:-1]))
     def somebody_types(self, verb: str) -> None:
         with contextlib.suppress(JobError):
-            self.place.job = replace(self.place.job, desired=verbs.ask(verb, self.place.job))
+            self.place.job = replace(self.place.job, desired=verbs.ask(verb, self.place.job, self.place.clock_s))
 
     @invariant()
     def nothing_illegal(self) -> None:

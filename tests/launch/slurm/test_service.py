@@ -263,6 +263,19 @@ def test_another_run_has_another_end(tmp_path, fake, service):
     assert "rw-ttl-text" in fake.scripts[3]
 
 
+def test_tried_again_it_is_not_over_while_its_controller_has_only_begun(tmp_path, fake, service):
+    service.submit(a_request(), base=tmp_path)
+    service.act("text", "stop")
+    service.act("text", "retry")
+    fake.states[20] = "RUNNING"
+    registry = Registry(tmp_path / "state")
+    with registry.changing("text") as entry:
+        assert entry is not None
+        registry.save("text", entry.job.record, replace(entry.hold, claim="20.0", adopted="20.0"))
+    job = service.job("text")
+    assert (job.state, job.run) == ("Pending", 2)
+
+
 def test_where_slurm_refuses_that_the_job_ends_all_the_same(tmp_path, fake, service, capsys):
     service.submit(a_request("ttl: 3600s\n"), base=tmp_path)
     fake.refusal = "too many jobs"

@@ -7,10 +7,9 @@ from ringweave import units
 from ringweave.errors import JobError, explain
 from ringweave.jobs.admission.permissions import Permission, PermissionCache
 from ringweave.jobs.life import records
-from ringweave.jobs.life.advancing import advance
+from ringweave.jobs.life.advancing import advance, is_tried_again
 from ringweave.jobs.life.observing import Observed
 from ringweave.jobs.life.records import Job
-from ringweave.jobs.life.states import JobState
 from ringweave.jobs.requests.request import Request
 
 
@@ -56,9 +55,7 @@ def gpus_in_use(there: Iterable[Job], requester: str) -> int:
 
 
 def _has_ended(job: Job) -> bool:
-    if job.record.outcome in (None, JobState.SUCCEEDED):
-        return job.record.outcome is not None
-    return job.desired.retry_run != job.record.run or job.desired.stop_run > job.record.run
+    return job.record.outcome is not None and not is_tried_again(job)
 
 
 def check_retry(job: Job, *, there: Iterable[Job], permissions: PermissionCache, now: float) -> None:

@@ -43,6 +43,19 @@ def regathered(record: Record, cause: str) -> Record:
     return _next_round(record, cause)
 
 
+def is_tried_again(job: Job) -> bool:
+    """Another run is asked for after a bad end, and its place has not begun with it."""
+    is_bad_end = job.record.outcome in (JobState.FAILED, JobState.STOPPED)
+    return is_bad_end and job.desired.retry_run == job.record.run and job.desired.stop_run <= job.record.run
+
+
+def as_asked(job: Job, now: float) -> Job:
+    """The job as it is to be shown: one that is tried again is not over any more, though nobody has begun with it."""
+    if job.record.deleting or job.desired.delete or not is_tried_again(job):
+        return job
+    return replace(job, record=advance(job, Observed(), now))
+
+
 def is_to_run(job: Job, record: Record) -> bool:
     """Its worker groups are wanted."""
     return not record.deleting and record.outcome is None and not job.desired.suspend

@@ -3,23 +3,28 @@
 from dataclasses import replace
 
 from ringweave.errors import JobError, explain
+from ringweave.jobs.life.advancing import as_asked
 from ringweave.jobs.life.records import Desired, Job
 from ringweave.jobs.life.states import JobState
 
 NAMES = ("stop", "retry", "suspend", "resume", "delete")
 
 
-def ask(verb: str, job: Job) -> Desired:
+def ask(verb: str, job: Job, now: float) -> Desired:
     """What is asked of the job after the verb.
 
     Args:
         verb: One of `NAMES`.
-        job: As it is now.
+        job: As it was saved last.
+        now: Seconds on the clock of the job.
 
     Raises:
         JobError: The job is in a state in which the verb means nothing; the text says what does.
     """
-    return {"stop": stop, "retry": retry, "suspend": suspend, "resume": resume, "delete": delete}[verb](job)
+    if verb == "retry":
+        return retry(job)
+    others = {"stop": stop, "suspend": suspend, "resume": resume, "delete": delete}
+    return others[verb](as_asked(job, now))  # of one that was tried again a moment ago, though nobody has begun
 
 
 def stop(job: Job) -> Desired:

@@ -137,7 +137,7 @@ class KubernetesService(Service):
     async def _act(self, client: Client, name: str, verb: str) -> JobView:
         resource = await self._find(client, name)
         job = showing.job_of(resource, self._clock())
-        asked = verbs.ask(verb, job)
+        asked = verbs.ask(verb, job, self._clock())
         namespace, metadata = self._where(client), resource["metadata"]
         try:
             if asked.delete:

@@ -6,6 +6,7 @@ from typing import Any
 
 from ringweave.errors import JobError
 from ringweave.jobs.life import records
+from ringweave.jobs.life.advancing import as_asked
 from ringweave.jobs.life.records import Job
 from ringweave.jobs.life.states import JobState, Reason
 from ringweave.jobs.requests.request import NodeRequest, Request
@@ -25,7 +26,7 @@ def view(resource: Resource, now: float, *, with_events: bool = False) -> JobVie
     metadata = resource["metadata"]
     namespace, name = metadata["namespace"], metadata["name"]
     files = f"kubectl -n {namespace} get pods,configmaps -l ringweave.dev/job={name}"
-    return views.view(job_of(resource, now), place=names.PLACE, events=shown, files=files)
+    return views.view(as_asked(job_of(resource, now), now), place=names.PLACE, events=shown, files=files)
 
 
 def job_of(resource: Resource, now: float) -> Job:

@@ -205,8 +205,7 @@ def wants_allocation(entry: Entry) -> bool:
         return False
     if job.record.outcome is None:
         return job.desired.stop_run < job.record.run
-    is_tried_again = job.record.outcome is not JobState.SUCCEEDED and job.desired.retry_run == job.record.run
-    return is_tried_again and job.desired.stop_run <= job.record.run
+    return advancing.is_tried_again(job)
 
 
 def _num_fruitless(entry: Entry, grant: Grant) -> int:

@@ -119,14 +119,12 @@ class SlurmService(Service):
     def act(self, name: str, verb: str) -> JobView:
         """Ask something of a job; what needs its controller is seen by it in a moment."""
         entry = self._find(name, verb)
-        allocation = self._tended(entry).allocation
+        self._tended(entry)
         with self._registry.admitting() as there, self._registry.changing(name) as latest:
             if latest is not None:
                 if verb == "retry":
                     self._check_retry(latest.job, there)
-                # As it is shown: what was tried again and still waits for Slurm can be stopped.
-                shown = tending.told(Tended(entry=latest, allocation=allocation), self._clock())
-                self._registry.ask(name, verbs.ask(verb, latest.job if verb == "retry" else shown))
+                self._registry.ask(name, verbs.ask(verb, latest.job, self._clock()))
                 entry = latest
         tended = self._tending.tend(name, may_ask=True)
         return self._view(tended or Tended(entry=entry, allocation=None), with_events=tended is not None)
@@ -190,7 +188,7 @@ class SlurmService(Service):
 
     def _is_over(self, name: str) -> bool:
         tended = self._tending.tend(name)
-        return tended is None or tended.entry.job.record.state.is_end
+        return tended is None or tending.told(tended, self._clock()).record.state.is_end
 
     def _objects(self, entry: Entry) -> tuple[Rendered, ...]:
         config = entry.origin.config(entry.job)

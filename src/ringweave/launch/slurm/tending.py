@@ -195,9 +195,9 @@ def told(tended: Tended, now: float) -> Job:
     elif entry.hold.adopted != f"{found.job_id}.{found.restarts}":
         text, lacks = f"Slurm job {found.job_id} ({found.state}): its controller starts", None
     else:
-        return job
-    if job.record.outcome is not None:  # tried again, and nobody has begun with it
-        job = replace(job, record=advancing.advance(job, Observed(), now))
+        return advancing.as_asked(job, now)
+    if advancing.is_tried_again(job):
+        job = advancing.as_asked(job, now)
     elif entry.hold.adopted:
         job = replace(job, record=advancing.regathered(job.record, f"{STOPPED_FROM_OUTSIDE}; {text}"))
         lacks = None  # the new round says what it waits for

@@ -116,7 +116,7 @@ class Life:
                 break
             state, round_, verb = todo[0]
             if (entry.job.record.state, entry.job.record.round) == (state, round_):
-                self.registry.ask("job-1", lambda job, _, verb=verb: verbs.ask(verb, job))
+                self.registry.ask("job-1", lambda job, _, verb=verb: verbs.ask(verb, job, time.time()))
                 bells.ring(job_folder(self.state, "job-1").bell)
                 todo.pop(0)
             time.sleep(0.005)

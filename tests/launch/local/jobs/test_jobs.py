@@ -113,6 +113,7 @@ def test_suspend_resume_stop_and_retry(here: Here) -> None:
         here.service.act("job", "stop")
     (here.folder / "finish").touch()
     here.service.act("job", "retry")
+    assert not here.service.job("job").state.is_end
     job = here.wait_state("Succeeded")
     assert job.run == 2
     assert [node.retries for node in job.nodes] == [0, 0]

@@ -164,7 +164,8 @@ def test_trying_again_needs_room_in_the_limit(folder: Path) -> None:
         here.act("job", "retry")
     (other,) = [each for each in here._registry.all() if each.job.request.name == "other"]
     here._registry.forget(other.id)
-    here.act("job", "retry")
+    assert here.act("job", "retry").state == "Pending", "though no supervisor has begun with it"
+    assert here.job("job").state == "Pending"
     with pytest.raises(JobError, match=r"of which 6 are in use"):
         here.submit(request("other"), base=folder)
 

@@ -15,6 +15,7 @@ from ringweave.jobs.admission import admitting, policy
 from ringweave.jobs.admission.permissions import PermissionCache
 from ringweave.jobs.admission.policy import Policy
 from ringweave.jobs.life import verbs
+from ringweave.jobs.life.advancing import as_asked, is_tried_again
 from ringweave.jobs.life.records import Desired, Job
 from ringweave.jobs.requests.request import Request
 from ringweave.launch.groups import config as configs
@@ -111,7 +112,7 @@ class LocalService(Service):
         )
 
     def _asked(self, verb: str, job: Job, there: Sequence[Job]) -> Desired:
-        desired = verbs.ask(verb, job)
+        desired = verbs.ask(verb, job, self._clock())
         if verb == "retry":
             admitting.check_retry(job, there=there, permissions=self._permissions, now=self._clock())
         return desired
@@ -152,12 +153,12 @@ class LocalService(Service):
             return True
         if _needs_supervisor(entry.job):
             self._supervise(entry)
-        return entry.job.record.state.is_end
+        return as_asked(entry.job, self._clock()).record.state.is_end
 
     def _view(self, entry: Entry, *, with_events: bool = False) -> JobView:
         events = self._registry.events(entry.id) if with_events else ()
         files = str(job_folder(self._state, entry.id).root / "runs")
-        return views.view(entry.job, place="local", events=events, files=files)
+        return views.view(as_asked(entry.job, self._clock()), place="local", events=events, files=files)
 
 
 def open_service(environ: Mapping[str, str]) -> LocalService:
@@ -187,4 +188,5 @@ def _objects(entry: Entry) -> tuple[Rendered, ...]:
 
 def _needs_supervisor(job: Job) -> bool:
     """Something may have to be done for it though nobody asks for anything."""
-    return not job.record.state.is_end or job.request.ttl_s is not None
+    is_over = job.record.state.is_end and not is_tried_again(job)
+    return not is_over or job.desired.delete or job.request.ttl_s is not None
