@@ -46,9 +46,10 @@ endif
 test-kube: setup
 	$(BIN)/pytest tests/kube -p no:randomly $(KUBE)
 
-# The operator killed at every boundary of every life; make test takes one life.
+# Operator and supervisor killed at every boundary of every life; make test takes one life of each.
 test-crashes: setup
-	$(BIN)/pytest tests/launch/kubernetes/operating/test_crashes.py --all-crashes -p no:randomly
+	$(BIN)/pytest tests/launch/kubernetes/operating/test_crashes.py tests/launch/local/jobs/test_crashes.py \
+		--all-crashes -p no:randomly
 
 check: setup
 	$(BIN)/ruff check .

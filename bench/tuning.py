@@ -51,6 +51,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--sizes", default="1MB,25MB")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--within", type=float, default=1.6, help="of the best prediction: what is measured beside it")
+    parser.add_argument("--order", default="block", help="of the ranks, as `ringweave run --order` takes it")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("--folder", type=Path, default=Path("runs/tuning"), help="folder for the run")
     return parser.parse_args()
@@ -124,7 +125,7 @@ def compare(options: argparse.Namespace) -> int:
     own += ["--within", str(options.within), "--folder", str(folder)]
     environ = os.environ | {"XDG_CACHE_HOME": str(folder / "no-cache" / str(os.getpid()))}
     try:
-        command = [*verb, "--run-dir", str(folder), __file__, *own]
+        command = [*verb, "--order", options.order, "--run-dir", str(folder), __file__, *own]
         subprocess.run(command, env=environ, check=True, timeout=RUN_TIMEOUT_S)
     finally:
         lab.down(place.name)
@@ -133,7 +134,13 @@ def compare(options: argparse.Namespace) -> int:
     rows = [row(int(size), rounds, tuned) for size, rounds in measured.items()]
     commit = ["git", "rev-parse", "--short", "HEAD"]
     head = subprocess.run(commit, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-    document = {"cluster": cluster.name, "date": str(date.today()), "commit": head, "results": rows}
+    document = {
+        "cluster": cluster.name,
+        "order": options.order,
+        "date": str(date.today()),
+        "commit": head,
+        "results": rows,
+    }
     if options.out:
         options.out.write_text(json.dumps(document, indent=2) + "\n")
     for each in rows:

@@ -1,8 +1,9 @@
 """A supervisor killed by SIGKILL at every boundary of a life on this machine.
 
-    python bench/jobs/every_boundary.py [--life asked] [--out FILE]        (1 to 4 minutes)
+    python bench/jobs/every_boundary.py [--life asked|fails] [--out FILE]        (1 to 4 minutes)
 
 `ends`: a node is lost, and the job succeeds, as in the tests. `asked`: suspended, resumed, stopped, kept, deleted.
+`fails`: a node is lost more often than it may, tried again, its script fails, one node is kept, deleted.
 It ends with 1 if any life ended otherwise than the others (outcome, retries, attempts), or left anything.
 """
 
@@ -25,7 +26,7 @@ CRASHING = ROOT / "tests" / "launch" / "local" / "jobs" / "crashing.py"
 def main() -> int:
     """Live all lives, and say how they ended."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--life", choices=["ends", "asked"], default="ends")
+    parser.add_argument("--life", choices=["ends", "asked", "fails"], default="ends")
     parser.add_argument("--out", type=Path, help="where the lives go, as JSON")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -6,7 +6,8 @@ Lives without a kill find the boundaries: every action before and after, every c
 actions of several steps. Then one life for each boundary, in which the real process of the controller kills itself
 there; what a life comes to that no other did is a boundary too. With --out it goes on where it was interrupted: each
 life is in the file as soon as it has ended. Ends with 1 if a life ended otherwise (something is left: files, processes,
-jobs of Slurm; a worker began twice or never; another outcome), or if lives are left to be lived.
+jobs of Slurm; a worker began twice or never; another outcome), if lives are left to be lived, or if no life came again
+to more than a tenth of the boundaries.
 """
 
 import argparse
@@ -29,6 +30,8 @@ from ringweave.testing.slurm import SlurmCluster
 ROOT = Path(__file__).parents[2]
 TRIES = 12
 """How often a boundary is tried that not every life comes to: how many looks there are depends on time."""
+MOST_MISSED = 0.1
+"""Of all boundaries, that no life comes to again."""
 
 
 class Book:
@@ -63,11 +66,18 @@ class Book:
         """Of all lives of this kind, whenever they were lived."""
         killed = {life["killed_at"] for life in self.lives if life["killed_at"]}
         same = sum(life["is_same"] for life in self.lives)
-        never = sum(count >= TRIES for count in self.missed.values())
         return (
-            f"{self._kind}: {len(killed)} of {len(self.known)} boundaries killed at, {never} not come to again in "
-            f"{TRIES} lives, {len(self.todo())} left; {same} of {len(self.lives)} lives with one and the same end"
+            f"{self._kind}: {len(killed)} of {len(self.known)} boundaries killed at, {self._never()} not come to again "
+            f"in {TRIES} lives, {len(self.todo())} left; {same} of {len(self.lives)} lives with one and the same end"
         )
+
+    def is_good(self) -> bool:
+        """Every boundary had its kill, but for a few that come up by chance, and all ends are the same."""
+        is_whole = not self.todo() and self._never() <= MOST_MISSED * len(self.known)
+        return is_whole and all(life["is_same"] for life in self.lives)
+
+    def _never(self) -> int:
+        return sum(count >= TRIES for count in self.missed.values())
 
     def _save(self) -> None:
         if self._path is None:
@@ -147,7 +157,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, _cluster() as up:
         Bench(book, asked.life, up, Path(folder)).lead(asked.together, asked.within)
     print(book.summary())
-    return 0 if not book.todo() and all(life["is_same"] for life in book.lives) else 1
+    return 0 if book.is_good() else 1
 
 
 if __name__ == "__main__":

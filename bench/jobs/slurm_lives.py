@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ringweave.errors import LaunchError
-from ringweave.jobs.requests.request import NodeRequest, Request
+from ringweave.jobs.requests.request import DeletionPolicy, NodeRequest, Request
 from ringweave.launch.slurm.asking.commands import Done, Slurm
 from ringweave.launch.slurm.registry import Registry
 from ringweave.launch.slurm.service import SlurmService
@@ -32,6 +32,12 @@ if kind == "replaced" and which == "round-1":
     time.sleep(600)
 if kind == "asked":
     time.sleep(600)
+if kind == "fails":
+    if which == "round-3" and node == "big":
+        raise SystemExit(3)
+    if which != "round-3" and node == "small":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
 time.sleep(0.3)
 """
 """Says who it is; what it does else depends on the life."""
@@ -42,8 +48,10 @@ class Kind:
     """What happens to a job, and how it has to end."""
 
     ttl_s: float | None
-    asks: tuple[tuple[int, str], ...] = ()
-    """(so many workers have begun, verb): what is asked of the job, in order."""
+    asks: tuple[tuple[int, str, str], ...] = ()
+    """(so many workers have begun, state or any, verb): what is asked of the job, in order."""
+    deletion: DeletionPolicy = DeletionPolicy.DELETE
+    """Of the large node."""
     begun: tuple[str, ...] = ()
     """`NODE.ATTEMPT/ROUND` of the workers that begin, each once."""
     end: Mapping[str, object] = field(default_factory=dict)
@@ -62,13 +70,23 @@ KINDS = {
     ),
     "asked": Kind(
         ttl_s=None,
-        asks=((2, "suspend"), (2, "resume"), (4, "stop"), (4, "delete")),
+        asks=((2, "", "suspend"), (2, "Suspended", "resume"), (4, "", "stop"), (4, "Stopped", "delete")),
         begun=("big.1/round-1", "big.2/round-2", "small.1/round-1", "small.2/round-2"),
         end={"outcome": "Stopped", "retries": [0, 0]},
     ),
+    "fails": Kind(
+        ttl_s=None,
+        asks=((4, "Failed", "retry"), (6, "Failed", "delete")),
+        deletion=DeletionPolicy.KEEP_ON_FAILURE,
+        begun=(
+            *("big.1/round-1", "big.1/round-2", "big.2/round-3"),
+            *("small.1/round-1", "small.2/round-2", "small.3/round-3"),
+        ),
+        end={"outcome": "Failed", "retries": [0, 0]},
+    ),
 }
-"""`ends`: it succeeds. `replaced`: a node is lost, and a TTL ends. `asked`: suspended, resumed, stopped, deleted."""
-_COMES_TO = {"suspend": "Suspended", "stop": "Stopped"}
+"""`ends`: it succeeds. `replaced`: a node is lost, and a TTL ends. `asked`: suspended, resumed, stopped, deleted.
+`fails`: a node is lost more often than it may, tried again, a script fails, deleted; one node is kept meanwhile."""
 
 
 class Life:
@@ -83,13 +101,16 @@ class Life:
         environ = kept | {"PYTHONPATH": path, "LIFE": f"{home}:{dies_at}", "OMP_NUM_THREADS": "1"}
         self.service = SlurmService(home / "state", Slurm(self._run), requester="bench", environ=environ)
         self._asks = list(KINDS[kind].asks)
-        self._waits_for = ""
         self._registry = Registry(home / "state")
         self._seen: dict[str, object] = {}
 
     def live(self) -> dict[str, object]:
         """From submit until nothing is left; how it ended, and whether that is as it has to be."""
-        nodes = tuple(NodeRequest(name=name, capacity=1) for name in self.cluster.gpus)
+        policies = {"big": KINDS[self.kind].deletion}
+        nodes = tuple(
+            NodeRequest(name=name, capacity=1, max_retries=1, deletion=policies.get(name, DeletionPolicy.DELETE))
+            for name in self.cluster.gpus
+        )
         environment = {"KIND": self.kind}
         shape = {"num_workers": len(nodes), "min_per_node": 1, "device": "cpu", "ttl_s": KINDS[self.kind].ttl_s}
         request = Request(name=self.home.name, script="s.py", nodes=nodes, environment=environment, **shape)
@@ -135,16 +156,16 @@ class Life:
         """What is to be asked of the job next, if it has come to that."""
         if not self._asks or len(self._ledger()) < self._asks[0][0]:
             return
-        name, verb = self.home.name, self._asks[0][1]
-        if self._waits_for and self.service.job(name).state != self._waits_for:
+        name, (_, state, verb) = self.home.name, self._asks[0]
+        if state and self.service.job(name).state != state:
             return
+        self._look()  # at what it has come to just now: after this it may be gone
         try:
             self.service.act(name, verb)
         except LaunchError as error:  # Slurm was busy; the next look asks again
             print(f"{verb} of {name}: {error}", file=sys.stderr, flush=True)
             return
         self._asks.pop(0)
-        self._waits_for = _COMES_TO.get(verb, "")
 
     def _ledger(self) -> list[str]:
         path = self.home / "ledger"

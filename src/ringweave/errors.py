@@ -5,6 +5,7 @@ RingweaveError                something ringweave refuses or cannot do       exi
 ├── UsageError                wrong usage or input of a command              exit code 2
 │   ├── ClusterError          a cluster file, or a fact about it, is wrong
 │   └── JobError              a job's request, or what is asked of a job, is refused
+│       └── UnknownJobError   there is no job of that name, or not any more
 ├── PlacementError            a rank cannot be put on a node of the cluster
 ├── ScheduleError             a schedule is malformed or does not compute its collective
 ├── LaunchError               workers could not be started or stopped
@@ -48,6 +49,10 @@ class ClusterError(UsageError):
 
 class JobError(UsageError):
     """A job's request is wrong or refused, or a job cannot do what is asked of it."""
+
+
+class UnknownJobError(JobError):
+    """There is no job of that name in that place, or not any more."""
 
 
 class PlacementError(RingweaveError):

@@ -142,6 +142,22 @@ def test_a_watch_tells_what_enters_changes_and_leaves_the_selection(kube: Kube) 
     assert kube.run(both()) == ["ADDED", "MODIFIED", "DELETED", "ADDED"]
 
 
+def test_a_watch_from_before_what_is_remembered_expires(kube: Kube) -> None:
+    # The definition of TrainingJobs is younger than the first version of all.
+    params = {"watch": "true", "resourceVersion": "1", "timeoutSeconds": str(int(SOON_S))}
+
+    async def first() -> tuple[str, int]:
+        try:
+            async for line in kube.client.lines(kinds.TRAINING_JOBS.path(kube.namespace), params):
+                event = json.loads(line)
+                return event["type"], event["object"].get("code")
+        except ApiError as error:  # a server may also refuse it outright
+            return "ERROR", error.status
+        return "", 0
+
+    assert kube.run(first()) == ("ERROR", 410)
+
+
 def test_of_status_and_spec_each_is_written_alone(kube: Kube) -> None:
     job = kube.submit("apart", managedBy="somebody/else")
     status = {"state": "Pending", "message": "a message"}

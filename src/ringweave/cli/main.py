@@ -91,10 +91,14 @@ def _refuse(text: str, exit_code: int, argv: list[str]) -> int:
     return exit_code
 
 
+_JSON = {"--json", "-ojson", "-o json", "--output=json", "--output json"}
+
+
 def _wants_json(argv: list[str]) -> bool:
     """Whether a verb that takes --json was given it; what follows `run` may be another program's."""
     verb = VERBS.get(argv[0]) if argv else None
-    asks = "--json" in argv or ("-o", "json") in itertools.pairwise(argv)
+    pairs = [" ".join(pair) for pair in itertools.pairwise(argv)]
+    asks = not _JSON.isdisjoint([*argv, *pairs])
     if verb is None or not asks:
         return False
     return verb.answers or any(word in verb.answering for word in argv[1:2])

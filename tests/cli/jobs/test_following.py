@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from ringweave.cli.jobs import following
-from ringweave.errors import JobError
+from ringweave.errors import JobError, LaunchError, UnknownJobError
 from ringweave.jobs.life import records
 from ringweave.jobs.life.states import JobState, reason
 from ringweave.jobs.requests.request import NodeRequest, Request
@@ -16,25 +16,34 @@ from ringweave.launch.services.views import JobView
 
 
 class Told:
-    """A service that shows a job in these states, one a look, and then has none."""
+    """A service that shows a job in these states, one a look, or fails so, and then has none."""
 
-    def __init__(self, *states: JobState) -> None:
+    def __init__(self, *states: JobState | Exception) -> None:
         request = Request(name="job", num_workers=3, script="s.py", nodes=(NodeRequest(name="n0", capacity=3),))
         job = records.new_job(request, requester="ann", counts=(3,), now=0.0)
         self.views = [
-            views.view(replace(job, record=replace(job.record, state=state)), place="here") for state in states
+            state
+            if isinstance(state, Exception)
+            else views.view(replace(job, record=replace(job.record, state=state)), place="here")
+            for state in states
         ]
 
     def job(self, name: str) -> JobView:
         if not self.views:
-            raise JobError(f"job: {name!r}, expected the name of a job that is here.")
-        return self.views.pop(0)
+            raise UnknownJobError(f"job: {name!r}, expected the name of a job that is here.")
+        found = self.views.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def logs(self, name: str, which: object) -> Iterator[object]:
         return iter(())
 
 
-def follow(*states: JobState) -> int:
+SILENT = LaunchError("service: 'refused', expected an answer.")
+
+
+def follow(*states: JobState | Exception) -> int:
     told = Told(*states)
     return following.follow("job", "local", lambda: told, sleep=lambda _: None)  # type: ignore[arg-type, return-value]
 
@@ -49,7 +58,7 @@ def test_a_loss_that_the_others_go_on_without_is_told_though_the_job_runs_on(
 ) -> None:
     told = Told(*[JobState.RUNNING] * 4, JobState.SUCCEEDED)
     loss = reason("GoesOn", job="job", node="n0", nodes="node n0", detail="node n0 failed (killed), retry 1 of 3")
-    told.views[1:3] = [replace(view, reason=loss) for view in told.views[1:3]]
+    told.views[1:3] = [replace(view, reason=loss) for view in told.views[1:3] if isinstance(view, JobView)]
     assert following.follow("job", "local", lambda: told, sleep=lambda _: None) == 0  # type: ignore[arg-type, return-value]
     assert capfd.readouterr().err.splitlines() == [
         "ringweave: job is Running",
@@ -69,6 +78,43 @@ def test_a_job_that_is_gone_before_its_end_was_seen_is_no_wrong_usage(capfd: pyt
 def test_a_job_that_was_never_seen_is_an_error() -> None:
     with pytest.raises(JobError, match="expected the name of a job"):
         follow()
+    with pytest.raises(LaunchError, match="expected an answer"):
+        follow(SILENT)
+
+
+def test_a_place_that_does_not_answer_for_a_while_ends_nothing() -> None:
+    assert follow(JobState.RUNNING, *[SILENT] * following.MOST_SILENT, JobState.SUCCEEDED) == 0
+    with pytest.raises(LaunchError, match="expected an answer"):
+        follow(JobState.RUNNING, *[SILENT] * (following.MOST_SILENT + 1), JobState.SUCCEEDED)
+
+
+def test_a_refusal_is_not_the_end_of_a_job() -> None:
+    refusal = JobError("status by ann: 'no rule allows it', expected a permission.")
+    with pytest.raises(JobError, match="expected a permission"):
+        follow(JobState.RUNNING, refusal)
+    told = Told(JobState.DELETING, refusal)
+    with pytest.raises(JobError, match="expected a permission"):
+        following.wait_gone(told, told.job("job"), lambda _: None)  # type: ignore[arg-type]
+
+
+def test_what_is_deleted_is_waited_for_though_its_place_is_silent_meanwhile() -> None:
+    told = Told(JobState.DELETING, JobState.DELETING, SILENT, SILENT, JobState.DELETING)
+    following.wait_gone(told, told.job("job"), lambda _: None)  # type: ignore[arg-type]
+    assert told.views == []
+
+
+def test_logs_that_break_are_told_and_the_job_is_followed_on(capfd: pytest.CaptureFixture[str]) -> None:
+    told = Told(JobState.RUNNING, JobState.SUCCEEDED)
+
+    def logs(name: str, which: object) -> Iterator[object]:
+        yield LogLine(node="n0", attempt=1, round=1, rank=0, text="one line")
+        raise SILENT
+
+    told.logs = logs  # type: ignore[method-assign]
+    assert following.follow("job", "local", lambda: told, sleep=lambda _: None) == 0  # type: ignore[arg-type, return-value]
+    out, err = capfd.readouterr()
+    assert out == "[0] one line\n"
+    assert "ringweave: what job prints is not shown any more: service: 'refused', expected an answer." in err
 
 
 @pytest.mark.parametrize(

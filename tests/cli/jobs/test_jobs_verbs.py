@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from click.shell_completion import ShellComplete
 
 from ringweave.cli import main
-from ringweave.cli.jobs import tables
+from ringweave.cli.jobs import looking, submitting, tables
 from ringweave.launch.local.jobs import supervisor
+from ringweave.launch.services import submitting as admission
 
 JOB = """
 name: text
@@ -82,6 +84,40 @@ def test_nobody_there_to_be_asked(ask) -> None:
     code, _, err = ask("submit", "job.yaml")
     assert code == 2
     assert "answer: 'no terminal', expected somebody who can be asked. Add -y to submit" in err
+
+
+def test_who_says_no_has_submitted_nothing(ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submitting.click, "confirm", lambda text, err: False)
+    monkeypatch.setattr(submitting.sys.stdin, "isatty", lambda: True, raising=False)
+    code, _, err = ask("submit", "job.yaml")
+    assert (code, err.splitlines()[-1]) == (1, "ringweave: nothing was submitted")
+    assert ask("jobs")[1] == "no jobs\n"
+
+
+def test_the_policy_of_the_machine_comes_before_the_users(ask, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MACHINE", here)
+    (here / "policy.yaml").write_text('rules: [{users: ["*"], verbs: [jobs]}]')
+    (here / "config" / "ringweave").mkdir(parents=True)
+    (here / "config" / "ringweave" / "policy.yaml").write_text('rules: [{users: ["*"]}]')
+    assert "expected a permission" in ask("submit", "job.yaml", "--dry-run")[2]
+
+
+def test_wide_is_answered_by_all(ask) -> None:
+    ask("submit", "job.yaml", "-y", "--detach")
+    for verb in ("why", "events", "logs", "stop"):
+        code, out, err = ask(verb, "text", "-o", "wide")
+        assert (code, err) == (0, "")
+        assert (code, out, err) == ask(verb, "text")
+
+
+def test_watched_each_document_stands_alone(ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask("submit", "job.yaml", "-y", "--detach")
+    monkeypatch.setattr(looking, "watch", lambda service, name: iter([service.job(name)] * 2))
+    assert [json.loads(line)["name"] for line in ask("status", "text", "-w", "-o", "json")[1].splitlines()] == [
+        "text"
+    ] * 2
+    documents = list(yaml.safe_load_all(ask("status", "text", "-w", "-o", "yaml")[1]))
+    assert [each["name"] for each in documents] == ["text"] * 2
 
 
 def test_what_was_submitted_is_told_in_every_form(ask) -> None:
@@ -172,8 +208,9 @@ def test_what_is_refused(argv: list[str], text: str, ask) -> None:
     assert out == "" or json.loads(out)["error"]
 
 
-def test_an_error_is_a_document_too(ask) -> None:
-    code, out, _ = ask("status", "nosuch", "-o", "json")
+@pytest.mark.parametrize("words", [["-o", "json"], ["-ojson"], ["--output", "json"], ["--output=json"], ["--json"]])
+def test_an_error_is_a_document_too(ask, words: list[str]) -> None:
+    code, out, _ = ask("status", "nosuch", *words)
     assert code == 2
     assert json.loads(out)["error"].startswith("job: 'nosuch'")
 

@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -5,6 +6,7 @@ import pytest
 from ringweave.errors import JobError
 from ringweave.jobs.admission import admitting, policy
 from ringweave.jobs.admission.permissions import Permission, PermissionCache
+from ringweave.jobs.life.records import Job
 from ringweave.jobs.life.states import JobState
 from ringweave.jobs.requests.request import NodeRequest, Request
 from tests.jobs.life import lives
@@ -17,12 +19,10 @@ REQUEST = Request(
 )
 
 
-def admitted(request: Request = REQUEST, *, rules: str | None = None, taken_by=None, in_use: int = 0, now=100.0):
+def admitted(request: Request = REQUEST, *, rules: str | None = None, there: Sequence[Job] = (), now: float = 100.0):
     found = policy.OPEN if rules is None else policy.loads(rules)
     permissions = PermissionCache(found.permission)
-    return admitting.admit(
-        request, requester="ann", taken_by=taken_by, permissions=permissions, gpus_in_use=in_use, now=now
-    )
+    return admitting.admit(request, requester="ann", there=there, permissions=permissions, now=now)
 
 
 def test_an_admitted_job_knows_its_split_and_who_asked() -> None:
@@ -37,7 +37,7 @@ def test_an_admitted_job_knows_its_split_and_who_asked() -> None:
 def test_a_taken_name_comes_first_and_says_whose_it_is(age_s: float, age: str) -> None:
     impossible = replace(REQUEST, num_workers=16)
     with pytest.raises(JobError) as caught:
-        admitted(impossible, rules="rules: []", taken_by=lives.a_job(), now=age_s)
+        admitted(impossible, rules="rules: []", there=[lives.a_job()], now=age_s)
     assert str(caught.value) == (
         f"job name text: 'taken by ann {age} ago (Pending)', expected a free name. "
         "Take another name, or remove that job first with ringweave delete text."
@@ -58,8 +58,9 @@ def test_a_permission_comes_second() -> None:
 )
 def test_the_limit_comes_third(in_use: int, do: str) -> None:
     rules = "rules: [{users: ['*'], max_gpus: 12}]"
+    other = admitted(replace(REQUEST, name="other", num_workers=in_use))
     with pytest.raises(JobError, match=rf"GPUs in all: 16, expected at most 12 GPUs in all jobs of ann, .*{do}"):
-        admitted(replace(REQUEST, num_workers=16), rules=rules, in_use=in_use)
+        admitted(replace(REQUEST, num_workers=16), rules=rules, there=[other])
 
 
 def test_jobs_that_have_not_ended_or_begin_again_are_in_use() -> None:

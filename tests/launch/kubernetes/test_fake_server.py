@@ -132,7 +132,7 @@ def test_history_forgets_the_oldest() -> None:
     store = Store(history=2)
     for index in range(4):
         store.put(("", "pods"), ("default", f"p{index}"), {"metadata": {}})
-    assert store.oldest == 3
+    assert store.oldest(("", "pods")) == 3
     assert [change.version for change in store.since(("", "pods"), 3)] == [4, 5]
 
 

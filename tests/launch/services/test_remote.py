@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.errors import JobError, LaunchError, UsageError
+from ringweave.errors import JobError, LaunchError, UnknownJobError, UsageError
 from ringweave.jobs.requests.request import NodeRequest, Request
 from ringweave.launch.local.jobs import supervisor
 from ringweave.launch.local.jobs.folders import job_folder
@@ -110,6 +110,17 @@ def test_who_has_no_token_is_refused(adapter: Adapter) -> None:
 def test_what_is_not_of_the_protocol(there: RemoteService) -> None:
     with pytest.raises(JobError, match=r"request: 'POST /v1/jobs/job/fly', expected one of the protocol's\. See docs"):
         there.act("job", "fly")
+
+
+def test_a_job_that_is_not_there_is_told_from_other_refusals_and_from_a_proxys(
+    there: RemoteService, tmp_path: Path
+) -> None:
+    with pytest.raises(UnknownJobError, match="job: 'nosuch', expected the name of a job that is here"):
+        there.job("nosuch")
+    with pytest.raises(JobError) as caught:
+        there.act("job", "fly")
+    assert not isinstance(caught.value, UnknownJobError)
+    assert isinstance(there._refusal(404, "<html>no such page"), LaunchError)
 
 
 def test_it_cannot_be_reached(adapter: Adapter) -> None:

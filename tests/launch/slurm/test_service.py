@@ -64,6 +64,16 @@ def test_where_locks_do_not_work_the_folder_still_has_one_owner(tmp_path, fake, 
         registry.submit(lambda there: first)
 
 
+def test_name_permission_and_split_come_before_all_that_the_request_names(tmp_path, fake, service):
+    lost = replace(a_request(), script="nosuch.py")
+    with pytest.raises(JobError, match="split: 16, expected a total"):
+        service.submit(replace(lost, num_workers=16), base=tmp_path)
+    forbidden = a_service(tmp_path, fake, rules=policy.loads("rules: []"))
+    with pytest.raises(JobError, match="submit by ann: 'no rule of the policy lets ann submit'"):
+        forbidden.submit(replace(lost, num_workers=16), base=tmp_path)
+    assert fake.called == [], "Slurm was not asked either"
+
+
 def test_a_claim_is_for_kubernetes(tmp_path, service):
     with pytest.raises(JobError, match=r"claim: 'mine', expected none on slurm\. Leave claim out: the nodes"):
         service.submit(replace(a_request(), claim="mine"), base=tmp_path)

@@ -15,7 +15,7 @@ import torch
 from ringweave import wire
 from ringweave.errors import RemoteError, WireError
 from ringweave.params.flat import Flat
-from ringweave.params.messages import Group, Push, Setup, TensorSpec
+from ringweave.params.messages import Ask, Group, Meet, Pause, Pull, Push, Seek, Setup, Take, TensorSpec
 from ringweave.params.ring.client import RingClient, Round
 from ringweave.params.serving.optimizers import options_of
 from tests.wire.parts import frame, introduce
@@ -33,6 +33,15 @@ SETUP = Setup(
 )
 PUSH = Push(
     term=0, ring=1, sequence=1, base_version=0, content="gradient", num_samples=4, batch_share=0.5, options=[OPTIONS]
+)
+
+OTHERS = (
+    Pull(term=0, ring=1, after_sequence=0),
+    Take(term=0, ring=1, number=1, epoch=0, num_samples=4, least=1, epoch_samples=100),
+    Seek(term=0, slot=1),
+    Pause(term=0, ring=1),
+    Meet(term=0, ring=1, number=1, said="done"),
+    Ask(),
 )
 
 
@@ -61,10 +70,12 @@ def raw_peer(port: int, trusted: wire.Trust) -> socket.socket:
 
 
 def send_mutated(port: int, trusted: wire.Trust, num_messages: int) -> None:
-    """Pushes of a ring that belongs to the job, each with something wrong, each on a connection of its own."""
+    """Calls of a ring that belongs to the job, half of them pushes, each with something wrong, each on a connection of
+    its own."""
     rng, sent = random.Random(11), 0
-    good = frame(PUSH, 1, bytes(200))
+    push, others = frame(PUSH, 1, bytes(200)), [frame(message, 1) for message in OTHERS]
     while sent < num_messages:
+        good = push if sent % 2 else rng.choice(others)
         data = mutated(rng, good)
         if data.startswith(good):
             continue
@@ -81,7 +92,7 @@ def send_mutated(port: int, trusted: wire.Trust, num_messages: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_mutated_pushes_change_nothing(tmp_path, request):
+def test_mutated_calls_change_nothing(tmp_path, request):
     authority = wire.Authority("job1")
     first = torch.arange(50.0)
     honest = wire.Tls(authority.issue("worker", "0"))

@@ -15,7 +15,7 @@ import torch
 
 from ringweave import wire
 from ringweave.errors import WireError
-from ringweave.params.messages import Pull, Start
+from ringweave.params.messages import Pull, Push, Start
 from ringweave.params.serving.replaying import Replay
 from ringweave.params.serving.service import ParameterService
 from ringweave.wire.calls import Budget
@@ -148,3 +148,45 @@ def test_no_field_of_a_push_may_say_anything_else(field: str) -> None:
         assert (server.service.version, server.crashes) == (0, []), (field, value)
         server.hear(GOOD)
         assert torch.equal(server.parameters(), FIRST - 0.5 * 0.5), (field, value)
+
+
+ANYTHING = (
+    *(0, 1, 2, 3, 7, -1, 1.5, 10**12, 2**70, float("nan"), True, None),
+    *("", "x", "0", "gradient", [], [0], [1], [[0], [1]], [[1], [0]], [[0, 1]], [["x"]], {}, {"0": "x"}, {"x": [1]}),
+)
+OTHERS = [handler.message for handler in ParameterService().handlers() if handler.message is not Push]
+
+
+def made_up(rng: random.Random, message: type[wire.Message]) -> bytes:
+    """A frame whose checks are right, of a call of this kind with anything in it; its term is right more often."""
+    body = {name: rng.choice(ANYTHING) for name in message.model_fields if rng.random() < 0.9}
+    if rng.random() < 0.7:
+        body |= {name: right for name, right in (("term", 0), ("ring", 1)) if name in body}
+    if rng.random() < 0.7 and "setup" in body:
+        field = rng.choice(list(type(SETUP).model_fields))
+        body["setup"] = json.loads(SETUP.model_dump_json()) | {field: rng.choice(ANYTHING)}
+    buffers = rng.choice(([], [], [b""], [GRADIENT], [GRADIENT, GRADIENT], [bytes(1 << 16)]))
+    head = frames.pack(
+        FrameKind.CALL,
+        call=1,
+        name=message.kind,
+        body=json.dumps(body).encode(),
+        timeout_s=0.01,  # what would be waited for does not come
+        sizes=list(map(len, buffers)),
+    )
+    tail = frames.pack_check(frames.check(*buffers)) if buffers else b""
+    return b"".join((head, *buffers, tail))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("message", OTHERS, ids=lambda message: message.kind)
+def test_calls_of_all_other_kinds_with_anything_in_them_change_no_parameter(message: type[wire.Message]) -> None:
+    rng = random.Random(12)
+    for _ in range(8):
+        server = Server()
+        for _ in range(25):
+            data = made_up(rng, message)
+            server.hear(data)
+            assert (server.service.version, server.crashes) == (0, []), data
+        assert torch.equal(server.parameters(), FIRST)

@@ -20,19 +20,24 @@ def answering(*, wide: bool = False) -> Callable[[Callable[..., int]], Callable[
     """Give a command `--on`, `-o` and `--json`; it gets `place` and `output`.
 
     Args:
-        wide: It has a wide table too.
+        wide: It has a wide table of its own; the others answer wide as they do table.
     """
-    outputs = ("table", *(("wide",) if wide else ()), "json", "yaml")
 
     def decorate(command: Callable[..., int]) -> Callable[..., int]:
         @functools.wraps(command)
         def call(*, as_json: bool, output: str, **given: Any) -> int:
+            output = "table" if output == "wide" and not wide else output
             return command(output="json" if as_json else output, **given)
 
         for option in (
             click.option("--json", "as_json", is_flag=True, help="Print one JSON document, as -o json."),
             click.option(
-                "-o", "--output", type=click.Choice(outputs), default="table", show_default=True, help="How to answer."
+                "-o",
+                "--output",
+                type=click.Choice(("table", "wide", "json", "yaml")),
+                default="table",
+                show_default=True,
+                help="How to answer.",
             ),
             ON,
         ):

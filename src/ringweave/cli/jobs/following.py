@@ -6,42 +6,45 @@ from collections.abc import Callable, Iterator
 
 import click
 
-from ringweave.errors import JobError
+from ringweave.errors import LaunchError, RingweaveError, UnknownJobError
 from ringweave.launch.services.placing import placed
 from ringweave.launch.services.service import LogLine, LogQuery, Service
 from ringweave.launch.services.views import JobView
 
 LOOK_S = 0.3
 """Between two looks at a job."""
+MOST_SILENT = 100
+"""So often in a row a place may not answer before who follows a job in it is told: half a minute and more."""
 
 
 def watch(service: Service, name: str, sleep: Callable[[float], None] = time.sleep) -> Iterator[JobView]:
     """The job now, and whenever something of it has changed, until it has ended or is gone."""
-    before = None
-    while True:
-        try:
-            job = service.job(name)
-        except JobError:
-            if before is None:
-                raise
-            return  # removed by its TTL, or by somebody
+    before, job = None, service.job(name)
+    while job is not None:  # else removed by its TTL, or by somebody
         if job != before:
             yield job
         if job.state.is_end:
             return
-        before = job
         sleep(LOOK_S)
+        before, job = job, _look(service, name, sleep)
 
 
 def wait_gone(service: Service, job: JobView, sleep: Callable[[float], None] = time.sleep) -> None:
     """Return when the job is gone, or another one has its name."""
-    while True:
-        try:
-            if service.job(job.name).created_s != job.created_s:
-                return
-        except JobError:
-            return
+    while (found := _look(service, job.name, sleep)) is not None and found.created_s == job.created_s:
         sleep(LOOK_S)
+
+
+def _look(service: Service, name: str, sleep: Callable[[float], None]) -> JobView | None:
+    """A job that was there; None once it is gone. A place that does not answer is asked again for a while."""
+    for _ in range(MOST_SILENT):
+        try:
+            return service.job(name)
+        except UnknownJobError:
+            return None
+        except LaunchError:
+            sleep(LOOK_S)
+    return service.job(name)
 
 
 def follow(
@@ -95,5 +98,8 @@ def shown(line: LogLine, *, many: bool) -> str:
 
 
 def _print_logs(service: Service, name: str) -> None:
-    for line in service.logs(name, LogQuery(follow=True)):
-        click.echo(shown(line, many=line.attempt > 1 or line.round > 1))
+    try:
+        for line in service.logs(name, LogQuery(follow=True)):
+            click.echo(shown(line, many=line.attempt > 1 or line.round > 1))
+    except RingweaveError as error:
+        click.echo(f"ringweave: what {name} prints is not shown any more: {error}", err=True)

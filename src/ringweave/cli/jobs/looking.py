@@ -37,7 +37,8 @@ def jobs(place: str, output: str, metrics: bool, port: int | None) -> int:
 def status(place: str, output: str, watches: bool, name: str) -> int:
     """Say how JOB is: its state and why, and of each node workers, attempt, retries, iterations and last loss.
 
-    With --watch the exit code is the job's: 0 if it succeeded, else 1. A wide table says of each node why, too.
+    With --watch the exit code is the job's: 0 if it succeeded, else 1; -o json prints a document a line, -o yaml begins
+    each with ---. A wide table says of each node why, too.
     """
     service, wide = asking.service(place), output == "wide"
     if not watches:
@@ -48,6 +49,8 @@ def status(place: str, output: str, watches: bool, name: str) -> int:
     for job in watch(service, name):
         if clears:
             click.clear()
+        elif output == "yaml":
+            click.echo("---")
         asking.show(output, views.document(job), lambda job=job: tables.status(job, time.time(), wide=wide))
     return 0 if job.state == "Succeeded" else 1
 

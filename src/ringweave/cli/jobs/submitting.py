@@ -68,8 +68,9 @@ def command(
     if dry_run is not None:
         _show_dry(output, tried, plans.document(plan), full=dry_run == "full")
         return 0
-    if not yes:
-        _ask(request.name)
+    if not yes and not _may_submit(request.name):
+        click.echo("ringweave: nothing was submitted", err=True)
+        return 1
     made = service.submit(request, base=base)
     if output != "table":
         asking.show(output, {"plan": plans.document(plan), "job": views.document(made.job)}, list)
@@ -88,11 +89,11 @@ def _show_dry(output: str, tried: Submission, plan: dict[str, Any], *, full: boo
     asking.show(output, content, lambda: [*parts, "nothing was submitted"])
 
 
-def _ask(name: str) -> None:
+def _may_submit(name: str) -> bool:
     if not sys.stdin.isatty():
         do = "Add -y to submit without being asked, or --dry-run to see the plan only"
         raise UsageError(explain("answer", got="no terminal", expected="somebody who can be asked", do=do))
-    click.confirm(f"Submit {name}?", abort=True, err=True)
+    return click.confirm(f"Submit {name}?", err=True)
 
 
 def _request(path: str | None, flags: dict[str, Any]) -> tuple[Request, Path]:

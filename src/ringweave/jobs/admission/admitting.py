@@ -4,7 +4,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ringweave import units
-from ringweave.errors import JobError, explain
+from ringweave.errors import JobError, UnknownJobError, explain
+from ringweave.files.problems import closest
 from ringweave.jobs.admission.permissions import Permission, PermissionCache
 from ringweave.jobs.life import records
 from ringweave.jobs.life.advancing import advance, is_tried_again
@@ -17,9 +18,8 @@ def admit(
     request: Request,
     *,
     requester: str,
-    taken_by: Job | None,
+    there: Iterable[Job],
     permissions: PermissionCache,
-    gpus_in_use: int,
     now: float,
 ) -> Job:
     """The job that a request becomes; nothing of it exists yet.
@@ -27,20 +27,21 @@ def admit(
     Args:
         request: What is asked for, already well-formed.
         requester: Who asks, as the place says (OS user, Kubernetes user), never as a flag says.
-        taken_by: The job that has the name; None where it is free. A place must still make the name and the job in one
-            step: whoever loses that race gets `name_taken` of the winner.
+        there: All jobs of the place. It must still make the name and the job in one step: whoever loses that race gets
+            `name_taken` of the winner.
         permissions: Who may do what.
-        gpus_in_use: GPUs of the requester's jobs that have not ended.
         now: Seconds on the place's clock.
 
     Raises:
         JobError: It is refused; nothing has changed.
     """
-    if taken_by is not None:
-        raise name_taken(taken_by, now)
+    there = list(there)
+    for job in there:
+        if job.request.name == request.name:
+            raise name_taken(job, now)
     permission = check_permission("submit", requester=requester, owner=requester, permissions=permissions, now=now)
     if request.device == "cuda":
-        _check_limit(request, requester, permission, gpus_in_use)
+        _check_limit(request, requester, permission, gpus_in_use(there, requester))
     split = request.split
     if split.counts is None:
         raise JobError(split.refusal(f"job {request.name}"))
@@ -81,6 +82,19 @@ def name_taken(job: Job, now: float) -> JobError:
     got = f"taken by {job.requester} {units.show_span(now - job.created_s)} ago ({job.record.state})"
     do = f"Take another name, or remove that job first with ringweave delete {job.request.name}"
     return JobError(explain(f"job name {job.request.name}", got=got, expected="a free name", do=do))
+
+
+def unknown(name: str, names: Iterable[str], *, look: str, where: str) -> UnknownJobError:
+    """The refusal of a name that no job has.
+
+    Args:
+        name: That was asked for.
+        names: That there are.
+        look: What helps where none of them is like it.
+        where: The place.
+    """
+    do = closest(name, names) or look
+    return UnknownJobError(explain("job", got=name, expected="the name of a job that is here", do=do, where=where))
 
 
 def not_allowed(verb: str, requester: str, permission: Permission) -> JobError:

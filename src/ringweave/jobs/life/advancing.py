@@ -25,7 +25,7 @@ def advance(job: Job, observed: Observed, now: float) -> Record:
     # Again, since an end that is seen late may be longer ago than the TTL.
     record = replace(record, deleting=_is_to_go(job, record, now))
     if not record.deleting:
-        record = _tried_again(job, record)
+        record = _tried_again(job, record, now)
     if is_to_run(job, record):
         record = _renewed(job, record, groups)
     return _told(job, _silent(job, record, groups, now), observed, now)
@@ -105,7 +105,7 @@ def _decided(job: Job, record: Record, observed: Observed, now: float) -> Record
     if finished_s is not None:
         return _finished(job, record, groups, finished_s, now)
     if job.desired.stop_run >= record.run:
-        return _ended(record, JobState.STOPPED, reason("Stopped", job=job.request.name), now)
+        return _stopped(job, record, now)
     if job.desired.suspend:
         return _given_up(job, record, Cause.SUSPENDED, "the job was suspended")
     record = _after_failures(job, record, observed, groups, now)
@@ -126,6 +126,10 @@ def _finished(job: Job, record: Record, groups: Groups, finished_s: float, now: 
         nodes[node] = replace(nodes[node], ended=ended, is_left_behind=True)
     record = replace(record, nodes=tuple(nodes))
     return _ended(record, JobState.SUCCEEDED, telling.finished_without(job, left), now)
+
+
+def _stopped(job: Job, record: Record, now: float) -> Record:
+    return _ended(record, JobState.STOPPED, reason("Stopped", job=job.request.name), now)
 
 
 def taken_away(job: Job, record: Record, cause: str, count: int, now: float) -> Record:
@@ -276,13 +280,13 @@ def _finished_too_early(job: Job, record: Record, groups: Groups) -> Record:
     return replace(record, nodes=tuple(nodes))
 
 
-def _tried_again(job: Job, record: Record) -> Record:
-    """Another run, where one is asked for after a bad end."""
+def _tried_again(job: Job, record: Record, now: float) -> Record:
+    """Another run, where one is asked for after a bad end; over at once if it was stopped before it has begun."""
     if record.outcome not in (JobState.FAILED, JobState.STOPPED) or job.desired.retry_run != record.run:
         return record
     record = _given_up(job, record, Cause.RETRIED, "the job was tried again")
     nodes = tuple(replace(known, retries=0, is_given_up=False, is_left_behind=False) for known in record.nodes)
-    return replace(
+    record = replace(
         record,
         nodes=nodes,
         run=record.run + 1,
@@ -291,6 +295,7 @@ def _tried_again(job: Job, record: Record) -> Record:
         outcome_reason=None,
         ended_s=None,
     )
+    return _stopped(job, record, now) if job.desired.stop_run >= record.run else record
 
 
 def _renewed(job: Job, record: Record, groups: Groups) -> Record:

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from ruamel.yaml import YAML
 
 from ringweave.errors import JobError, LaunchError, explain
-from ringweave.files.problems import closest
 from ringweave.jobs.admission import admitting
 from ringweave.jobs.life import verbs
 from ringweave.jobs.requests.request import Request
@@ -158,10 +157,9 @@ class KubernetesService(Service):
             if not error.is_gone:
                 raise _refused(error, f"job {name}") from error
             there = await client.list(kinds.TRAINING_JOBS, namespace)
-            do = closest(name, [each["metadata"]["name"] for each in there]) or "See ringweave jobs --on kubernetes"
+            names = [each["metadata"]["name"] for each in there]
             where = f"kubernetes, namespace {namespace}"
-            expected = "the name of a job that is here"
-            raise JobError(explain("job", got=name, expected=expected, do=do, where=where)) from error
+            raise admitting.unknown(name, names, look="See ringweave jobs --on kubernetes", where=where) from error
 
     def _where(self, client: Client) -> str:
         return self._namespace or client.namespace

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import click
 
-from ringweave.errors import JobError, RingweaveError, UsageError, explain
+from ringweave.errors import JobError, RingweaveError, UnknownJobError, UsageError, explain
 from ringweave.jobs.life import verbs
 from ringweave.jobs.requests import job_file
 from ringweave.launch.services import finding, views
@@ -63,6 +63,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             self._route(method)
+        except UnknownJobError as error:
+            self._send(404, {"error": str(error)})
         except UsageError as error:
             self._send(409, {"error": str(error)})
         except RingweaveError as error:
@@ -86,7 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
             case _:
                 do = "See docs/services.md"
                 got = f"{method} {parts.path}"
-                self._send(404, {"error": explain("request", got=got, expected="one of the protocol's", do=do)})
+                self._send(400, {"error": explain("request", got=got, expected="one of the protocol's", do=do)})
 
     def _submit(self, body: dict[str, Any]) -> dict[str, Any]:
         request = job_file.loads(str(body.get("request", "")), source="request")

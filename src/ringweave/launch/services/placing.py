@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from ringweave.errors import JobError
+from ringweave.errors import JobError, UnknownJobError
 from ringweave.jobs.life import verbs
 from ringweave.jobs.life.states import Reason
 from ringweave.jobs.requests.request import Request
@@ -82,7 +82,8 @@ class PlacedService(Service):
         try:
             yield
         except JobError as error:
-            raise JobError(placed(str(error), name, self._place)) from error
+            kind = UnknownJobError if isinstance(error, UnknownJobError) else JobError
+            raise kind(placed(str(error), name, self._place)) from error
 
     def _view(self, job: JobView) -> JobView:
         name, place = job.name, self._place

@@ -10,7 +10,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from pydantic import TypeAdapter
 
-from ringweave.errors import JobError, LaunchError, RingweaveError, UsageError, explain
+from ringweave.errors import JobError, LaunchError, RingweaveError, UnknownJobError, UsageError, explain
 from ringweave.jobs.requests.request import Request
 from ringweave.launch.services import submitting, views
 from ringweave.launch.services.service import LogLine, LogQuery, Rendered, Service, Submission
@@ -107,7 +107,7 @@ class RemoteService(Service):
             may_be_silent: What follows the head of the answer may come at any time.
 
         Raises:
-            JobError: The adapter refuses; the text is its own.
+            JobError: The adapter refuses (UnknownJobError: 404); the text is its own.
             LaunchError: It cannot be reached, or failed.
         """
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
@@ -134,7 +134,9 @@ class RemoteService(Service):
         try:
             text = str(json.loads(said)["error"])
         except (ValueError, KeyError, TypeError):
-            text = said.strip()[:200]
+            return self._failure(f"HTTP {status}: {said.strip()[:200]}")  # no adapter's word, but a proxy's before it
+        if status == http.client.NOT_FOUND:
+            return UnknownJobError(text)
         if 400 <= status < 500:
             return JobError(text)
         return self._failure(f"HTTP {status}: {text}")

@@ -59,8 +59,9 @@ class LogLine:
 class Service(abc.ABC):
     """Jobs of one place. It knows by itself who asks (OS user, Kubernetes user); nobody tells it.
 
-    Every method raises JobError for what is refused (unknown job, no permission, a verb that means nothing now), with
-    what to do in its text, and LaunchError where the place cannot be reached or does not do its work.
+    Every method raises JobError for what is refused (no permission, a verb that means nothing now), with what to do in
+    its text, UnknownJobError where there is no such job, and LaunchError where the place cannot be reached or does not
+    do its work.
     """
 
     @abc.abstractmethod

@@ -20,6 +20,8 @@ from ringweave.launch.groups.config import Config
 from ringweave.launch.services.service import LogQuery
 
 POLICY = "policy.yaml"
+MACHINE = Path("/etc/xdg/ringweave")
+"""Where the machine's own is, whatever a user's XDG_CONFIG_DIRS says."""
 
 _AT_HOME = {
     "lab": ("local", "Leave lab out, or submit it --on local"),
@@ -53,7 +55,7 @@ def rules_here() -> Policy:
     Raises:
         JobError: The file is wrong.
     """
-    folders = (platformdirs.site_config_path("ringweave"), platformdirs.user_config_path("ringweave"))
+    folders = (MACHINE, platformdirs.user_config_path("ringweave"))
     found = next((folder / POLICY for folder in folders if (folder / POLICY).is_file()), None)
     return policy.load(found) if found else policy.OPEN
 

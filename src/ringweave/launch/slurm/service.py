@@ -7,8 +7,7 @@ from pathlib import Path
 
 import platformdirs
 
-from ringweave.errors import JobError, LaunchError, explain
-from ringweave.files.problems import closest
+from ringweave.errors import LaunchError, UnknownJobError
 from ringweave.jobs.admission import admitting, policy
 from ringweave.jobs.admission.permissions import PermissionCache
 from ringweave.jobs.admission.policy import Policy
@@ -68,11 +67,12 @@ class SlurmService(Service):
     ) -> Submission:
         """Admit the request, record its job, and ask Slurm for its allocation."""
         submitting.refuse_elsewhere(request, "slurm")
+        self._admit(request, [each.job for each in self._registry.all()])  # before anything that it names is looked at
         origin = submitting.origin_of(request, base, self._environ, script_text)
         hosts = self._slurm.hosts(self._environ)
 
         def make(there: Sequence[Job]) -> Entry:
-            job = self._admitted(request, there)
+            job = self._admit(request, there)
             requesting.check(job, hosts)
             layout.cluster_of(configs.of_job(job, directory=None, script_text=None), {})
             components = requesting.components(job, {host.name for host in hosts})
@@ -152,14 +152,9 @@ class SlurmService(Service):
         look = f"Look again with ringweave status {name} --on slurm"
         raise LaunchError(f"{error} Slurm has taken job {name}: it is Slurm job {job_id}. {look}.") from error
 
-    def _admitted(self, request: Request, there: Sequence[Job]) -> Job:
+    def _admit(self, request: Request, there: Sequence[Job]) -> Job:
         return admitting.admit(
-            request,
-            requester=self._requester,
-            taken_by=next((job for job in there if job.request.name == request.name), None),
-            permissions=self._permissions,
-            gpus_in_use=admitting.gpus_in_use(there, self._requester),
-            now=self._clock(),
+            request, requester=self._requester, there=there, permissions=self._permissions, now=self._clock()
         )
 
     def _check_retry(self, job: Job, there: Sequence[Job]) -> None:
@@ -172,10 +167,9 @@ class SlurmService(Service):
         self._check(verb, entry.job.requester, self._clock())
         return entry
 
-    def _unknown(self, name: str) -> JobError:
+    def _unknown(self, name: str) -> UnknownJobError:
         names = [each.job.request.name for each in self._registry.all()]
-        do = closest(name, names) or "See ringweave jobs --on slurm"
-        return JobError(explain("job", got=name, expected="the name of a job that is here", do=do, where="slurm"))
+        return admitting.unknown(name, names, look="See ringweave jobs --on slurm", where="slurm")
 
     def _tended(self, entry: Entry) -> Tended:
         tended = self._tending.tend(entry.job.request.name)

@@ -72,7 +72,11 @@ class World:
             await self.kubelet.succeed(pod)
 
     async def kill(self, scene: Scene) -> None:
-        await self.kubelet.fail(scene.pods[1, 1], Cause.PLACE)
+        attempt = max(attempt for node, attempt in scene.pods if node == 1)
+        await self.kubelet.fail(scene.pods[1, attempt], Cause.PLACE)
+
+    async def fail_script(self, scene: Scene) -> None:
+        await self.kubelet.fail(scene.pods[0, 2], Cause.PROGRAM, exit_code=3)
 
     async def change(self, **spec: Any) -> None:
         await self.client.patch(kinds.TRAINING_JOBS, "default", self.name, {"spec": spec})
@@ -123,7 +127,24 @@ LIVES: dict[str, tuple[dict[str, Any], list[Happening], set[str]]] = {
         ],
         {"0-1", "1-1", "0-2", "1-2"},
     ),
+    "failed": (
+        {
+            "nodes": [
+                {"name": "n0", "capacity": 3, "deletionPolicy": "keep-on-failure"},
+                {"name": "n1", "capacity": 3, "maxRetries": 1},
+            ]
+        },
+        [
+            (lambda scene: scene.all_run, World.kill),
+            (lambda scene: (1, 2) in scene.pods and scene.all_run, World.kill),
+            (in_state("Failed"), lambda world, _: world.change(retryRun=1)),
+            (lambda scene: (0, 2) in scene.pods and scene.all_run, World.fail_script),
+            (in_state("Failed"), World.remove),
+        ],
+        {"0-1", "1-1", "1-2", "0-2", "1-3"},
+    ),
 }
+"""By life: what differs in its spec, what happens to it, the Pods that are made (`NODE-ATTEMPT`), each once."""
 IN_CI = ("replaced",)
 NUM_PARTS = 6
 """Every boundary is in one of them; in one test they would take minutes."""

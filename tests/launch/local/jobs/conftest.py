@@ -13,6 +13,7 @@ import pytest
 from ringweave.errors import JobError
 from ringweave.jobs.requests.request import NodeRequest, Request
 from ringweave.launch.local.jobs.service import LocalService
+from ringweave.launch.services import submitting
 from ringweave.launch.services.views import JobView
 from tests.launch.conftest import DEADLINE_S, wait_until
 
@@ -43,9 +44,9 @@ class Here:
     """A service, and what a test asks of it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.state = folder, folder / "state"
+        self.folder, self.state = folder, folder / "state" / "ringweave"
         environ = {**os.environ, "PYTHONWARNINGS": "default", "OMP_NUM_THREADS": "1"}
-        self.service = LocalService(self.state, requester="ann", environ=environ)
+        self.service = LocalService(self.state, requester=submitting.os_user(), environ=environ)
 
     def submit(self, script: str, *capacities: int, name: str = "job", **more: object) -> None:
         (self.folder / "script.py").write_text(textwrap.dedent(script))

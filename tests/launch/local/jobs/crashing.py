@@ -28,10 +28,28 @@ LIGHT = Path(__file__).with_name("light_agent.py")
 DEADLINE_S = 300.0
 
 
+ASKS = {
+    "ends": (),
+    "asked": (("Running", 2, "suspend"), ("Suspended", 3, "resume"), ("Running", 3, "stop"), ("Stopped", 3, "delete")),
+    "fails": (("Failed", 2, "retry"), ("Failed", 3, "delete")),
+}
+"""By life: (state, round, verb), what somebody asks of the job when it has come to that, in order."""
+
+
 def job_of(life: str) -> Job:
-    """`ends`: it succeeds, and all is removed. `asked`: it is suspended, resumed, stopped and deleted; groups stay."""
-    policy = DeletionPolicy.KEEP if life == "asked" else DeletionPolicy.DELETE
-    nodes = tuple(NodeRequest(name=f"n{index}", capacity=3, deletion=policy, max_retries=1) for index in range(2))
+    """`ends`: it succeeds, and all is removed. `asked`: it is suspended, resumed, stopped and deleted; groups stay.
+
+    `fails`: a node is lost more often than it may; tried again, its script fails; deleted. One node stays after that.
+    """
+    policies = {
+        "ends": (DeletionPolicy.DELETE, DeletionPolicy.DELETE),
+        "asked": (DeletionPolicy.KEEP, DeletionPolicy.KEEP),
+        "fails": (DeletionPolicy.KEEP_ON_FAILURE, DeletionPolicy.DELETE),
+    }[life]
+    nodes = tuple(
+        NodeRequest(name=f"n{index}", capacity=3, deletion=policy, max_retries=1)
+        for index, policy in enumerate(policies)
+    )
     ttl_s = 0.0 if life == "ends" else None
     request = Request(name="job", num_workers=6, script="s.py", nodes=nodes, device="cpu", ttl_s=ttl_s)
     return new_job(request, requester="ann", counts=(3, 3), now=time.time())
@@ -94,7 +112,7 @@ class Life:
     def lead(self, crash_at: str = "") -> dict[str, object]:
         """Lead the job to its end, with a crash on the way; what was seen."""
         deadline = time.monotonic() + DEADLINE_S
-        asker = self._start_asker() if self.life == "asked" else None
+        asker = self._start_asker() if ASKS[self.life] else None
         has_crashed = False
         while self.registry.load("job-1") is not None and time.monotonic() < deadline:
             has_crashed = self.supervise(crash_at) or has_crashed
@@ -109,7 +127,7 @@ class Life:
         if pid:
             return pid
         deadline = time.monotonic() + DEADLINE_S
-        todo = [("Running", 2, "suspend"), ("Suspended", 3, "resume"), ("Running", 3, "stop"), ("Stopped", 3, "delete")]
+        todo = list(ASKS[self.life])
         while todo and time.monotonic() < deadline:
             entry = self.registry.load("job-1")
             if entry is None:

@@ -2,8 +2,9 @@
 
     python -I -S light_agent.py LEDGER JOB_FOLDER NODE ATTEMPT
 
-In the first round the first attempt of node 1 fails, by the place's doing; from the second round on all finish, or run
-until they are told to leave (LIFE=asked).
+In the first round the first attempt of node 1 fails, by the place's doing; from the second round on all finish
+(LIFE=ends), or run until they are told to leave (asked). With LIFE=fails the second attempt of node 1 fails so too, and
+in the third round the script of node 0.
 Everything that happens is appended to LEDGER, which says afterwards who ran beside whom.
 """
 
@@ -15,7 +16,8 @@ from pathlib import Path
 
 LIFE_S = 400.0
 """A bound for what nobody ended."""
-FAILING = ("1", "1")
+LOST = {"ends": (1,), "asked": (1,), "fails": (1, 2)}
+"""By life: the rounds in which node 1 is lost."""
 
 
 class Light:
@@ -23,7 +25,7 @@ class Light:
         self.ledger, self.root = ledger, Path(root)
         self.node, self.attempt = node, attempt
         self.folder = self.root / "groups" / f"{node}.{attempt}"
-        self.round = 0
+        self.round, self.life = 0, os.environ["LIFE"]
 
     def note(self, what: str) -> None:
         line = f"{what} {self.node} {self.attempt} {self.round}\n"
@@ -65,10 +67,13 @@ class Light:
                 is_running = True
                 self.note("running")
                 self.tell("Running")
-            elif is_running and (self.node, self.attempt) == FAILING and self.round == 1:
+            elif is_running and self.node == "1" and self.round in LOST[self.life] and self.round == int(self.attempt):
                 self.tell("Failed", cause="Place", text="killed by the test", ended_s=time.time())
                 return
-            elif is_running and self.round > 1 and os.environ["LIFE"] != "asked":
+            elif is_running and self.node == "0" and self.round == 3 and self.life == "fails":
+                self.tell("Failed", cause="Program", text="ended with exit code 3", exit_code=3, ended_s=time.time())
+                return
+            elif is_running and self.round > 1 and self.life == "ends":
                 self.tell("Succeeded", exit_code=0, ended_s=time.time(), iterations=7, last_loss=0.5)
                 return
             time.sleep(0.005)

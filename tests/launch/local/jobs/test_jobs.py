@@ -1,6 +1,9 @@
 """Whole lives of jobs with real supervisors, agents and workers; the workers are plain Python."""
 
+import os
+import pty
 import signal
+import sys
 from pathlib import Path
 
 import psutil
@@ -94,6 +97,28 @@ def test_an_error_of_the_script_is_not_tried_again(here: Here) -> None:
     assert (job.reason.code, job.round, job.run) == ("ProgramFailed", 1, 1)
     assert "rank 1 ended with exit code 3" in job.reason.text
     assert [node.retries for node in job.nodes] == [0, 0]
+
+
+def test_it_outlives_the_terminal_that_it_was_submitted_in(here: Here) -> None:
+    (here.folder / "script.py").write_text(UNTIL)
+    job = ["--name", "job", "--script", "script.py", "--cpu-workers", "2", "--capacity", "1,1", "--min-per-node", "1"]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(here.folder)
+        environ = {**os.environ, "XDG_STATE_HOME": str(here.state.parent)}
+        os.execve(sys.executable, [sys.executable, "-m", "ringweave", "submit", "-y", *job], environ)
+    wait_until(lambda: (here.state / REGISTRY).exists() and bool(here.service.jobs()), "its submission")
+    here.wait_state("Running")
+    (before,) = led_by(here, "supervisor")
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.WTERMSIG(status) == signal.SIGHUP, "who followed it has gone with the terminal"
+    assert [each.process for each in led_by(here, "supervisor")] == [before.process]
+    own = {os.getsid(each.process.pid) for each in processes_of(here.state)}
+    assert pid not in own, "nothing of the job belongs to the terminal's session"
+    (here.folder / "finish").touch()
+    job = here.wait_state("Succeeded")
+    assert (job.round, [node.retries for node in job.nodes]) == (1, [0, 0])
 
 
 def test_suspend_resume_stop_and_retry(here: Here) -> None:

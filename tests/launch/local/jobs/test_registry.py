@@ -122,6 +122,17 @@ def test_what_is_refused(folder: Path, changes: dict, text: str) -> None:
         service(folder).submit(replace(request(), **changes), base=folder)
 
 
+def test_name_permission_and_split_come_before_all_that_the_request_names(folder: Path) -> None:
+    lost = replace(request(), script="nosuch.py")
+    with pytest.raises(JobError, match="split: 9, expected a total"):
+        service(folder).submit(replace(lost, num_workers=9), base=folder)
+    with pytest.raises(JobError, match="submit by ann: 'no rule of the policy lets ann submit'"):
+        service(folder, "ann", Rule(users=("bob",))).submit(replace(lost, num_workers=9), base=folder)
+    service(folder).submit(request(), base=folder)
+    with pytest.raises(JobError, match="job name job: 'taken by ann"):
+        service(folder).submit(replace(lost, num_workers=9), base=folder)
+
+
 def test_a_node_that_cannot_be_in_a_cluster_is_refused_at_once(folder: Path) -> None:
     wrong = replace(request(), nodes=(NodeRequest(name="core", capacity=8),))
     with pytest.raises(Exception, match="core"):

@@ -58,9 +58,8 @@ class Admission:
                     admitting.admit,
                     request,
                     requester=requester,
-                    taken_by=None,  # the API server has given the name away already
+                    there=(),  # the API server has given the name away already
                     permissions=self._cache(resource, loop),
-                    gpus_in_use=0,
                     now=self._clock(),
                 )
             if request.image is None and self._settings.image is None:

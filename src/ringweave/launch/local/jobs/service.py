@@ -9,8 +9,6 @@ from pathlib import Path
 import platformdirs
 
 from ringweave import topology
-from ringweave.errors import JobError, explain
-from ringweave.files.problems import closest
 from ringweave.jobs.admission import admitting, policy
 from ringweave.jobs.admission.permissions import PermissionCache
 from ringweave.jobs.admission.policy import Policy
@@ -64,6 +62,7 @@ class LocalService(Service):
     ) -> Submission:
         """Admit the request, register its job, and start its supervisor."""
         submitting.refuse_elsewhere(request, "local")
+        self._admit(request, [each.job for each in self._registry.all()])  # before anything that it names is looked at
         origin = submitting.origin_of(request, base, self._environ, script_text)
         origin = replace(origin, cluster=submitting.lab_cluster(request))
         if dry_run:
@@ -117,15 +116,13 @@ class LocalService(Service):
             admitting.check_retry(job, there=there, permissions=self._permissions, now=self._clock())
         return desired
 
-    def _admitted(self, request: Request, origin: Origin, there: Sequence[Job]) -> Entry:
-        job = admitting.admit(
-            request,
-            requester=self._requester,
-            taken_by=next((job for job in there if job.request.name == request.name), None),
-            permissions=self._permissions,
-            gpus_in_use=admitting.gpus_in_use(there, self._requester),
-            now=self._clock(),
+    def _admit(self, request: Request, there: Sequence[Job]) -> Job:
+        return admitting.admit(
+            request, requester=self._requester, there=there, permissions=self._permissions, now=self._clock()
         )
+
+    def _admitted(self, request: Request, origin: Origin, there: Sequence[Job]) -> Entry:
+        job = self._admit(request, there)
         layout.cluster_of(configs.of_job(job, directory=None, script_text=None, cluster=origin.cluster), {})
         return Entry(id=f"{request.name}-{secrets.token_hex(4)}", job=job, origin=origin)
 
@@ -136,8 +133,8 @@ class LocalService(Service):
         """What was found, if it is there and the requester may."""
         if entry is None:
             names = [each.job.request.name for each in self._registry.all()]
-            do = closest(name, names) or "See ringweave jobs, or say with --on where else it is"
-            raise JobError(explain("job", got=name, expected="the name of a job that is here", do=do, where="local"))
+            look = "See ringweave jobs, or say with --on where else it is"
+            raise admitting.unknown(name, names, look=look, where="local")
         self._check(verb, entry.job.requester, self._clock())
         return entry
 

@@ -56,6 +56,8 @@ class Change:
 class _Shelf:
     """All objects of one resource."""
 
+    begun: int
+    """The version when it was first asked for."""
     items: dict[Name, Item] = field(default_factory=dict)
     by_label: dict[tuple[str, str], dict[Name, None]] = field(default_factory=dict)
     history: deque[Change] = field(default_factory=deque)
@@ -68,10 +70,13 @@ class Store:
     def __init__(self, history: int = 100_000) -> None:
         """Watches can begin so many changes ago."""
         self.version = 1
-        self.oldest = 0
-        """Watches from before this version have to begin anew."""
+        self._oldest = 0
         self._shelves: dict[ResourceKey, _Shelf] = {}
         self._history = history
+
+    def oldest(self, resource: ResourceKey) -> int:
+        """Watches from before this version have to begin anew."""
+        return max(self._oldest, self._shelf(resource).begun)
 
     def get(self, resource: ResourceKey, name: Name) -> Item | None:
         """The object, as it is now."""
@@ -113,7 +118,7 @@ class Store:
 
     def compact(self) -> None:
         """Forget what has happened, as etcd does every five minutes."""
-        self.oldest = self.version
+        self._oldest = self.version
         for shelf in self._shelves.values():
             shelf.history.clear()
 
@@ -134,7 +139,7 @@ class Store:
     def _note(self, shelf: _Shelf, change: Change) -> None:
         shelf.history.append(change)
         if len(shelf.history) > self._history:
-            self.oldest = max(self.oldest, shelf.history.popleft().version)
+            self._oldest = max(self._oldest, shelf.history.popleft().version)
         shelf.changed.set()
         shelf.changed = asyncio.Event()
 
@@ -146,7 +151,7 @@ class Store:
                 shelf.by_label.pop(label, None)
 
     def _shelf(self, resource: ResourceKey) -> _Shelf:
-        return self._shelves.setdefault(resource, _Shelf())
+        return self._shelves.setdefault(resource, _Shelf(begun=self.version))
 
 
 def _labels(body: Object) -> list[tuple[str, str]]:

@@ -27,7 +27,7 @@ async def watch(
         version = store.version
         if params.get("sendInitialEvents") == "true":
             yield _bookmark(resource, version, is_end=True)
-    while version >= store.oldest:
+    while version >= store.oldest(resource.key):
         changed = store.changed(resource.key)
         for change in store.since(resource.key, version):
             version = change.version
@@ -42,7 +42,7 @@ async def watch(
             if wants_bookmarks:
                 version = max(version, store.version) if not store.since(resource.key, version) else version
                 yield _bookmark(resource, version)
-    gone = Refused(410, "Expired", f"too old resource version: {version} ({store.oldest})")
+    gone = Refused(410, "Expired", f"too old resource version: {version} ({store.oldest(resource.key)})")
     yield _line("ERROR", json.dumps(gone.answer()).encode())
 
 
