@@ -83,7 +83,7 @@ def taken_over(
 
 
 def test_who_was_lost_with_the_coordinator_is_waited_for_from_then_on_if_training_stands_still() -> None:
-    table, decree = taken_over(lost_s=0.75, still_s=0.7)
+    table, decree = taken_over(lost_s=1.05, still_s=0.7)
     table.pass_time(0.1)
     proposal = table.coordinator.order_for("1.0").proposal
     assert proposal is not None
@@ -98,7 +98,7 @@ def test_who_was_lost_with_the_coordinator_is_waited_for_from_then_on_if_trainin
 
 def test_where_members_have_learnt_to_be_patient_who_is_missing_has_more_time() -> None:
     """The machine is busy: whoever is missing may not even know yet that the coordinator is lost."""
-    table, decree = taken_over(lost_s=0.75, still_s=0.7, patience_s=1.6)
+    table, decree = taken_over(lost_s=1.35, still_s=0.7, patience_s=1.6)
     table.pass_time(0.1)
     table.stand(holder("1.0"), holder("2.0"))
     table.pass_time(0.9)

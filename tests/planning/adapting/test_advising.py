@@ -124,6 +124,20 @@ def test_a_nic_at_a_quarter_is_planned_around_within_20_steps_and_back_again(noi
     assert len(world.of_kind("schedule_tuned")) == tuned_before  # it was tried before, with these very rates
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.04])
+def test_a_plan_that_goes_round_a_slow_node_is_left_when_that_is_over_though_it_gains_little(noise: float) -> None:
+    world, size = World(noise=noise), 5_000_000
+    for _ in range(40):
+        world.step(size)
+    cut(world)
+    assert steps_until_changed(world, num_bytes=size) <= 20
+    slow_s = world.seconds([world.step(size)[0] for _ in range(40)][-1], size)
+    world.rates, world.seconds = {}, lambda name, num_bytes: 0.88 * slow_s  # type: ignore[method-assign]
+    assert steps_until_changed(world, num_bytes=size) <= 20
+    assert world.plan == world.where.plan({})
+    assert world.of_kind("plan_changed")[-1]["why"] == "some links were slow: is it over?"
+
+
 TRUE = {name: 25e6 for node in range(8) for name in (f"a-{node}->core", f"core->a-{node}")}
 BUSY = TRUE | {"a-0->core": 5e6, "core->a-0": 5e6}
 """As probing saw the network while another job used the NIC of one node."""

@@ -20,6 +20,8 @@ _STOPPED_S = 0.5
 """Between two ticks: more means that this process itself was stopped or starved."""
 _STILL_S = 0.5
 """A training that stands still for so long while all wait may be broken."""
+_REST_S = 1.2
+"""After a coordinator was lost: so long who has not asked the other one is waited for while training stands still."""
 _MOST_ACCUSATIONS = 3
 """Without a reduction in between."""
 
@@ -261,8 +263,9 @@ class Coordinator:
         """Whether those who have not asked this one to take over get more time.
 
         Where the others get on that costs nothing, and shows that all are there. Else those who are missing are given
-        up as soon as they would have been without a change of coordinators: all lost theirs in the same moment. Those
-        who are there stand still meanwhile.
+        up a little later than they would have been without a change of coordinators: all lost theirs in the same
+        moment, but who has joined a short while ago is more patient with it, since the state that it was sent then
+        delayed the coordinator's answers. Those who are there stand still meanwhile.
         """
         if not self._election.is_waiting(now_s, self._settings.recovery_s, self._presence.here):
             return False
@@ -271,7 +274,7 @@ class Coordinator:
         if (self._election.take_unsettled() or is_broken) and self._proposal is None:
             self._propose(now_s, is_urgent=True)
         busy = max(1.0, self._election.patience_s / ANSWERS.least_s)
-        least_s = busy * self._settings.silence.least_s + self._delays.grace_s
+        least_s = busy * max(_REST_S, self._settings.silence.least_s) + self._delays.grace_s
         return self._proposal is None or lost_s <= least_s or not self._election.has_rested(now_s)
 
     def _consider_change(self, now_s: float, *, is_broken: bool) -> None:

@@ -110,6 +110,7 @@ class Adviser:
         self._rates: dict[str, float] = {}
         self._phases: tuple[Phase, ...] = ()
         self._why = ""
+        self._suspects: tuple[str, ...] = ()
         self._num_vain = 0
         self._num_doubts = 0
         self._next_alarm_s = self._next_look_s = -math.inf
@@ -262,7 +263,7 @@ class Adviser:
         return max(MIN_PERIOD, min(MAX_PERIOD, math.ceil(report_s / (_REPORT_SHARE * max(took_s, case.each_s)))))
 
     def _is_survey_due(self, case: _Case, now_s: float) -> bool:
-        verdict = case.watch.verdict
+        verdict, self._suspects = case.watch.verdict, ()
         if verdict != Verdict.STEADY and now_s >= self._next_alarm_s:
             now_and_usual = f"{case.watch.now or 0:.3g} s per byte, it was {case.watch.usual or 0:.3g}"
             self._why = f"collectives are {verdict.value}: {now_and_usual}"
@@ -271,10 +272,14 @@ class Adviser:
             self._num_doubts = self._version  # once for each plan: short messages may profit from bursts
             self._why = "collectives are faster than the links that were measured before"
             return True
-        self._why = "some links were slow: is it over?"
+        self._why, self._suspects = "some links were slow: is it over?", self._slow()
+        is_hoped = case.watch.may_be_faster and now_s >= self._next_alarm_s
+        return bool(case.settled and self._suspects) and (is_hoped or now_s >= self._next_look_s)
+
+    def _slow(self) -> tuple[str, ...]:
+        """Links that are slower than they were before anything ran."""
         nominal = self._nominal() if self._rates else {}
-        are_slow = any(rate < nominal[name] for name, rate in self._rates.items())
-        return bool(case.settled) and now_s >= self._next_look_s and are_slow
+        return tuple(name for name, rate in self._rates.items() if rate < nominal[name])
 
     def _is_impossible(self, case: _Case) -> bool:
         """Whether what won took less than links allow that were measured before: others may have used them then."""
@@ -310,7 +315,7 @@ class Adviser:
         return Survey(self._situation.network(self._rates), tuple(dict.fromkeys(self._situation.nodes)))
 
     def _begin_survey(self) -> tuple[Phase, ...]:
-        self._phases = self._survey().phases()
+        self._phases = self._survey().phases(self._suspects)
         return self._phases
 
     def _compare(self, fresh: Plan) -> tuple[float, float]:

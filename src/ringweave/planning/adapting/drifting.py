@@ -10,6 +10,8 @@ WINDOW = 6
 """The newest ones, of which all but one have to agree."""
 SLOWER, FASTER = 1.25, 0.8
 """Beyond these multiples of what it was. Noise of 10 % stays inside: 1.1 / 0.9 = 1.22."""
+HINT = 0.92
+"""Of what it was: the median of the newest may be so by chance, so it only counts where there is reason to hope."""
 
 
 class Verdict(enum.Enum):
@@ -40,6 +42,12 @@ class Watch:
     def now(self) -> float | None:
         """Median of the newest; None while too few were seen."""
         return statistics.median(self._newest) if len(self._newest) == WINDOW else None
+
+    @property
+    def may_be_faster(self) -> bool:
+        """They are a little faster than usual: a plan that goes round a slow link gains little when that is over."""
+        now, usual = self.now, self.usual
+        return now is not None and usual is not None and now < HINT * usual
 
     def observe(self, seconds_per_byte: float) -> None:
         """One more collective took so long; what is not a positive number is left out."""

@@ -37,8 +37,15 @@ class Survey:
         self._vertices = [vertex_of[name] for name in nodes]
         self._rates = [*net.up_bytes_per_s.tolist(), *net.down_bytes_per_s.tolist()]
 
-    def phases(self) -> tuple[Phase, ...]:
-        """Streams of each phase: shifts along the tree, then more streams through links that these leave half empty."""
+    def phases(self, only: Sequence[str] = ()) -> tuple[Phase, ...]:
+        """Streams of each phase: shifts along the tree, then more streams through links that these leave half empty.
+
+        Args:
+            only: Names of links that alone are in question, if any: then each is filled once, and that is all.
+        """
+        if only:
+            suspects = [link for link in self._used_links() if self._name(link) in only]
+            return tuple(self._sized(self._through(link)) for link in suspects)
         along = sorted(range(len(self._vertices)), key=lambda node: self._vertices[node])
         count = len(along)
         shifts = dict.fromkeys(shift % count for shift in (1, 2, count // 2, count - 1))
