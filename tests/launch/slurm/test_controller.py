@@ -172,6 +172,22 @@ def test_a_requeued_allocation_is_adopted_without_a_charge(tmp_path):
     assert entry.job.record.state == "Succeeded"
 
 
+@pytest.mark.parametrize(("group", "rounds"), [("0.1", 1), ("0.2", 2)])
+def test_what_is_kept_of_a_former_run_is_no_allocation_that_was_taken_back(tmp_path, group: str, rounds: int):
+    world = World(tmp_path)
+    entry = world.registry.find("text")
+    assert entry is not None
+    nodes = tuple(replace(node, attempt=2) for node in entry.job.record.nodes)
+    world.registry.save("text", replace(entry.job.record, nodes=nodes, run=2), entry.hold)
+    world.registry.folder("text").group(*map(int, group.split("."))).root.mkdir(parents=True)
+    controller = Controller(world.registry, "text", a_grant(), world.means)
+    assert controller.claim()
+    controller.adopt()
+    entry = world.registry.find("text")
+    assert entry is not None
+    assert entry.job.record.round == rounds
+
+
 def test_an_allocation_that_is_requeued_time_after_time_before_all_nodes_ran_is_given_up(tmp_path):
     world = World(tmp_path)
 

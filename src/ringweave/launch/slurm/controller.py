@@ -21,6 +21,7 @@ from ringweave.jobs.life import actions, advancing
 from ringweave.jobs.life.actions import Action
 from ringweave.jobs.life.observing import Observed
 from ringweave.jobs.life.reconciling import reconcile
+from ringweave.jobs.life.records import Record
 from ringweave.jobs.life.states import JobState
 from ringweave.launch.local.jobs import locks
 from ringweave.launch.local.jobs.folders import JobFolder
@@ -108,10 +109,15 @@ class Controller:
             record, count = entry.job.record, _num_fruitless(entry, self._grant)
             if count >= MOST_FRUITLESS:
                 record = advancing.taken_away(entry.job, record, STOPPED_FROM_OUTSIDE, count, self._clock())
-            elif self._registry.folder(self._name).groups():
+            elif self._has_groups(record):
                 record = advancing.regathered(record, STOPPED_FROM_OUTSIDE)
             hold = replace(entry.hold, adopted=self._grant.key, num_fruitless=count)
             self._registry.save(self._name, record, hold)
+
+    def _has_groups(self, record: Record) -> bool:
+        """Something of the attempts that are wanted ran in an allocation before; not of one that is kept to be seen."""
+        wanted = {(node, known.attempt) for node, known in enumerate(record.nodes) if known.ended is None}
+        return any((each.node, each.attempt) in wanted for each in self._registry.folder(self._name).groups())
 
     def is_ours(self) -> bool:
         """No other controller has claimed the job since."""
