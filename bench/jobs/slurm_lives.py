@@ -33,9 +33,9 @@ if kind == "replaced" and which == "round-1":
 if kind == "asked":
     time.sleep(600)
 if kind == "fails":
-    if which == "round-3" and node == "big":
+    if which == "round-4" and node == "big":
         raise SystemExit(3)
-    if which != "round-3" and node == "small":
+    if which != "round-4" and node == "small":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)
 time.sleep(0.3)
@@ -79,8 +79,8 @@ KINDS = {
         asks=((4, "Failed", "retry"), (6, "Failed", "delete")),
         deletion=DeletionPolicy.KEEP_ON_FAILURE,
         begun=(
-            *("big.1/round-1", "big.1/round-2", "big.2/round-3"),
-            *("small.1/round-1", "small.2/round-2", "small.3/round-3"),
+            *("big.1/round-1", "big.1/round-2", "big.2/round-4"),
+            *("small.1/round-1", "small.2/round-2", "small.3/round-4"),
         ),
         end={"outcome": "Failed", "retries": [0, 0]},
     ),

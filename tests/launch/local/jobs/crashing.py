@@ -31,7 +31,7 @@ DEADLINE_S = 300.0
 ASKS = {
     "ends": (),
     "asked": (("Running", 2, "suspend"), ("Suspended", 3, "resume"), ("Running", 3, "stop"), ("Stopped", 3, "delete")),
-    "fails": (("Failed", 2, "retry"), ("Failed", 3, "delete")),
+    "fails": (("Failed", 2, "retry"), ("Failed", 4, "delete")),
 }
 """By life: (state, round, verb), what somebody asks of the job when it has come to that, in order."""
 

@@ -4,7 +4,7 @@
 
 In the first round the first attempt of node 1 fails, by the place's doing; from the second round on all finish
 (LIFE=ends), or run until they are told to leave (asked). With LIFE=fails the second attempt of node 1 fails so too, and
-in the third round the script of node 0.
+when it is tried again, in the fourth round, the script of node 0.
 Everything that happens is appended to LEDGER, which says afterwards who ran beside whom.
 """
 
@@ -70,7 +70,7 @@ class Light:
             elif is_running and self.node == "1" and self.round in LOST[self.life] and self.round == int(self.attempt):
                 self.tell("Failed", cause="Place", text="killed by the test", ended_s=time.time())
                 return
-            elif is_running and self.node == "0" and self.round == 3 and self.life == "fails":
+            elif is_running and self.node == "0" and self.round == 4 and self.life == "fails":
                 self.tell("Failed", cause="Program", text="ended with exit code 3", exit_code=3, ended_s=time.time())
                 return
             elif is_running and self.round > 1 and self.life == "ends":
