@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ringweave import lab, planning, schedules, telemetry, topology, units
 from ringweave.planning.adapting import Situation
-from ringweave.planning.adapting.advising import candidates
+from ringweave.planning.adapting.tuning import candidates
 
 ROOT = Path(__file__).parents[1]
 ALLOWED = 1.05

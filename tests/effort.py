@@ -28,6 +28,12 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
                 item.add_marker(skipped)
 
 
+def only_one_daily(request: pytest.FixtureRequest, life: str, daily: str) -> None:
+    """Skips lives of a job that is killed at every boundary, but for the one of every day; --all-crashes takes all."""
+    if life != daily and not request.config.getoption("--all-crashes"):
+        pytest.skip("one life is enough for every day: --all-crashes takes all (make test-crashes)")
+
+
 def share_of(thorough: int) -> int:
     """How many to try, where the thorough run tries so many."""
     return max(1, thorough * settings.default.max_examples // settings.get_profile(_THOROUGH).max_examples)

@@ -3,6 +3,8 @@
 `docs/events.md` is generated from it, and the writer refuses whatever is not in it.
 """
 
+# Longer than a file should be: one table, looked up and not read through.
+
 from collections.abc import Mapping
 
 from ringweave.telemetry import pipeline_kinds, ring_kinds

@@ -3,9 +3,7 @@
 import logging
 import random
 import socket
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -17,44 +15,19 @@ from torch.distributed import HashStore
 
 from ringweave.comm.members import Member, Members, Place, meet
 from ringweave.comm.probing import __main__ as program
-from ringweave.comm.probing import caching, calls, conducting, echoing, flowing, knowing, measuring, orders
+from ringweave.comm.probing import calls, conducting, echoing, flowing, knowing, measuring, orders
 from ringweave.comm.probing.caching import Cache
 from ringweave.comm.probing.findings import Findings, from_json
 from ringweave.comm.probing.flowing import Part, Timing
 from ringweave.comm.transport.connecting import open_doors
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import PeerError, PlacementError, UsageError
-from ringweave.topology.recovery import Batch, Effort, Host
+from ringweave.topology.recovery import Batch, Effort
+from tests.comm.probing.parts import FOUND, TOKEN, at_once, group
 
-TOKEN = bytes(16)
 BRIEF = Timing(warm_up_s=0.02, window_s=0.05, tail_s=0.02, silence_s=60.0)
 HASTY = replace(BRIEF, silence_s=1.0)
 SOON = timedelta(seconds=90)
-
-
-def at_once(*calls_: Callable[[], Any]) -> list[Any]:
-    """What each returns, or the exception that it raised; all run at the same time."""
-    got: list[Any] = [None] * len(calls_)
-
-    def run(index: int) -> None:
-        try:
-            got[index] = calls_[index]()
-        except Exception as error:
-            got[index] = error
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls_))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
-    return got
-
-
-def group(num_nodes: int, ranks_a_node: int = 1) -> list[Members]:
-    """The members of a group as each rank sees them; the node of each has a loopback address of its own."""
-    places = [Place(f"n{node}", f"127.0.0.{node + 1}") for node in range(num_nodes) for _ in range(ranks_a_node)]
-    ranks = tuple(Member(rank, place, ()) for rank, place in enumerate(places))
-    return [Members(ranks, rank, TOKEN) for rank in range(len(ranks))]
 
 
 @pytest.fixture
@@ -219,61 +192,6 @@ def test_a_rank_that_leaves_is_named(pair: Any) -> None:
     assert "firewall" in str(error)
 
 
-FOUND = Findings(
-    time=1000.0,
-    wall_s=1.5,
-    num_batches=2,
-    cluster_text="name: x\nnodes:\n- {name: n0, address: 127.0.0.1, nic: 1Gbit/s, devices: 1}\n"
-    "- {name: n1, address: 127.0.0.2, nic: 1Gbit/s, devices: 1}\n",
-    links=(),
-    pairs=(),
-    slow=None,
-)
-
-
-def test_findings_are_kept_for_a_while(tmp_path: Path) -> None:
-    cache, hosts = Cache(tmp_path / "probes"), measuring.hosts(group(2)[0])
-    assert cache.get(hosts, 1000.0) is None
-    cache.put(hosts, FOUND)
-    assert cache.get(hosts, 1010.0, max_age_s=20.0) == FOUND
-    assert cache.get(hosts, 1030.0, max_age_s=20.0) is None, "too old"
-    assert cache.get(hosts, 990.0) is None, "from the future"
-    assert cache.get(measuring.hosts(group(3)[0]), 1010.0) is None, "of other nodes"
-    assert cache.get(hosts[1:], 1010.0) == FOUND, "of more nodes"
-    assert [path.suffix for path in (tmp_path / "probes").iterdir()] == [".json"]
-
-
-def test_the_newest_findings_are_taken_be_they_of_these_nodes_or_of_more(tmp_path: Path) -> None:
-    cache, hosts = Cache(tmp_path), measuring.hosts(group(2)[0])
-    ages = {10: hosts, 4: [*hosts, Host(name="x", address=None, num_devices=1)], 7: [hosts[0]]}
-    for age, of_nodes in ages.items():
-        cache.put(of_nodes, replace(FOUND, time=1000.0 - age))
-    for known in (cache, Cache(tmp_path)):
-        assert known.get(hosts, 1000.0) == replace(FOUND, time=996.0)
-        assert known.get(hosts, 995.0) == replace(FOUND, time=993.0)
-        assert known.get(hosts, 991.0) == replace(FOUND, time=990.0)
-
-
-@pytest.mark.parametrize("text", ["", "{", "{}", FOUND.to_json().replace("1Gbit/s", "fast")])
-def test_a_broken_file_is_told_of_and_ignored(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
-    cache, hosts = Cache(tmp_path), measuring.hosts(group(2)[0])
-    cache.path(hosts).write_text(text)
-    assert cache.get(hosts, 1000.0) is None
-    assert "cannot be read and is ignored" in caplog.text
-
-
-def test_a_folder_that_cannot_be_written_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").write_text("")
-    Cache(tmp_path / "file").put(measuring.hosts(group(2)[0]), FOUND)
-    assert "cannot be kept" in caplog.text
-
-
-def test_caches_are_where_they_belong() -> None:
-    assert caching.default_folder({"XDG_CACHE_HOME": "/c", "HOME": "/h"}) == Path("/c/ringweave/probes")
-    assert caching.default_folder({"XDG_CACHE_HOME": "/c", "RINGWEAVE_FINDINGS": "/f"}) == Path("/f")
-    assert caching.default_folder({"HOME": "/h"}) == Path("/h/.cache/ringweave/probes")
-
-
 def test_nothing_is_measured_where_there_is_a_file_or_no_network_or_nobody_wants_it() -> None:
     store, members = HashStore(), group(2)[0]
     for environment in (WorkerEnvironment(cluster_path=Path("x")), WorkerEnvironment(probes=False)):
@@ -281,17 +199,6 @@ def test_nothing_is_measured_where_there_is_a_file_or_no_network_or_nobody_wants
     assert knowing.look(store, group(1, 2)[0], SOON, WorkerEnvironment()) is None
     assert WorkerEnvironment.from_environ({"RINGWEAVE_PROBE": "never"}).probes is False
     assert WorkerEnvironment(probes=False).to_environ() == {"RINGWEAVE_PROBE": "never"}
-
-
-def test_a_folder_that_cannot_be_written_does_not_have_the_next_group_measure_again(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    hosts = measuring.hosts(group(2)[0])
-    caching.of_process(tmp_path / "file").put(hosts, FOUND)
-    later = caching.of_process(tmp_path / "file")
-    assert later.get(hosts, 1010.0) == FOUND
-    assert later.get(hosts[:1], 1010.0) == FOUND, "of more nodes"
-    assert later.get(hosts, 1030.0, max_age_s=20.0) is None, "too old"
-    assert Cache(tmp_path / "file").get(hosts, 1010.0) is None, "only in this process"
 
 
 @pytest.mark.slow

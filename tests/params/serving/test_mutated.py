@@ -8,6 +8,7 @@ import json
 import random
 import socket
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -96,6 +97,14 @@ def test_what_the_mutations_are_made_of_is_right() -> None:
     assert torch.equal(server.parameters(), FIRST - 0.5 * 0.5)  # half a train step, at a rate of a half
 
 
+def packed(name: str, body: Mapping[str, Any], buffers: Sequence[bytes], **options: float) -> bytes:
+    """All bytes of a call whose checks are right, whatever it says."""
+    text, sizes = json.dumps(body).encode(), list(map(len, buffers))
+    head = frames.pack(FrameKind.CALL, call=1, name=name, body=text, sizes=sizes, **options)
+    tail = frames.pack_check(frames.check(*buffers)) if buffers else b""
+    return b"".join((head, *buffers, tail))
+
+
 def damaged(rng: random.Random) -> bytes:
     """Bytes of a push with some of them wrong."""
     while (data := mutated(rng, GOOD)).startswith(GOOD):
@@ -116,11 +125,7 @@ def lying(rng: random.Random) -> bytes:
         case _:
             field = rng.choice(list(WRONG))
             body[field] = rng.choice(WRONG[field])
-    text = json.dumps(body).encode()
-    sizes = list(map(len, buffers))
-    head = frames.pack(FrameKind.CALL, call=1, name=name, body=text, sizes=sizes)
-    tail = frames.pack_check(frames.check(*buffers)) if buffers else b""
-    return b"".join((head, *buffers, tail))
+    return packed(name, body, buffers)
 
 
 @pytest.mark.slow
@@ -142,9 +147,7 @@ def test_five_thousand_mutated_pushes_change_nothing(make: Any) -> None:
 def test_no_field_of_a_push_may_say_anything_else(field: str) -> None:
     for value in WRONG[field]:
         server = Server()
-        text = json.dumps(BODY | {field: value}).encode()
-        head = frames.pack(FrameKind.CALL, call=1, name=PUSH.kind, body=text, sizes=[len(GRADIENT)])
-        server.hear(head + GRADIENT + frames.pack_check(frames.check(GRADIENT)))
+        server.hear(packed(PUSH.kind, BODY | {field: value}, [GRADIENT]))
         assert (server.service.version, server.crashes) == (0, []), (field, value)
         server.hear(GOOD)
         assert torch.equal(server.parameters(), FIRST - 0.5 * 0.5), (field, value)
@@ -166,16 +169,7 @@ def made_up(rng: random.Random, message: type[wire.Message]) -> bytes:
         field = rng.choice(list(type(SETUP).model_fields))
         body["setup"] = json.loads(SETUP.model_dump_json()) | {field: rng.choice(ANYTHING)}
     buffers = rng.choice(([], [], [b""], [GRADIENT], [GRADIENT, GRADIENT], [bytes(1 << 16)]))
-    head = frames.pack(
-        FrameKind.CALL,
-        call=1,
-        name=message.kind,
-        body=json.dumps(body).encode(),
-        timeout_s=0.01,  # what would be waited for does not come
-        sizes=list(map(len, buffers)),
-    )
-    tail = frames.pack_check(frames.check(*buffers)) if buffers else b""
-    return b"".join((head, *buffers, tail))
+    return packed(message.kind, body, buffers, timeout_s=0.01)  # what would be waited for does not come
 
 
 @pytest.mark.slow

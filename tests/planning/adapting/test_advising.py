@@ -7,7 +7,8 @@ import pytest
 
 from ringweave import topology
 from ringweave.planning.adapting import MAX_AGE_S, Adviser, Report, Situation, size_class
-from ringweave.planning.adapting.advising import MAX_PERIOD, MIN_PERIOD, NEVER, candidates
+from ringweave.planning.adapting.advising import MAX_PERIOD, MIN_PERIOD, NEVER
+from ringweave.planning.adapting.tuning import candidates
 from ringweave.schedules import HOST
 from ringweave.telemetry import KINDS
 from tests.planning.adapting.advising_functions import NIC, SIZE, TEXT, World, cut, steps_until_changed

@@ -37,14 +37,17 @@ def wait_gone(service: Service, job: JobView, sleep: Callable[[float], None] = t
 
 def _look(service: Service, name: str, sleep: Callable[[float], None]) -> JobView | None:
     """A job that was there; None once it is gone. A place that does not answer is asked again for a while."""
-    for _ in range(MOST_SILENT):
+    silent = 0
+    while True:
         try:
             return service.job(name)
         except UnknownJobError:
             return None
         except LaunchError:
+            silent += 1
+            if silent > MOST_SILENT:
+                raise
             sleep(LOOK_S)
-    return service.job(name)
 
 
 def follow(

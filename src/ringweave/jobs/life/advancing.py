@@ -45,8 +45,12 @@ def regathered(record: Record, cause: str) -> Record:
 
 def is_tried_again(job: Job) -> bool:
     """Another run is asked for after a bad end, and its place has not begun with it."""
-    is_bad_end = job.record.outcome in (JobState.FAILED, JobState.STOPPED)
-    return is_bad_end and job.desired.retry_run == job.record.run and job.desired.stop_run <= job.record.run
+    return _is_retried(job, job.record) and job.desired.stop_run <= job.record.run
+
+
+def is_over(job: Job) -> bool:
+    """It has ended, and nobody has asked that it is tried again."""
+    return job.record.state.is_end and not is_tried_again(job)
 
 
 def as_asked(job: Job, now: float) -> Job:
@@ -282,7 +286,7 @@ def _finished_too_early(job: Job, record: Record, groups: Groups) -> Record:
 
 def _tried_again(job: Job, record: Record, now: float) -> Record:
     """Another run, where one is asked for after a bad end; over at once if it was stopped before it has begun."""
-    if record.outcome not in (JobState.FAILED, JobState.STOPPED) or job.desired.retry_run != record.run:
+    if not _is_retried(job, record):
         return record
     record = _given_up(job, record, Cause.RETRIED, "the job was tried again")
     nodes = tuple(replace(known, retries=0, is_given_up=False, is_left_behind=False) for known in record.nodes)
@@ -296,6 +300,11 @@ def _tried_again(job: Job, record: Record, now: float) -> Record:
         ended_s=None,
     )
     return _stopped(job, record, now) if job.desired.stop_run >= record.run else record
+
+
+def _is_retried(job: Job, record: Record) -> bool:
+    """It has ended badly, and another run is asked for."""
+    return record.outcome in (JobState.FAILED, JobState.STOPPED) and job.desired.retry_run == record.run
 
 
 def _renewed(job: Job, record: Record, groups: Groups) -> Record:

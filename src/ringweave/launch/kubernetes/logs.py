@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ringweave.errors import RingweaveError
-from ringweave.jobs.life.advancing import is_tried_again
+from ringweave.jobs.life.advancing import is_over
 from ringweave.jobs.life.observing import Cause
 from ringweave.jobs.life.records import Job
 from ringweave.launch.kubernetes.api import kinds
@@ -166,4 +166,4 @@ class Logs:
                 return True
             raise
         self._job = reading.job_of(resource) or self._job
-        return self._job.record.state.is_end and not is_tried_again(self._job)
+        return is_over(self._job)

@@ -4,6 +4,8 @@ Copied between two pushes, written beside the pushes that follow, complete or no
 place when it is on the disk.
 """
 
+# Longer than a file should be: each part of the file is written and read side by side.
+
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace

@@ -11,12 +11,10 @@ from ringweave.planning.adapting.reports import Report
 from ringweave.planning.adapting.rulings import Ruling
 from ringweave.planning.adapting.situations import Situation
 from ringweave.planning.adapting.surveys import Phase, Survey
-from ringweave.planning.adapting.tuning import Tuner, size_class
+from ringweave.planning.adapting.tuning import Tuner, candidates, size_class
 from ringweave.planning.plans import Plan
 from ringweave.schedules import HOST
 
-NUM_CANDIDATES = 3
-"""Schedules that are tried beside the host library."""
 MIN_PERIOD, MAX_PERIOD = 4, 256
 """Collectives of a class between two reports."""
 NEVER = 2**62
@@ -338,18 +336,3 @@ class Adviser:
 
     def _note(self, kind: str, **fields: object) -> None:
         self._notes.append(Note(kind, fields))
-
-
-def candidates(plan: Plan, num_bytes: int, estimates: Mapping[str, float] | None = None) -> tuple[str, ...]:
-    """What is tried for messages of a size: the best three, and the host library.
-
-    Args:
-        plan: The group's.
-        num_bytes: Size of the message.
-        estimates: Seconds by name of schedule, from simulations; nothing if the formulas alone are to say. The first of
-            the three is the plan's own choice, whatever they say of it.
-    """
-    ranked = [plan.choose(num_bytes).schedule]
-    ranked += [plan.fastest(estimates), *sorted(estimates, key=estimates.__getitem__)] if estimates else []
-    ranked += [choice.schedule for choice in plan.choices(num_bytes)]
-    return (*list(dict.fromkeys(ranked))[:NUM_CANDIDATES], HOST)

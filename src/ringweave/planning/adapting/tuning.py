@@ -1,9 +1,14 @@
-"""Which of a few candidates is the fastest: trials by turns, slow ones dropped early. Pure."""
+"""Which schedules are tried, and which of them is the fastest: trials by turns, slow ones dropped early. Pure."""
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from ringweave.planning.plans import Plan
+from ringweave.schedules import HOST
+
+NUM_CANDIDATES = 3
+"""Schedules that are tried beside the host library."""
 NUM_ROUNDS, MAX_ROUNDS = 3, 9
 """Measured rounds after the one that warms up; more than the first number only while they take next to no time."""
 
@@ -21,6 +26,21 @@ such rounds differed by more than candidates do."""
 def size_class(num_bytes: int) -> int:
     """Messages of a class take the same schedule: two classes for each doubling of the size."""
     return round(2 * math.log2(max(1, num_bytes)))
+
+
+def candidates(plan: Plan, num_bytes: int, estimates: Mapping[str, float] | None = None) -> tuple[str, ...]:
+    """What is tried for messages of a size: the best three, and the host library.
+
+    Args:
+        plan: The group's.
+        num_bytes: Size of the message.
+        estimates: Seconds by name of schedule, from simulations; nothing if the formulas alone are to say. The first of
+            the three is the plan's own choice, whatever they say of it.
+    """
+    ranked = [plan.choose(num_bytes).schedule]
+    ranked += [plan.fastest(estimates), *sorted(estimates, key=estimates.__getitem__)] if estimates else []
+    ranked += [choice.schedule for choice in plan.choices(num_bytes)]
+    return (*list(dict.fromkeys(ranked))[:NUM_CANDIDATES], HOST)
 
 
 class Tuner:

@@ -20,6 +20,7 @@ from ringweave.launch.kubernetes.objects import seeing
 from ringweave.testing import forking
 from ringweave.testing.kubernetes.crashing import lead
 from ringweave.testing.kubernetes.kubelet import PlayedKubelet
+from tests import effort
 
 SOON_S = 250.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -145,7 +146,7 @@ LIVES: dict[str, tuple[dict[str, Any], list[Happening], set[str]]] = {
     ),
 }
 """By life: what differs in its spec, what happens to it, the Pods that are made (`NODE-ATTEMPT`), each once."""
-IN_CI = ("replaced",)
+DAILY = "replaced"
 NUM_PARTS = 6
 """Every boundary is in one of them; in one test they would take minutes."""
 
@@ -251,8 +252,7 @@ def undisturbed(kubeconfig: Path, life: str, part: int) -> Outcome:
 def test_killed_at_every_boundary_the_end_is_the_same(
     kubeconfig: Path, life: str, part: int, request: pytest.FixtureRequest
 ) -> None:
-    if life not in IN_CI and not request.config.getoption("--all-crashes"):
-        pytest.skip("one life is enough for every day: --all-crashes takes all (make test-crashes)")
+    effort.only_one_daily(request, life, DAILY)
     wanted = undisturbed(kubeconfig, life, part)
     for boundary in itertools.count(part, NUM_PARTS):
         run = Run(kubeconfig, life, boundary)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import effort
+
 CRASHING = Path(__file__).with_name("crashing.py")
 ACTIONS = {"SaveRecord", "CreateConfig", "CreateGroup", "Regather", "OpenGate", "DeleteGroup", "DeleteConfig", "Forget"}
 INSIDE = {"folder made", "orders written", "gate opened", "marked for removal", "gate removed", "files removed"}
@@ -33,15 +35,14 @@ LIVES = {
     "asked": Wanted(outcome="Stopped", retries=[0, 1], begun=AGAIN, actions=STOPPING),
     "fails": Wanted(outcome="Failed", retries=[0, 0], begun=AGAIN, actions=STOPPING),
 }
-IN_CI = ("ends",)
+DAILY = "ends"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("life", LIVES)
 def test_every_boundary(tmp_path: Path, life: str, request: pytest.FixtureRequest) -> None:
-    if life not in IN_CI and not request.config.getoption("--all-crashes"):
-        pytest.skip("one life is enough for every day: --all-crashes takes all (make test-crashes)")
+    effort.only_one_daily(request, life, DAILY)
     done = subprocess.run(
         [sys.executable, str(CRASHING), str(tmp_path), life], capture_output=True, text=True, check=False
     )

@@ -13,7 +13,7 @@ from ringweave.jobs.admission import admitting, policy
 from ringweave.jobs.admission.permissions import PermissionCache
 from ringweave.jobs.admission.policy import Policy
 from ringweave.jobs.life import verbs
-from ringweave.jobs.life.advancing import as_asked, is_tried_again
+from ringweave.jobs.life.advancing import as_asked, is_over
 from ringweave.jobs.life.records import Desired, Job
 from ringweave.jobs.requests.request import Request
 from ringweave.launch.groups import config as configs
@@ -185,5 +185,4 @@ def _objects(entry: Entry) -> tuple[Rendered, ...]:
 
 def _needs_supervisor(job: Job) -> bool:
     """Something may have to be done for it though nobody asks for anything."""
-    is_over = job.record.state.is_end and not is_tried_again(job)
-    return not is_over or job.desired.delete or job.request.ttl_s is not None
+    return not is_over(job) or job.desired.delete or job.request.ttl_s is not None
