@@ -13,7 +13,8 @@ from tests.launch import until_back
 from tests.launch.conftest import wait_until
 from tests.launch.local.jobs.conftest import Here, processes_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(1200)]
+# Minutes each, most of them of waiting: every day the rules of it are tested (jobs/life), and one life on Kubernetes.
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.thorough, pytest.mark.timeout(1200)]
 SHORT = until_back.SCRIPT.replace("loader.epochs(100000)", "loader.epochs(40)")
 
 
@@ -38,7 +39,7 @@ def submit(here: Here, script: str) -> None:
     wait_until(lambda: all(len(said(here, node, 1)) > 5 for node in range(3)), "training")
 
 
-@pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("node", [0, 1])
 def test_a_node_that_stands_still_is_replaced_while_the_others_train_on(here: Here, node: int) -> None:
     """Node 0 has the coordinator that decides, node 1 its standby: either tells who was put out."""
     submit(here, until_back.SCRIPT)
@@ -54,7 +55,6 @@ def test_a_node_that_stands_still_is_replaced_while_the_others_train_on(here: He
     assert not [each for each in processes_of(here.state) if each.command[-2:] == [str(node), "1"]]
 
 
-@pytest.mark.thorough
 def test_a_job_ends_without_a_node_that_stands_still(here: Here) -> None:
     submit(here, SHORT)
     stop_group(here, 1)
