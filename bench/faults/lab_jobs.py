@@ -20,7 +20,7 @@ from typing import Any
 
 from ringweave import telemetry, topology
 from ringweave.benchmarks import machine
-from ringweave.benchmarks.chaos import faults, session, times
+from ringweave.benchmarks.chaos import faults, histories, session, times
 from ringweave.benchmarks.chaos.accounts import Report
 from ringweave.benchmarks.chaos.doing.jobs import TORCHFT
 from ringweave.benchmarks.chaos.faults import Fault
@@ -192,7 +192,7 @@ def run(  # noqa: PLR0913 - one for each thing that a bench may want otherwise
     hit = cluster(options)
     if not options.again:
         session.run(plan, hit, lambda text: print(text, file=sys.stderr, flush=True))
-    events = times.steady(list(telemetry.read(kept / "events.jsonl")))
+    events = histories.said_once(times.steady(list(telemetry.read(kept / "events.jsonl"))))
     end = checks / "end.json"
     return Ended(
         report=session.judge(events, hit, happens, restart_s),

@@ -93,7 +93,8 @@ KINDS: Mapping[str, Kind] = {
         },
     ),
     "samples_lost": Kind(
-        meaning="A reduction of gradients counts without the samples of members who were gone before it did.",
+        meaning="A reduction of gradients counts without the samples of members who were gone before it did. Said "
+        "twice of one reduction, with the same members, where the first of them may have died before it said so.",
         written_by="worker",
         fields={
             "rank": "0: the first member says so for all",

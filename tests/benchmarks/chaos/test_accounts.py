@@ -232,8 +232,12 @@ def accounted(time: float, number: int, samples: int, expected: int = 16) -> dic
     return {"time": time, "kind": "samples_accounted", "epoch": number, "samples": samples, "expected": expected}
 
 
-def samples_lost(time: float, lost: int) -> dict[str, Any]:
-    return {"time": time, "kind": "samples_lost", "rank": 0, "reduction": 1, "members": [], "samples": 1, "lost": lost}
+def samples_lost(time: float, lost: int, reduction: int) -> dict[str, Any]:
+    fields = {"rank": 0, "reduction": reduction, "members": ["0.0"], "samples": 1, "lost": lost}
+    return {"time": time, "kind": "samples_lost", **fields}
+
+
+STARTED = {"time": 100.55, "kind": "run_started"}
 
 
 @pytest.mark.parametrize(
@@ -241,13 +245,18 @@ def samples_lost(time: float, lost: int) -> dict[str, Any]:
     [
         ([], None),
         ([accounted(101, 0, 16), accounted(102, 1, 16)], 0),
-        ([accounted(101, 0, 16), samples_lost(101.5, 4), accounted(102, 1, 12)], 0),
-        ([samples_lost(100.5, 4), accounted(101, 0, 12), samples_lost(101.5, 4)], 0),
-        ([accounted(101, 0, 12), samples_lost(101.5, 4)], 4),
-        ([samples_lost(100.5, 3), accounted(101, 0, 12)], 1),
-        ([samples_lost(100.5, 4), accounted(101, 0, 20)], 4),
+        ([accounted(101, 0, 16), samples_lost(101.5, 4, 7), accounted(102, 1, 12)], 0),
+        ([samples_lost(100.5, 4, 7), accounted(101, 0, 12), samples_lost(101.5, 4, 8)], 0),
+        ([samples_lost(100.5, 2, 7), samples_lost(100.6, 2, 7), accounted(101, 0, 12)], 2),
+        ([samples_lost(100.5, 2, 7), STARTED, samples_lost(100.6, 2, 7), accounted(101, 0, 12)], 0),
+        ([accounted(101, 0, 12), samples_lost(101.5, 4, 7)], 4),
+        ([samples_lost(100.5, 3, 7), accounted(101, 0, 12)], 1),
+        ([samples_lost(100.5, 4, 7), accounted(101, 0, 20)], 4),
     ],
-    ids=["no books", "exact", "lost", "lost later too", "lost too late", "fewer are known", "doubled"],
+    ids=[
+        *("no books", "exact", "lost", "lost later too", "said twice", "in two attempts"),
+        *("lost too late", "fewer are known", "doubled"),
+    ],
 )
 def test_samples_that_the_books_miss_are_counted(books: list[dict[str, Any]], unaccounted: int | None) -> None:
     found = judge([*begin(), *steps(1, 5, 100.0), *books])

@@ -102,6 +102,7 @@ def report(
         wanted: Faults that were to happen.
         samples_per_step: Samples of a train step; None takes what `ringweave.prepare` said.
     """
+    events = histories.said_once(events)
     done, lost = count_steps(events)
     if not done:
         return _nothing(wanted)

@@ -1,7 +1,8 @@
 """What each process of a job did and who was a member when, from the job's events. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ringweave.benchmarks.chaos import faults
 from ringweave.benchmarks.chaos.faults import Fault
@@ -30,6 +31,22 @@ class Epoch:
     newcomers: tuple[int, ...]
     own_ranks: frozenset[int]
     """Of the ring whose epoch it is; else all."""
+
+
+def said_once(events: Iterable[Event]) -> list[Event]:
+    """Without the second time that samples of a reduction are said to be lost: two members may, of the same ones."""
+    found: list[Event] = []
+    known: set[tuple[Any, ...]] = set()
+    attempt = 0
+    for event in events:
+        attempt += event["kind"] == "run_started"
+        if event["kind"] == "samples_lost":
+            which = (attempt, event["reduction"], *event["members"])
+            if which in known:
+                continue
+            known.add(which)
+        found.append(event)
+    return found
 
 
 def workers(events: Sequence[Event]) -> list[Worker]:

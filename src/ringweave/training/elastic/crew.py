@@ -54,6 +54,14 @@ class Means:
 class Teller(Protocol):
     """Writes down what has happened."""
 
+    def committed(self) -> None:
+        """Another reduction counts: what is told next is of it."""
+        ...
+
+    def begun(self) -> None:
+        """Another epoch begins."""
+        ...
+
     def shares_changed(self, batch_number: int, change: Change) -> None:
         """Other shares from a batch on."""
         ...
@@ -129,6 +137,7 @@ class JobCrew:
 
     def commit(self, commit: Commit) -> None:
         """A reduction counts."""
+        self._tell.committed()
         num_lost = self.books.commit(commit)
         if num_lost:
             self._tell.samples_lost(commit, num_lost)
@@ -178,6 +187,7 @@ class JobCrew:
             [note["assumed_speed"] for note in notes],
             self.rosters.still_following(followers),
         )
+        self._tell.begun()
 
     def capture(self) -> None:
         """Note what the state is: what is large where it lies, since nothing changes it before the next reduction."""
