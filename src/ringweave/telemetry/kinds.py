@@ -97,7 +97,7 @@ KINDS: Mapping[str, Kind] = {
         "twice of one reduction, with the same members, where the first of them may have died before it said so.",
         written_by="worker",
         fields={
-            "rank": "0: the first member says so for all",
+            "rank": "0: the first member with the job's state says so for all",
             "reduction": "its number",
             "members": "whose gradients are in it",
             "samples": "how many samples they are of",

@@ -305,3 +305,25 @@ def test_who_joins_has_no_part_in_what_is_spread_so_it_waits_until_that_is_over(
     thread.join(60)
     assert "job is over: enough" in str(heard[0])
     session.close()
+
+
+@pytest.mark.parametrize(
+    ("standings", "teller"),
+    [
+        (
+            [Standing(member="0.1", is_following=True), *(Standing(member=f"{n}.0", has_state=True) for n in (1, 2))],
+            "1.0",
+        ),
+        ([Standing(member="0.1"), Standing(member="1.0", has_state=True)], "1.0"),
+        ([Standing(member="0.0"), Standing(member="1.0")], "0.0"),
+    ],
+    ids=["who follows comes to it later", "who reads the state too", "nobody has it at first"],
+)
+def test_one_member_tells_what_counts_as_soon_as_it_does(standings: list[Standing], teller: str) -> None:
+    decree = Decree(ballot=(1, 2), standings=tuple(standings))
+    groups: Any = Groups()
+    crew: Any = Crew(KeyError())
+    sessions = [Session(member, groups, crew, buffers=list, is_mean=True) for member in decree.members]
+    for session in sessions:
+        session.form(decree)
+    assert [session.is_teller for session in sessions] == [member == teller for member in decree.members]

@@ -58,6 +58,11 @@ class Decree:
         return tuple(standing.member for standing in self.standings if standing.has_state)
 
     @property
+    def teller(self) -> str:
+        """Who tells for all: the first with the job's state. Who follows comes to what counts later, or never."""
+        return next(iter(self.holders), self.members[0])
+
+    @property
     def committed(self) -> int:
         """The last reduction that any of them has taken over: all of them have its results, so all take it over."""
         return max(standing.committed for standing in (*self.standings, *self.finished))

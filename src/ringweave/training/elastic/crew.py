@@ -163,7 +163,7 @@ class JobCrew:
         """
         for member, note in zip(decree.members, notes, strict=True):
             check_crew(member, note)
-        first = decree.holders[0] if decree.holders else decree.members[0]
+        first = decree.teller
         names = [f"worker {member}" for member in (first, self._facts.member)]
         said = [notes[decree.members.index(member)]["alike"] for member in (first, self._facts.member)]
         control.check_alike(said, list(self._facts.alike), names)

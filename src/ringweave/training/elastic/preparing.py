@@ -117,7 +117,7 @@ def _enlist(
         assumed_speed=joining.assumed(environment, os.environ).speed,
         alike=alike,
     )
-    recorder = ElasticRecorder(environment, lambda: session.is_first)
+    recorder = ElasticRecorder(environment, lambda: session.is_teller)
     rosters = Rosters(alike["batch_samples"], is_balanced=alike["mode"] == modes.BALANCED)
     means = Means(shelf=shelf, trust=trust)
     crew = JobCrew(facts, rosters, timer, JobState(model, optimizer, asked.carried), means, recorder)

@@ -1,7 +1,7 @@
-"""What an elastic job leaves in the event log and the script's own log; the first member writes for all.
+"""What an elastic job leaves in the event log and the script's own log; the first member with the state writes for all.
 
-If it dies when a reduction counts and it has not written so, the one that is the first after it does. Since nobody
-knows how far it had come, the same may be written twice.
+If it dies when a reduction counts and it has not written so, the next one does. Since nobody knows how far it had come,
+the same may be written twice.
 """
 
 import logging
@@ -18,28 +18,28 @@ _LOGGER = logging.getLogger("ringweave")
 
 
 class ElasticRecorder:
-    """Writes events as long as this member is the first."""
+    """Writes events as long as this member is the one that does."""
 
-    def __init__(self, environment: WorkerEnvironment, is_first: Callable[[], bool]) -> None:
+    def __init__(self, environment: WorkerEnvironment, is_teller: Callable[[], bool]) -> None:
         path = environment.events_path
         self._log = EventLog(path) if path else None
-        self._recorder, self._is_first = Recorder(environment, 0), is_first
+        self._recorder, self._is_teller = Recorder(environment, 0), is_teller
         self._left_to_others: list[Callable[[], None]] = []
-        """What the first member had to write since the last reduction that counts, and this one was not it."""
+        """What another one had to write since the last reduction that counts."""
 
     def committed(self) -> None:
-        """Another reduction counts, for the first member too: it has written what there was before."""
+        """Another reduction counts, for who writes too: it has written what there was before."""
         self._left_to_others.clear()
 
     def begun(self) -> None:
-        """Another epoch begins, maybe with another first member."""
+        """Another epoch begins, maybe with another one that writes."""
         left, self._left_to_others = self._left_to_others, []
         for write in left:
             self._tell(write)
 
     def prepared(self, *, mode: str, asked: str, reason: str, shares: tuple[int, ...]) -> None:
         """This member begins to train."""
-        if self._is_first():
+        if self._is_teller():
             self._recorder.prepared(mode=mode, asked=asked, reason=reason, shares=shares)
 
     def shares_changed(self, batch_number: int, change: Change) -> None:
@@ -59,7 +59,7 @@ class ElasticRecorder:
         self._tell(lambda: self._write_account(account))
 
     def _tell(self, write: Callable[[], None]) -> None:
-        if self._is_first():
+        if self._is_teller():
             write()
         else:
             self._left_to_others.append(write)

@@ -83,13 +83,13 @@ class Session:
         return self._footing.decree
 
     @property
-    def is_first(self) -> bool:
-        """This member tells for all what counts: it is the first of the newest epoch that was ordered.
+    def is_teller(self) -> bool:
+        """This member tells for all what counts: it is the first with the state of the newest epoch that was ordered.
 
         What an epoch left unfinished is ended before the next one is formed, and its own first member may be gone.
         """
         ordered = self._footing.ordered
-        return ordered is not None and ordered.members[0] == self._footing.member
+        return ordered is not None and ordered.teller == self._footing.member
 
     @property
     def save_last(self) -> Callable[[], str] | None:

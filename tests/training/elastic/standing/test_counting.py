@@ -39,10 +39,10 @@ class Crew:
 
     def __init__(self) -> None:
         self.tells: list[bool] = []
-        self.is_first: Callable[[], bool] = lambda: False
+        self.is_teller: Callable[[], bool] = lambda: False
 
     def commit(self, _: Commit) -> None:
-        self.tells.append(self.is_first())
+        self.tells.append(self.is_teller())
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: {} if name == "note" else None
@@ -98,7 +98,7 @@ def test_the_script_goes_on_when_what_counts_was_handed_over(session: Session, m
 def test_what_an_epoch_left_unfinished_is_told_by_the_first_of_the_next(members: tuple[str, ...], tells: bool) -> None:
     crew = Crew()
     session = Session("1.0", Groups(), crew, buffers=list, is_mean=True)  # pyrefly: ignore - what it asks of them
-    crew.is_first = lambda: session.is_first
+    crew.is_teller = lambda: session.is_teller
     footing = session._footing
     footing.decree = Decree(ballot=(1, 1), standings=tuple(Standing(member=each) for each in ("0.0", "1.0", "2.0")))
     footing.reduction = Reduction(number=1, is_whole=True)

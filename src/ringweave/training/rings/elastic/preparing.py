@@ -227,7 +227,7 @@ def _enlist(given: _Given, asked: KeptAsked, reach: _Reach, timer: StepTimer, se
         assumed_speed=joining.assumed(environment, os.environ).speed,
         alike=given.alike,
     )
-    recorder = ElasticRecorder(environment, lambda: session.is_first)
+    recorder = ElasticRecorder(environment, lambda: session.is_teller)
     rosters = Rosters(given.reading.batch_samples, is_balanced=True, samples_of=seat.samples_of)
     whose = (name, lambda: session, lambda: crew)
     member = RingMember(*whose, reach.servers, given.parameters, local_steps=seat.local_steps)
