@@ -118,19 +118,14 @@ class ElasticJob:
 
         On a machine where everything takes long nobody is given up for it: only who is silent for `silence_s`.
         """
-        self._function, self._args, self._environ = function, args, dict(environ or {})
+        self._function, self._args = function, args
+        self._environ = {**(environ or {}), "WORLD_SIZE": str(num_workers)}
         self._authority = wire.Authority("test")
-        wanted = Settings(
-            bounds=Bounds(least=least, most=64),
-            expected=num_workers,
-            patience_s=patience_s,
-            recovery_s=60.0,
-            silence=patient(silence_s),
-        )
+        bounds, silence = Bounds(least=least, most=64), patient(silence_s)
+        wanted = Settings(bounds=bounds, expected=num_workers, silence=silence, patience_s=patience_s, recovery_s=60.0)
         self.headquarters = [Headquarters(self._authority, wanted)]
         if "standby" in attended_by:
             self.headquarters.append(Headquarters(self._authority, wanted, is_standby=True))
-        self._environ["WORLD_SIZE"] = str(num_workers)
         self._folder = tempfile.TemporaryDirectory()
         self.desk = ParameterDesk(self._authority) if "server" in attended_by else None
         self.servers = self._pair() if "servers" in attended_by else None
