@@ -30,7 +30,7 @@ demo: setup
 	$(BIN)/ringweave run --workers 4 --run-dir $(RUN_DIR) examples/01_train_text.py --out $(RUN_DIR)
 
 # More processes than two cores: many tests wait for processes of their own.
-PYTEST := $(BIN)/pytest -n 4 --dist worksteal
+PYTEST := $(BIN)/pytest -n 3 --dist worksteal
 test: setup
 	$(PYTEST)
 

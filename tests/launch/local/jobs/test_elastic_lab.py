@@ -13,7 +13,9 @@ from tests.launch.conftest import wait_until
 from tests.launch.local.jobs.conftest import Here
 from tests.launch.local.jobs.test_elastic import kill_group, said
 
-pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.distributed, pytest.mark.timeout(1200)]
+# A minute: every day elastic jobs lose a node without a lab, and jobs on a lab train that are not elastic.
+_MARKS = (pytest.mark.slow, pytest.mark.e2e, pytest.mark.distributed, pytest.mark.thorough)
+pytestmark = [*_MARKS, pytest.mark.timeout(1200)]
 RACK = """
 name: rack
 nodes:
@@ -27,7 +29,7 @@ def rack(lab_name: str) -> Lab:
     return lab.up(topology.loads(RACK), lab_name, "always")
 
 
-@pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("node", [0, 1])
 def test_a_node_of_a_lab_is_replaced_while_the_other_one_trains_on(here: Here, rack: Lab, node: int) -> None:
     """Coordinators listen at addresses of their nodes; that of node 0 is started there again when it was lost."""
     here.submit(until_back.SCRIPT, 2, 2, elastic=Elastic(min=2), mode="sync", max_retries=2, lab=rack.name)
