@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -101,9 +101,14 @@ def introduce(sock: socket.socket, trusted: wire.Trust) -> None:
 
 def frame(message: wire.Message, call: int, *buffers: bytes, name: str | None = None) -> bytes:
     """All bytes of a call."""
-    body = message.model_dump_json().encode()
+    return packed(name or message.kind, message.model_dump_json().encode(), buffers, call=call)
+
+
+def packed(name: str, body: bytes, buffers: Sequence[bytes], *, call: int = 1, timeout_s: float = 0.0) -> bytes:
+    """The same of any body: the checks are right, whatever it says."""
     sizes = [len(buffer) for buffer in buffers]
-    head = frames.pack(frames.FrameKind.CALL, call=call, name=name or message.kind, body=body, sizes=sizes)
+    kind = frames.FrameKind.CALL
+    head = frames.pack(kind, call=call, name=name, body=body, timeout_s=timeout_s, sizes=sizes)
     tail = frames.pack_check(frames.check(*buffers)) if buffers else b""
     return b"".join((head, *buffers, tail))
 

@@ -86,7 +86,7 @@ KINDS: Mapping[str, Kind] = {
         meaning="Workers that joined while the others went on have done every step that the others have.",
         written_by="worker",
         fields={
-            "rank": "0: the first member says so for all",
+            "rank": "0: the first member with the job's state says so for all",
             "reduction": "number of the first that they waited for as the others did",
             "members": "their names",
             "batch": "number of the first batch, counted through all epochs of the data, that they get samples of",

@@ -8,7 +8,6 @@ import json
 import random
 import socket
 import time
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -20,12 +19,10 @@ from ringweave.params.messages import Pull, Push, Start
 from ringweave.params.serving.replaying import Replay
 from ringweave.params.serving.service import ParameterService
 from ringweave.wire.calls import Budget
-from ringweave.wire.framing import frames
 from ringweave.wire.framing.channels import Channel
-from ringweave.wire.framing.frames import FrameKind
 from ringweave.wire.sessions import Session
 from tests.params.serving.test_attacks import PUSH, SETUP
-from tests.wire.parts import frame
+from tests.wire.parts import frame, packed
 from tests.wire.test_bad_bytes import mutated
 
 FIRST = torch.arange(50.0)
@@ -97,14 +94,6 @@ def test_what_the_mutations_are_made_of_is_right() -> None:
     assert torch.equal(server.parameters(), FIRST - 0.5 * 0.5)  # half a train step, at a rate of a half
 
 
-def packed(name: str, body: Mapping[str, Any], buffers: Sequence[bytes], **options: float) -> bytes:
-    """All bytes of a call whose checks are right, whatever it says."""
-    text, sizes = json.dumps(body).encode(), list(map(len, buffers))
-    head = frames.pack(FrameKind.CALL, call=1, name=name, body=text, sizes=sizes, **options)
-    tail = frames.pack_check(frames.check(*buffers)) if buffers else b""
-    return b"".join((head, *buffers, tail))
-
-
 def damaged(rng: random.Random) -> bytes:
     """Bytes of a push with some of them wrong."""
     while (data := mutated(rng, GOOD)).startswith(GOOD):
@@ -125,7 +114,7 @@ def lying(rng: random.Random) -> bytes:
         case _:
             field = rng.choice(list(WRONG))
             body[field] = rng.choice(WRONG[field])
-    return packed(name, body, buffers)
+    return packed(name, json.dumps(body).encode(), buffers)
 
 
 @pytest.mark.slow
@@ -147,7 +136,7 @@ def test_five_thousand_mutated_pushes_change_nothing(make: Any) -> None:
 def test_no_field_of_a_push_may_say_anything_else(field: str) -> None:
     for value in WRONG[field]:
         server = Server()
-        server.hear(packed(PUSH.kind, BODY | {field: value}, [GRADIENT]))
+        server.hear(packed(PUSH.kind, json.dumps(BODY | {field: value}).encode(), [GRADIENT]))
         assert (server.service.version, server.crashes) == (0, []), (field, value)
         server.hear(GOOD)
         assert torch.equal(server.parameters(), FIRST - 0.5 * 0.5), (field, value)
@@ -169,7 +158,8 @@ def made_up(rng: random.Random, message: type[wire.Message]) -> bytes:
         field = rng.choice(list(type(SETUP).model_fields))
         body["setup"] = json.loads(SETUP.model_dump_json()) | {field: rng.choice(ANYTHING)}
     buffers = rng.choice(([], [], [b""], [GRADIENT], [GRADIENT, GRADIENT], [bytes(1 << 16)]))
-    return packed(message.kind, body, buffers, timeout_s=0.01)  # what would be waited for does not come
+    text = json.dumps(body).encode()
+    return packed(message.kind, text, buffers, timeout_s=0.01)  # what would be waited for does not come
 
 
 @pytest.mark.slow

@@ -14,8 +14,13 @@ from tests.launch.local.jobs.conftest import Here
 from tests.launch.local.jobs.test_elastic import kill_group, said
 
 # A minute: every day elastic jobs lose a node without a lab, and jobs on a lab train that are not elastic.
-_MARKS = (pytest.mark.slow, pytest.mark.e2e, pytest.mark.distributed, pytest.mark.thorough)
-pytestmark = [*_MARKS, pytest.mark.timeout(1200)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.e2e,
+    pytest.mark.distributed,
+    pytest.mark.thorough,
+    pytest.mark.timeout(1200),
+]
 RACK = """
 name: rack
 nodes:
