@@ -30,6 +30,14 @@ def test_long_texts_are_refused_wherever_they_stand(what: str, most: int) -> Non
     assert Enter(rejoining=Rejoining(standing=SHORT, decree=None)).rejoining is not None
 
 
+@pytest.mark.parametrize("place", ["10.0.0.1", "10.0.0.1 x", "10.0.0.1 4711 5", "a\n 4711", "x" * 256 + " 1", " 4711"])
+def test_places_that_are_none_are_refused(place: str) -> None:
+    with pytest.raises(pydantic.ValidationError, match=r"a place of .*, expected HOST PORT"):
+        Stand(ballot=(1, 1), standing=Standing(member="0.0", place=place))
+    for said in ("", "10.0.0.1 4711", "fe80::1 4711", "node-3 1"):
+        assert Stand(ballot=(1, 1), standing=Standing(member="0.0", place=said)).standing.place == said
+
+
 @pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf])
 def test_times_that_are_none_are_refused(seconds: float) -> None:
     for what in ("lost_s", "patience_s"):

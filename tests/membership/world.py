@@ -113,11 +113,12 @@ class World:
                 return  # its connection broke with that one
             if not self.is_down[at] and (is_kernel or (member.name, at) not in self.cut | self.mute):
                 event(self.coordinators[at], self.now_s)
-                self._note_decrees()
+                self.note_decrees()
 
         self.letters.append(arrive)
 
-    def _note_decrees(self) -> None:
+    def note_decrees(self) -> None:
+        """Epochs that have begun are remembered."""
         for each in self.coordinators:
             if each.decree is not None:
                 known = self.decrees.setdefault(each.decree.ballot, each.decree)
@@ -131,7 +132,7 @@ class World:
         for index, each in enumerate(self.coordinators):
             if not self.is_down[index]:
                 each.tick(self.now_s)
-        self._note_decrees()
+        self.note_decrees()
         for member in self.members.values():
             if member.can_act:
                 self._live(member)
@@ -381,7 +382,7 @@ class World:
             if self.is_down[index] or self.coordinators[index] is not process:
                 return
             process.hear_active(term) if is_active else process.hear_idle(self.now_s)
-            self._note_decrees()
+            self.note_decrees()
 
         self.letters.append(arrive)
 

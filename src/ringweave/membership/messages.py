@@ -1,6 +1,7 @@
 """What members and coordinator say to each other over the wire."""
 
 import math
+import re
 from typing import Annotated, ClassVar
 
 import pydantic
@@ -25,6 +26,8 @@ LOBBY = "lobby"
 
 MAX_TESTAMENT = 512 * 1024
 """Characters of what a member leaves to those who are behind."""
+PLACE = r"^[!-~]{1,255} [0-9]{1,5}$"
+"""`HOST PORT`, as a regular expression."""
 
 
 def _bounded(standing: Standing) -> Standing:
@@ -33,6 +36,8 @@ def _bounded(standing: Standing) -> Standing:
         text = getattr(standing, what)
         if len(text) > most:
             raise ValueError(f"a {what} of {len(text)} characters, expected at most {most}")
+    if standing.place and not re.match(PLACE, standing.place):
+        raise ValueError(f"a place of {standing.place[:80]!r}, expected HOST PORT")
     return standing
 
 

@@ -182,3 +182,66 @@ def test_the_last_one_that_has_the_state_is_waited_for_longer_than_others() -> N
     assert table.coordinator.present == ("0.0", "1.1")
     table.pass_time(10.0, "1.1")
     assert table.coordinator.present == ("1.1",), "but not for ever"
+
+
+def followed(*, is_kept_elsewhere: bool = False) -> Table:
+    """One has the job's state, and two that joined a moment ago follow it; it falls silent."""
+    table = Table(1, is_kept_elsewhere=is_kept_elsewhere)
+    table.begin("0.0")
+    for member in ("1.0", "2.0"):
+        table.coordinator.join(member, table.now_s)
+    table.stand(holder("0.0"), Standing(member="1.0"), Standing(member="2.0"))
+    assert table.coordinator.decree is not None
+    assert (table.coordinator.decree.members, table.coordinator.decree.holders) == (("0.0", "1.0", "2.0"), ("0.0",))
+    table.pass_time(3.0, "0.0", "1.0", "2.0")
+    table.pass_time(1.5, "1.0", "2.0")
+    return table
+
+
+def following(member: str) -> Standing:
+    return Standing(member=member, is_following=True, committed=6)
+
+
+def test_who_follows_has_not_the_state_so_the_one_that_has_it_is_waited_for() -> None:
+    table = followed()
+    proposal = table.coordinator.order_for("1.0").proposal
+    assert proposal is not None, "those who follow are asked whether they have it by now"
+    assert proposal.is_urgent
+    table.stand(following("1.0"), following("2.0"))
+    table.pass_time(15.0, "1.0", "2.0")
+    assert (table.coordinator.ended, table.coordinator.present) == ("", ("0.0", "1.0", "2.0"))
+    table.pass_time(0.5, "0.0", "1.0", "2.0")
+    table.stand(holder("0.0", committed=6))
+    assert table.coordinator.decree is not None
+    assert table.coordinator.decree.members == ("0.0", "1.0", "2.0")
+    assert table.coordinator.order_for("1.0").proposal is None
+
+
+def test_the_one_that_has_the_state_is_waited_for_but_not_for_ever() -> None:
+    table = followed()
+    table.stand(following("1.0"), following("2.0"))
+    table.pass_time(22.0, "1.0", "2.0")
+    assert table.coordinator.ended == "no worker is left that has the parameters: go on from the last checkpoint"
+
+
+def test_once_one_that_followed_has_the_state_nobody_is_waited_for_any_longer_than_usual() -> None:
+    table = followed()
+    table.stand(following("1.0"), holder("2.0", committed=6))
+    table.pass_time(0.5, "1.0", "2.0")
+    assert table.coordinator.present == ("1.0", "2.0")
+    assert table.coordinator.order_for("0.0").reason == "it was not heard of in time"
+    assert table.coordinator.ended == ""
+
+
+def test_where_the_state_is_kept_elsewhere_those_who_follow_need_not_wait_for_one_that_has_it() -> None:
+    table = followed(is_kept_elsewhere=True)
+    table.pass_time(0.5, "1.0", "2.0")
+    assert table.coordinator.present == ("1.0", "2.0")
+
+
+def test_a_silent_member_that_is_alone_is_asked_nothing() -> None:
+    table = Table(1)
+    decree = table.begin("0.0")
+    table.pass_time(3.0, "0.0")
+    table.pass_time(10.0)
+    assert (table.coordinator.decree, table.coordinator.order_for("0.0").proposal) == (decree, None)

@@ -111,6 +111,13 @@ class RandomWorld(RuleBasedStateMachine):
                         world.rejoin(member)
                 return
 
+    @rule(data=st.data(), index=st.integers(0, 1))
+    def fail_to_reach(self, data: st.DataObject, index: int) -> None:
+        """A coordinator that has taken over looks for a member where it listens, rightly or wrongly in vain."""
+        if not self.world.is_down[index]:
+            self.world.coordinators[index].hear_unreachable(self._member(data).name, self.world.now_s)
+            self.world.note_decrees()
+
     @rule(more=st.integers(1, 3))
     def end_training(self, more: int) -> None:
         """The script has so many train steps, as it turns out: no member has begun with more."""

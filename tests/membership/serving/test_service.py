@@ -1,18 +1,23 @@
 """A coordinator over real connections, and what it makes of the ways in which they end."""
 
-from collections.abc import Iterator
+import math
+import threading
+from collections.abc import Collection, Iterator, Mapping
 
 import pytest
 
 from ringweave import wire
 from ringweave.errors import RemoteError
 from ringweave.membership.messages import Enter, Heartbeat, Stand
+from ringweave.membership.rules.coordinator import Coordinator
 from ringweave.membership.rules.electing import Rejoining
 from ringweave.membership.rules.records import Decree, Standing
 from ringweave.membership.rules.settings import Bounds, Settings
 from ringweave.membership.rules.signs import Beat
 from ringweave.membership.serving.rivals import Rival
+from ringweave.membership.serving.service import CoordinatorService
 from ringweave.testing.elastic import Headquarters, patient
+from ringweave.wire import Call
 from tests.membership.serving.asking import CALL_S, count
 from tests.membership.waiting import wait_until
 
@@ -87,3 +92,43 @@ def test_a_coordinator_that_was_replaced_hears_of_it_from_the_one_that_took_over
     for each in (*left, *voters):
         each.close()
     standby.close()
+
+
+@pytest.mark.parametrize("is_found", [False, True])
+def test_a_coordinator_that_takes_over_looks_for_who_has_not_come_and_gives_up_whom_it_does_not_find(
+    is_found: bool,
+) -> None:
+    standings = tuple(Standing(member=f"{rank}.0", has_state=True, place=f"10.0.0.{rank} 4711") for rank in range(3))
+    decree, now_s = Decree(ballot=(1, 1), standings=standings), [10.0]
+    sought, can_answer = list[Mapping[str, str]](), threading.Event()
+
+    def seek(places: Mapping[str, str]) -> Collection[str]:
+        sought.append(places)
+        can_answer.wait()
+        return [] if is_found else places
+
+    wanted = Settings(bounds=Bounds(least=1, most=4), expected=3)
+    coordinator = Coordinator(wanted, now_s=now_s[0], index=1, is_standby=True)
+    service = CoordinatorService(coordinator, clock=lambda: now_s[0], seek=seek)
+
+    def say(member: str, message: wire.Message) -> None:
+        peer = wire.Identity(job="j", role="worker", name=member)
+        service.call(Call(peer=peer, message=message, buffers=(), deadline_s=math.inf))
+
+    for standing in standings[:2]:
+        beat = Beat(is_waiting=True, still_s=1.0)
+        asking = Rejoining(standing=standing, decree=decree, lost_s=1.0, patience_s=2.0, is_settled=False, beat=beat)
+        say(standing.member, Enter(rejoining=asking))
+    proposal = coordinator.order_for("0.0").proposal
+    assert proposal is not None
+    for standing in standings[:2]:
+        say(standing.member, Stand(ballot=proposal.ballot, standing=standing))
+    now_s[0] += 0.05
+    can_answer.set()
+    if is_found:
+        wait_until(lambda: bool(sought) and not any(each.name == "ringweave seeking" for each in threading.enumerate()))
+    else:
+        wait_until(lambda: coordinator.decree is not None and coordinator.decree.members == ("0.0", "1.0"))
+    assert sought == [{"2.0": "10.0.0.2 4711"}]
+    assert coordinator.decree is not None
+    assert coordinator.decree.members == ("0.0", "1.0", "2.0")[: 3 if is_found else 2]

@@ -80,6 +80,8 @@ class SlowGroups:
 class EasyCrew:
     """That has nothing to do."""
 
+    state_place = "127.0.0.1 9"
+
     def __init__(self, *, is_between_steps: bool = True, can_be_followed: bool = True) -> None:
         self.is_between_steps, self.can_be_followed = is_between_steps, can_be_followed
 
@@ -246,8 +248,8 @@ def test_without_checkpoints_the_heir_has_nothing_to_save() -> None:
     session.close()
 
 
+PLACE = "127.0.0.1 9"
 CREW_NOTE = {
-    "state": "127.0.0.1 9",
     "cap": None,
     "assumed_speed": 1.0,
     "speed": None,
@@ -260,9 +262,9 @@ def test_a_newcomer_that_prepared_something_else_is_refused_by_itself_alone() ->
     crew: Any = JobCrew.__new__(JobCrew)
     notes: list[dict[str, Any]] = [CREW_NOTE | {"alike": {"seed": seed}} for seed in (5, 5, 6)]
     standings = (
-        Standing(member="0.1"),
-        Standing(member="1.0", has_state=True),
-        Standing(member="2.1"),
+        Standing(member="0.1", place=PLACE),
+        Standing(member="1.0", has_state=True, place=PLACE),
+        Standing(member="2.1", place=PLACE),
     )
     decree = Decree(ballot=(1, 7), standings=standings)
     for member in ("0.1", "1.0"):

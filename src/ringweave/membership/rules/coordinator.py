@@ -49,6 +49,8 @@ class Coordinator:
         self._put_out: dict[str, Order] = {}
         self._proposal: Proposal | None = None
         self._standings: dict[str, Standing] = {}
+        self._level: set[str] = set()
+        self._sought: dict[str, str] = {}
         self._finished: list[Standing] = []
         self._accusations: dict[str, int] = {}
         self._waiting_since_s: float | None = None
@@ -134,8 +136,19 @@ class Coordinator:
         self._presence.enter(member, now_s)
         self._presence.beat(member, rejoining.beat, now_s)
         self._election.vote(rejoining, now_s)
+        self._note_level(rejoining.standing)
         if not self.is_active and self._election.is_won:
             self._take_over(now_s)
+        self._consider(now_s)
+
+    def take_sought(self) -> dict[str, str]:
+        """Where those listen who have not asked this coordinator, which has just taken over; each once."""
+        sought, self._sought = self._sought, {}
+        return sought
+
+    def hear_unreachable(self, member: str, now_s: float) -> None:
+        """Nothing answers where it listens: its node is cut off or dead, and it is not on its way to this one."""
+        self._election.hear_unreachable(member)
         self._consider(now_s)
 
     def beat(self, member: str, beat: Beat, now_s: float) -> None:
@@ -213,6 +226,7 @@ class Coordinator:
         is_asked = self._proposal is not None and self._proposal.ballot == ballot
         if is_asked and standing.member in self._presence.here:
             self._standings[standing.member] = standing
+            self._note_level(standing)
             if standing.is_leaving:
                 self._presence.leave(standing.member, now_s, is_finished=False)
             self._consider(now_s)
@@ -226,14 +240,40 @@ class Coordinator:
             self._away_until_s = now_s + SURE_AFTER_S
         for member, reason in self._presence.late(now_s, self._grace_s):
             self._lose(member, reason, is_silent=True)
+        self._ask_for_state(now_s)
         self._consider(now_s)
 
     def _grace_s(self, member: str) -> float:
         """On a busy machine all have some; the last one with the job's state has more, for without it all is over."""
-        others = [each for each in self._presence.here if each != member]
-        known = self.decree.members if self.decree else ()
-        is_last = member in known and not set(others) & set(known)
-        return self._delays.grace_s + (self._settings.patience_s if is_last else 0.0)
+        return self._delays.grace_s + (self._settings.patience_s if self._is_last(member) else 0.0)
+
+    def _ask_for_state(self, now_s: float) -> None:
+        """The last one that has the job's state is silent: those who follow say whether they have it by now."""
+        is_asked = self._proposal is not None and self._proposal.is_urgent
+        if is_asked or self.ended or not self.is_active or len(self._presence.here) < 2:
+            return
+        grace_s = self._delays.grace_s
+        if any(self._is_last(each) and self._presence.is_silent(each, now_s, grace_s) for each in self.present):
+            self._propose(now_s, is_urgent=True)
+
+    @property
+    def _keepers(self) -> set[str]:
+        """Who is known to have the job's state. At the begin nobody has, and any member's may become it.
+
+        Where it is kept elsewhere as well, those who are there can begin with that.
+        """
+        if self.decree is None:
+            return set()
+        holders = () if self._settings.is_kept_elsewhere else self.decree.holders
+        return {*(holders or self.decree.members), *self._level}
+
+    def _is_last(self, member: str) -> bool:
+        """Without it nobody is here of whom it is known that they have the job's state."""
+        return self._keepers & set(self._presence.here) == {member}
+
+    def _note_level(self, standing: Standing) -> None:
+        if standing.has_state:  # from then on for good
+            self._level.add(standing.member)
 
     def _lose(self, member: str, reason: str, *, is_silent: bool = False) -> None:
         self._presence.lose(member, is_silent=is_silent)
@@ -265,17 +305,32 @@ class Coordinator:
         Where the others get on that costs nothing, and shows that all are there. Else those who are missing are given
         up a little later than they would have been without a change of coordinators: all lost theirs in the same
         moment, but who has joined a short while ago is more patient with it, since the state that it was sent then
-        delayed the coordinator's answers. Those who are there stand still meanwhile.
+        delayed the coordinator's answers. Those who are there stand still meanwhile. Who cannot be reached is not on
+        its way, however busy the machines are, and gets no more time than without that change.
         """
         if not self._election.is_waiting(now_s, self._settings.recovery_s, self._presence.here):
-            return False
+            return self._is_waiting_for_state(now_s)
         lost_s = self._election.lost_s(now_s)
         is_broken = lost_s > ANSWERS.least_s and self._presence.stands_still(_STILL_S)
         if (self._election.take_unsettled() or is_broken) and self._proposal is None:
             self._propose(now_s, is_urgent=True)
-        busy = max(1.0, self._election.patience_s / ANSWERS.least_s)
-        least_s = busy * max(_REST_S, self._settings.silence.least_s) + self._delays.grace_s
-        return self._proposal is None or lost_s <= least_s or not self._election.has_rested(now_s)
+        busy, least_s = max(1.0, self._election.patience_s / ANSWERS.least_s), self._settings.silence.least_s
+        if not self._election.is_hopeless(self._presence.here):
+            least_s = busy * max(_REST_S, least_s)
+        least_s += self._delays.grace_s
+        is_early = self._proposal is None or lost_s <= least_s or not self._election.has_rested(now_s)
+        return is_early or self._is_waiting_for_state(now_s)
+
+    def _is_waiting_for_state(self, now_s: float) -> bool:
+        """Whether nobody who is here has the job's state, but somebody who is missing.
+
+        Its node may be cut off for a moment, and without it all is over: it has the time that any member has which the
+        job cannot go on without.
+        """
+        if self._settings.is_kept_elsewhere or self._keepers & set(self._presence.here):
+            return False
+        is_missed = bool(self._keepers & self._election.rest(self._presence.here))
+        return is_missed and self._election.lost_s(now_s) <= self._settings.patience_s
 
     def _consider_change(self, now_s: float, *, is_broken: bool) -> None:
         num_here, least = len(self._presence.here), self._settings.bounds.least
@@ -377,6 +432,8 @@ class Coordinator:
         self.decree, self._waiting_since_s = newest, None
         for stranger in set(self._presence.here) - set(newest.members):
             self._lose(stranger, reasons.WITHOUT_IT)
-        self._election.await_rest(set(newest.members) - set(self._presence.here))
+        missing = set(newest.members) - set(self._presence.here)
+        self._election.await_rest(missing)
+        self._sought = {each.member: each.place for each in newest.standings if each.place and each.member in missing}
         for member in self._election.take_followed():
             self._lose(member, reasons.FOLLOWED)

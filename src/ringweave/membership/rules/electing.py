@@ -40,6 +40,7 @@ class Election:
         self._voters: dict[str, Rejoining] = {}
         self._unread: list[Rejoining] = []
         self._missing: set[str] = set()
+        self._unreachable: set[str] = set()
         self._starting: dict[int, int] = {}
         self._sure_s = 0.0
         self._first_s: float | None = None
@@ -113,11 +114,29 @@ class Election:
         """The election is won; those who have not voted get a moment to do so."""
         self._missing = missing
 
+    def rest(self, present: Collection[str]) -> set[str]:
+        """Who has not voted yet, and may still come: no later process of its slot is here, or about to be."""
+        latest = dict(sorted(map(slot_of, present)))
+
+        def may_come(member: str) -> bool:
+            slot, incarnation = slot_of(member)
+            return latest.get(slot, -1) < incarnation and not self.is_followed(member)
+
+        return set(filter(may_come, self._missing - set(present)))
+
     def is_waiting(self, now_s: float, least_s: float, present: Collection[str]) -> bool:
         """Whether members of the epoch may still come: for so long, and longer where those before came far apart."""
-        if self._first_s is None or not self._missing - set(present):
+        if self._first_s is None or not self.rest(present):
             return False
         return now_s - self._last_s <= min(_MOST_S, max(least_s, _FACTOR * self._spread_s))
+
+    def hear_unreachable(self, member: str) -> None:
+        """Nothing answers where it listens."""
+        self._unreachable.add(member)
+
+    def is_hopeless(self, present: Collection[str]) -> bool:
+        """Nobody who has not voted yet can be reached: they are not on their way."""
+        return self.rest(present) <= self._unreachable
 
     def lost_s(self, now_s: float) -> float:
         """Seconds since any voter heard of a coordinator that decides."""

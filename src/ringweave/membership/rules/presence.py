@@ -90,6 +90,10 @@ class Presence:
         for signs in self.here.values():
             signs.excuse(now_s)
 
+    def is_silent(self, member: str, now_s: float, grace_s: float) -> bool:
+        """One that is here ought to have been heard of, even with this grace."""
+        return member in self.here and self.here[member].is_silent(now_s, grace_s)
+
     def late(self, now_s: float, grace_s: Callable[[str], float]) -> Iterator[tuple[str, str]]:
         """(member, why) of those that ought to have been heard of, even with the grace that each has."""
         somebody_waits = any(signs.is_waiting for signs in self.here.values())

@@ -29,6 +29,8 @@ class Standing:
     """It is between two train steps; else it keeps gradients that are not reduced yet."""
     is_leaving: bool = False
     """It wants to go."""
+    place: str = ""
+    """`HOST PORT` where it listens for other members; empty if it does not."""
     note: str = ""
     """What the other members have to know of it and the coordinator does not: passed on as it is."""
     layout: str = ""

@@ -2,12 +2,13 @@
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from ringweave.errors import RefusedError, explain
 from ringweave.membership.messages import Accuse, Ask, Count, Enter, Heartbeat, Leave, Listen, Stand, Told
 from ringweave.membership.rules.coordinator import Coordinator
 from ringweave.membership.rules.records import BEFORE_ALL, Decree, Order, Standing
+from ringweave.membership.serving import seeking
 from ringweave.wire import Answer, Call, Done, Handler, Identity, Message
 
 _MEMBER = "worker"
@@ -26,8 +27,13 @@ class CoordinatorService:
         clock: Callable[[], float] = time.monotonic,
         note_epoch: Callable[[Decree], object] = lambda _decree: None,
         note_lost: Callable[[str, str], object] = lambda _member, _reason: None,
+        seek: Callable[[Mapping[str, str]], Collection[str]] = seeking.unreachable,
     ) -> None:
-        """`note_epoch` is told of every epoch that begins, `note_lost` of who is put out and why."""
+        """`note_epoch` is told of every epoch that begins, `note_lost` of who is put out and why.
+
+        `seek` tells which of these members, by where they listen, cannot be reached.
+        """
+        self._seek = seek
         self._coordinator, self._clock = coordinator, clock
         self._note_epoch, self._note_lost = note_epoch, note_lost
         self._changed = threading.Condition()
@@ -124,11 +130,17 @@ class CoordinatorService:
         if coordinator.decree is not None and coordinator.decree is not self._noted:
             self._noted = coordinator.decree
             self._note_epoch(coordinator.decree)
+        if sought := coordinator.take_sought():
+            threading.Thread(target=self._look_for, args=(sought,), name="ringweave seeking", daemon=True).start()
         changed = [each for each, (_, order) in self._orders.items() if coordinator.order_for(each) != order]
         for member in changed:
             self._orders[member] = (self._orders[member][0] + 1, coordinator.order_for(member))
         if changed:
             self._changed.notify_all()
+
+    def _look_for(self, sought: Mapping[str, str]) -> None:
+        for member in self._seek(sought):
+            self._event(lambda now_s, member=member: self._coordinator.hear_unreachable(member, now_s))
 
     def _enter(self, call: Call) -> Done:
         if call.peer.role != _MEMBER:

@@ -105,6 +105,11 @@ class JobCrew:
         self._speed = self._estimator.speed
 
     @property
+    def state_place(self) -> str:
+        """See `seams.Crew`."""
+        return self._facts.state_place
+
+    @property
     def can_be_followed(self) -> bool:
         """See `seams.Crew`: all that a step does is the script's."""
         return True
@@ -126,7 +131,6 @@ class JobCrew:
         """What the others have to know when an epoch begins."""
         place, speed = self.place, self._speed
         return {
-            "state": self._facts.state_place,
             "cap": self._facts.cap,
             "assumed_speed": self._facts.assumed_speed,
             "alike": self._facts.alike,
@@ -161,8 +165,8 @@ class JobCrew:
             TrainingError: One of them says what no member says.
             DisagreementError: For the first thing in which this member differs from the first that has the state.
         """
-        for member, note in zip(decree.members, notes, strict=True):
-            check_crew(member, note)
+        for standing, note in zip(decree.standings, notes, strict=True):
+            check_crew(standing, note)
         first = decree.teller
         names = [f"worker {member}" for member in (first, self._facts.member)]
         said = [notes[decree.members.index(member)]["alike"] for member in (first, self._facts.member)]
@@ -211,9 +215,9 @@ class JobCrew:
                 self._means.shelf.withdraw(name)
                 del self._offered[name]
 
-    def pull(self, notes: Sequence[dict[str, Any]], donor: int, name: str, pace: Pace | None = None) -> None:
-        """Read the state of that member."""
-        host, port = notes[donor]["state"].split()
+    def pull(self, place: str, name: str, pace: Pace | None = None) -> None:
+        """Read the state of the member that listens there."""
+        host, port = place.split()
         self._state.pull(host, int(port), self._means.trust, name, timeout_s=PULL_S, pace=pace)
 
 

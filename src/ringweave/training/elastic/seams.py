@@ -17,6 +17,11 @@ class Crew(Protocol):
     """What a session works for: the loader with its books, and the model with its state. Called with the lock held."""
 
     @property
+    def state_place(self) -> str:
+        """`HOST PORT` where this member's state can be read."""
+        ...
+
+    @property
     def is_between_steps(self) -> bool:
         """No batch was drawn whose gradients are still to be reduced."""
         ...
@@ -60,8 +65,8 @@ class Crew(Protocol):
         """The state is about to change."""
         ...
 
-    def pull(self, notes: Sequence[dict[str, Any]], donor: int, name: str, pace: Pace | None = None) -> None:
-        """Read the state of that member; called without the lock."""
+    def pull(self, place: str, name: str, pace: Pace | None = None) -> None:
+        """Read the state of the member that listens there; called without the lock."""
         ...
 
 

@@ -16,7 +16,7 @@ from ringweave.training.elastic.rows import Commit, Row
 from ringweave.training.elastic.session import Session
 
 OWN = "1.1"
-NOTE = '{"store": "127.0.0.1 9", "state": "127.0.0.1 9"}'
+NOTE = '{"store": "127.0.0.1 9"}'
 LAYOUT = layouts.to_text([[3, "float32", "cpu"]])
 NUM_PARAMETERS = 3
 OTHERS = 8.0
@@ -63,6 +63,7 @@ class Crew:
     """Reads the state as the test says."""
 
     is_between_steps = can_be_followed = True
+    state_place = "127.0.0.1 9"
 
     def __init__(self, pull: Callable[[int], None]) -> None:
         self._pull, self.num_pulls = pull, 0

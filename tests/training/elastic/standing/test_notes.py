@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ringweave.errors import TrainingError
+from ringweave.membership.rules.records import Standing
 from ringweave.planning.balancing import Account, Speed
 from ringweave.training.elastic.rows import Commit, Row
 from ringweave.training.elastic.standing import notes
@@ -15,7 +16,6 @@ from tests.wire.test_bad_bytes import mutated
 
 NOTE: dict[str, Any] = {
     "store": "10.0.0.1 4711",
-    "state": "10.0.0.1 4712",
     "cap": None,
     "assumed_speed": 1.0,
     "alike": {"mode": "sync", "seed": 1},
@@ -31,7 +31,7 @@ COMMIT = Commit(number=7, members=("0.0", "1.0"), rows=(ROW, Row(is_following=Tr
 def test_what_members_say_is_read_as_it_was_said() -> None:
     note = notes.note_of("0.0", json.dumps(NOTE))
     assert note == NOTE
-    notes.check_crew("0.0", note)
+    notes.check_crew(Standing(member="0.0", place="10.0.0.1 4712"), note)
     assert notes.commit_of("0.0", json.dumps(COMMIT.to_words())) == COMMIT
     assert notes.said_of("0.0", '{"speed": 1.5}') == {"speed": 1.5}
 
@@ -40,7 +40,6 @@ def test_what_members_say_is_read_as_it_was_said() -> None:
     ("change", "text"),
     [
         ({"store": "10.0.0.1"}, "store: String should match pattern"),
-        ({"state": 3}, "state: Input should be a valid string"),
         ({"cap": 0}, "cap: Input should be greater than or equal to 1"),
         ({"assumed_speed": 0.0}, "assumed_speed: Input should be greater than 0"),
         ({"alike": []}, "alike: Input should be "),
@@ -52,9 +51,14 @@ def test_what_members_say_is_read_as_it_was_said() -> None:
 )
 def test_a_note_that_is_none_is_refused_and_says_whose_it_is(change: dict[str, Any], text: str) -> None:
     with pytest.raises(TrainingError) as error:
-        notes.check_crew("3.1", notes.note_of("3.1", json.dumps(NOTE | change)))
+        notes.check_crew(Standing(member="3.1", place="10.0.0.1 4712"), notes.note_of("3.1", json.dumps(NOTE | change)))
     assert re.match(f"note of worker 3\\.1: ['\"]{re.escape(text)}", str(error.value))
     assert "expected what ringweave.prepare says. Run the same ringweave on all workers" in str(error.value)
+
+
+def test_a_member_that_says_nowhere_where_it_listens_is_refused() -> None:
+    with pytest.raises(TrainingError, match=r"place of worker 3\.1: .none., expected where its state can be read"):
+        notes.check_crew(Standing(member="3.1"), NOTE)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +98,7 @@ def test_mutated_notes_and_testaments_are_refused_or_read() -> None:
     for _ in range(5_000):
         try:
             found = notes.note_of("0.0", mutated(rng, note).decode("latin-1"))
-            notes.check_crew("0.0", found)
+            notes.check_crew(Standing(member="0.0", place="10.0.0.1 4712"), found)
             assert len(found["place"]) == 4
         except TrainingError:
             num_refused += 1

@@ -92,11 +92,12 @@ class Following:
 
     def read(self, begun: Begun, donor: int, name: str) -> None:
         """Begin to read the state of that member as it was when this epoch was formed."""
+        place = begun.decree.standings[donor].place
         with self._footing.lock:
             own = self._footing.catching
         if own is not None:
             own.read(
-                lambda pace: self._footing.crew.pull(begun.notes, donor, name, pace),
+                lambda pace: self._footing.crew.pull(place, name, pace),
                 lambda error: self._begin_to_redo(own) if error is None else self._start_over(own, error),
             )
 

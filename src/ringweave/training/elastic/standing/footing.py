@@ -88,7 +88,8 @@ class Footing:
         where = self.where
         if where.is_following and self.catching is not None:
             where = replace(where, at_border=self.catching.is_at_border)
-        return replace(where, note=json.dumps(note), layout=layout, testament=testament)
+        place = self.crew.state_place
+        return replace(where, place=place, note=json.dumps(note), layout=layout, testament=testament)
 
     def raise_reason(self) -> None:
         """Why this member cannot go on, if it cannot.

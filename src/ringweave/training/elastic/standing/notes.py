@@ -8,14 +8,15 @@ import pydantic
 from pydantic import ConfigDict, Field
 
 from ringweave.errors import RingweaveError, TrainingError, explain
-from ringweave.membership.messages import MAX_MEMBERS, MAX_NOTE, MAX_TESTAMENT
+from ringweave.membership.messages import MAX_MEMBERS, MAX_NOTE, MAX_TESTAMENT, PLACE
+from ringweave.membership.rules.records import Standing
 from ringweave.training.elastic.rows import WIDTH, Commit
 
 _MOST = 2**63
 _FINGERPRINTS = 2**64
 _NUMBER = Annotated[int, Field(ge=0, lt=_MOST)]
 _WORD = Annotated[int, Field(ge=-_MOST, lt=_MOST)]
-_PLACE = Annotated[str, Field(pattern=r"^\S{1,255} [0-9]{1,5}$")]
+_PLACE = Annotated[str, Field(pattern=PLACE)]
 _POSITIVE = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _REST = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _ACCOUNT = tuple[_NUMBER, Annotated[int, Field(ge=0, lt=_FINGERPRINTS)]]
@@ -38,7 +39,6 @@ class _Crew(pydantic.BaseModel):
 
     model_config = _STRICT
 
-    state: _PLACE
     cap: Annotated[int, Field(ge=1, lt=_MOST)] | None
     assumed_speed: _POSITIVE
     alike: dict[str, Any]
@@ -75,14 +75,16 @@ def said_of(member: str, text: str) -> dict[str, Any]:
     return _read("note", member, text, MAX_NOTE, lambda: adapter.validate_json(text, strict=True))
 
 
-def check_crew(member: str, note: Mapping[str, Any]) -> None:
-    """Make sure that a note has what those who train together have to know.
+def check_crew(standing: Standing, note: Mapping[str, Any]) -> None:
+    """Make sure that a standing and its note have what those who train together have to know.
 
     Raises:
-        TrainingError: It has not.
+        TrainingError: They have not.
     """
+    if not standing.place:
+        raise _refusal("place", standing.member, "none", "where its state can be read, as HOST PORT")
     text = json.dumps(note)
-    _read("note", member, text, MAX_NOTE + len(text), lambda: _Crew.model_validate_json(text))
+    _read("note", standing.member, text, MAX_NOTE + len(text), lambda: _Crew.model_validate_json(text))
 
 
 def commit_of(member: str, text: str) -> Commit:

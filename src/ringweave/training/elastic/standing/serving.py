@@ -93,7 +93,7 @@ class Serving:
         place, is_apart = told[0]["store"], bool(entrance.followers)
         self._footing.groups.form(place, name, rank, len(decree.members), num_aborts, is_apart=is_apart)
         if begun.is_newcomer and not entrance.layout:
-            crew.pull(told, entrance.donor(rank), name)
+            crew.pull(decree.standings[entrance.donor(rank)].place, name)
 
     def _begin(self, begun: Begun, entrance: Entrance, generation: int) -> bool:
         """The epoch stands, unless another order came first; whether it does."""

@@ -68,6 +68,11 @@ class RingCrew:
         return self._crew.rosters
 
     @property
+    def state_place(self) -> str:
+        """See `seams.Crew`."""
+        return self._crew.state_place
+
+    @property
     def can_be_followed(self) -> bool:
         """See `seams.Crew`: the optimizer is the server's, which takes no step twice."""
         return False
@@ -176,6 +181,6 @@ class RingCrew:
         """The state is about to change."""
         self._crew.withdraw()
 
-    def pull(self, notes: Sequence[dict[str, Any]], donor: int, name: str, pace: Pace | None = None) -> None:
-        """Read the state of that member."""
-        self._crew.pull(notes, donor, name, pace)
+    def pull(self, place: str, name: str, pace: Pace | None = None) -> None:
+        """Read the state of the member that listens there."""
+        self._crew.pull(place, name, pace)

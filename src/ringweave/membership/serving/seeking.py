@@ -1,0 +1,75 @@
+"""Which nodes answer at all. A kernel does where a process listens, however busy that is, or stopped."""
+
+import contextlib
+import errno
+import select
+import socket
+import time
+from collections.abc import Mapping
+
+NUM_TRIES = 2
+TRY_S = 0.15
+"""A SYN may be lost; twice within so little time it is not, on a network that a job of several nodes can work on."""
+_NO_WAY = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT})
+
+
+def unreachable(places: Mapping[str, str], num_tries: int = NUM_TRIES, try_s: float = TRY_S) -> set[str]:
+    """Which of these members' nodes answer nothing; they are asked for a connection, and told nothing.
+
+    A refusal is an answer. Of whatever cannot be asked, such as a name instead of an address, nothing is known.
+
+    Args:
+        places: Member -> `HOST PORT` where it listens.
+        num_tries: How often who does not answer is asked.
+        try_s: Seconds that each answer may take.
+    """
+    silent = dict(places)
+    for _ in range(num_tries):
+        asked = {member: sock for member, place in silent.items() if (sock := _ask(place)) is not None}
+        answered = _answers(list(asked.values()), try_s)
+        silent = {member: silent[member] for member, sock in asked.items() if sock not in answered}
+        for sock in asked.values():
+            sock.close()
+    return set(silent)
+
+
+def _ask(place: str) -> socket.socket | None:
+    """Begin to connect; None if that cannot be tried."""
+    host, _, port = place.partition(" ")
+    try:
+        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+        family, kind, protocol, _, address = found[0]
+        sock = socket.socket(family, kind, protocol)
+    except (OSError, ValueError, OverflowError):
+        return None
+    sock.setblocking(False)
+    if sock.connect_ex(address) in {0, errno.EINPROGRESS, *_NO_WAY}:
+        return sock
+    sock.close()
+    return None
+
+
+def _answers(asked: list[socket.socket], timeout_s: float) -> set[socket.socket]:
+    """On which of them anything has come back in time."""
+    waiting, answered = {each.fileno(): each for each in asked}, set[socket.socket]()
+    poll, deadline_s = select.poll(), time.monotonic() + timeout_s
+    for number in waiting:
+        poll.register(number, select.POLLOUT)
+    is_over = False
+    while waiting and not is_over:
+        left_s = deadline_s - time.monotonic()
+        is_over = left_s <= 0.0  # then once more: this process may not have had the processor while answers came
+        for number, _ in poll.poll(max(0.0, left_s) * 1000):
+            poll.unregister(number)
+            sock = waiting.pop(number)
+            if _has_answered(sock):
+                answered.add(sock)
+    return answered
+
+
+def _has_answered(sock: socket.socket) -> bool:
+    error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if error == 0:
+        with contextlib.suppress(OSError):  # there was no way at once
+            return bool(sock.getpeername())
+    return error not in {0, *_NO_WAY}

@@ -1,0 +1,67 @@
+import errno
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from ringweave.membership.serving import seeking
+
+
+@pytest.fixture
+def stuck() -> Iterator[str]:
+    """Where the kernel takes no connection any more: as on a node that is cut off, nothing answers."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        callers = [socket.socket() for _ in range(4)]
+        for caller in callers:
+            caller.setblocking(False)
+            caller.connect_ex(listener.getsockname())
+        yield "{} {}".format(*listener.getsockname())
+        for caller in callers:
+            caller.close()
+
+
+@pytest.fixture
+def listening() -> Iterator[str]:
+    """Where a process listens that is too busy to accept anybody."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield "{} {}".format(*listener.getsockname())
+
+
+@pytest.fixture
+def refusing() -> str:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return "{} {}".format(*bound.getsockname())
+
+
+def test_whose_node_answers_nothing_is_unreachable(stuck: str, listening: str, refusing: str) -> None:
+    places = {"0.0": stuck, "1.0": listening, "2.0": refusing, "3.0": stuck}
+    assert seeking.unreachable(places) == {"0.0", "3.0"}
+
+
+def test_whoever_cannot_be_asked_may_be_there(stuck: str) -> None:
+    places = {"0.0": "no-address 4711", "1.0": "127.0.0.1 99999", "2.0": "127.0.0.1 x", "3.0": "", "4.0": stuck}
+    assert seeking.unreachable(places) == {"4.0"}
+
+
+def test_nobody_is_asked_for() -> None:
+    assert seeking.unreachable({}) == set()
+
+
+@pytest.mark.parametrize(("error", "is_unreachable"), [(errno.ENETUNREACH, True), (errno.EADDRNOTAVAIL, False)])
+def test_that_there_is_no_way_may_be_known_at_once(
+    monkeypatch: pytest.MonkeyPatch, listening: str, error: int, is_unreachable: bool
+) -> None:
+    monkeypatch.setattr(socket.socket, "connect_ex", lambda *_: error)
+    assert (seeking.unreachable({"0.0": listening}) == {"0.0"}) == is_unreachable
+
+
+def test_who_answers_the_second_time_is_there(monkeypatch: pytest.MonkeyPatch, listening: str, stuck: str) -> None:
+    places = iter([stuck, listening])
+    ask = seeking._ask
+    monkeypatch.setattr(seeking, "_ask", lambda _: ask(next(places)))
+    assert seeking.unreachable({"0.0": stuck}) == set()
