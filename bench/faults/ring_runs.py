@@ -259,7 +259,9 @@ def parse(description: str | None, *, kills: int, workers: int = 8) -> argparse.
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--pause-s", type=float, default=0.15)
-    parser.add_argument("--repeat", type=int, default=50, help="times the data in an epoch: all rings meet at its end")
+    parser.add_argument(
+        "--repeat", type=int, default=repeat, help="times the data in an epoch: all rings meet at its end"
+    )
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 

@@ -82,7 +82,7 @@ def missed(stall: Stall, said: dict[str, Any]) -> list[str]:
 
 def main(ways: Sequence[str] = WAYS) -> int:
     """Each way once; 1 if a bar is missed."""
-    options = ring_runs.parse(__doc__, workers=5, kills=len(ways))
+    options = ring_runs.parse(__doc__, workers=5, kills=len(ways), repeat=10)  # so that epochs are complete
     stalls, said, printed = [], {}, ""
     for way in ways[: options.kills]:
         with tempfile.TemporaryDirectory(prefix="ringweave-server-cut-") as name:
