@@ -243,8 +243,8 @@ def missed(said: Mapping[str, Any]) -> list[str]:
     return found + ([] if said["epochs_accounted"] else ["no epoch of the data was complete, nothing was accounted"])
 
 
-def parse(description: str | None, *, kills: int, workers: int = 8) -> argparse.Namespace:
-    """What is asked for, of a job of rings; so many kills, and workers, if nothing is."""
+def parse(description: str | None, *, kills: int, workers: int = 8, repeat: int = 50) -> argparse.Namespace:
+    """What is asked for, of a job of rings; that many kills, workers, rounds of the data in an epoch if nothing is."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=workers)
     parser.add_argument(
