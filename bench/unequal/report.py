@@ -10,7 +10,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
-from rows import CONTENDERS, ROWS, WITHIN_STEPS
+from rows import CONTENDERS, GLOO, ROWS, WITHIN_STEPS
 
 OURS = CONTENDERS[1:]
 MOST_BEHIND = 1.01
@@ -30,10 +30,10 @@ def to_text(rows: Sequence[dict[str, Any]], asked: Iterable[tuple[str, int]], *,
     """A table: samples per second, their ratios, final held-out losses; `asked` are rows and seeds to be there."""
     lines = [f"| {' | '.join((*TITLES, *LATER))} |", "|" + "---|" * (len(TITLES) + len(LATER))]
     lines += [_line(name, runs, is_short=is_short) for name, runs in by_row(rows)]
-    accounts = sum(run["accounts"] for run in rows)
-    are_exact = all(run["accounts_exact"] for run in rows)
+    accounts = sum(job["accounts"] for job in jobs(rows))
+    are_exact = all(job["accounts_exact"] for job in jobs(rows))
     words = "every sample exactly once" if are_exact else "SAMPLES WERE LOST OR DOUBLED"
-    took_s = sum(run["took_s"] for run in rows)
+    took_s = sum(job["took_s"] for job in jobs(rows))
     commits = sorted({run["machine"]["commit"] for run in rows})
     lines.append(f"\nMedians over epochs (measured), but the ideal (predicted). {accounts} accounts: {words}.")
     found = missed(rows, asked, is_short=is_short)
@@ -50,8 +50,10 @@ def missed(rows: Sequence[dict[str, Any]], asked: Iterable[tuple[str, int]], *, 
     """
     there = {(run["row"], run["seed"]) for run in rows}
     found = [f"{name} seed {seed} not measured" for name, seed in asked if (name, seed) not in there]
-    found += [f"{run['row']} seed {run['seed']} samples lost or doubled" for run in rows if not run["accounts_exact"]]
-    if (took_s := sum(run["took_s"] for run in rows)) > MOST_S:
+    found += [
+        f"{job['row']} seed {job['seed']} samples lost or doubled" for job in jobs(rows) if not job["accounts_exact"]
+    ]
+    if (took_s := sum(job["took_s"] for job in jobs(rows))) > MOST_S:
         found.append(f"took {took_s:.0f} s ({MOST_S})")
     for name, runs in by_row(rows):
         row = ROWS[name]
@@ -69,10 +71,15 @@ def missed(rows: Sequence[dict[str, Any]], asked: Iterable[tuple[str, int]], *, 
     return found
 
 
+def jobs(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of the rows, and those of what `auto` chose beside."""
+    return [*rows, *(run["by_auto"] for run in rows if "by_auto" in run)]
+
+
 def gain(runs: Sequence[dict[str, Any]], each: str) -> float:
     """Median over the seeds of how many times DDP's speed it has; in `changed` the fraction of the ideal."""
     row = ROWS[runs[0]["row"]]
-    found = statistics.median(rate(run, each) / rate(run, "gloo") for run in runs)
+    found = statistics.median(rate(run, each) / rate(run, GLOO) for run in runs)
     return found / row.ideal if row.later_speeds else found
 
 
@@ -93,7 +100,7 @@ def time_gain(runs: Sequence[dict[str, Any]], each: str) -> float:
     """Median over the seeds of how many times sooner than DDP it has a loss that both reach: the higher final one."""
     found = []
     for run in runs:
-        ours, theirs = run["measured"][each], run["measured"]["gloo"]
+        ours, theirs = run["measured"][each], run["measured"][GLOO]
         loss = max(ours["losses"][-1], theirs["losses"][-1])
         found.append(_seconds_to(loss, theirs) / _seconds_to(loss, ours))
     return statistics.median(found)
@@ -155,15 +162,26 @@ def _line(name: str, runs: Sequence[dict[str, Any]], *, is_short: bool) -> str:
 
 
 def _by_auto(run: dict[str, Any]) -> str:
-    """The mode, and its speed beside that of the better one."""
-    part = _part_of_better(run)
-    return f"{run['auto'][0]} " + ("not measured*" if part is None else _marked(part, is_met=part >= LEAST_OF_BETTER))
+    """The mode, its speed beside that of the better one, and its final loss beside synchronous training's."""
+    mode, part = run["auto"][0], _part_of_better(run)
+    if part is None:
+        return f"{mode} not measured*"
+    said = f"{mode} {_marked(part, is_met=part >= LEAST_OF_BETTER)}"
+    if mode in OURS:
+        return said
+    loss = run["by_auto"]["measured"][mode]["losses"][-1] / run["measured"]["balanced"]["losses"][-1]
+    return f"{said} with {loss:.3f} of the loss"
 
 
 def _part_of_better(run: dict[str, Any]) -> float | None:
-    """Speed of the mode that `auto` takes beside the better one's; None where it did not run."""
+    """Speed of the mode that `auto` takes beside the better one's; None where it did not run.
+
+    Each is in times of DDP's in its own job.
+    """
     mode = run["auto"][0]
-    return rate(run, mode) / max(rate(run, each) for each in OURS) if mode in OURS else None
+    job = run if mode in OURS else run.get("by_auto")
+    best = max(rate(run, each) for each in OURS) / rate(run, GLOO)
+    return rate(job, mode) / rate(job, GLOO) / best if job else None
 
 
 def _marked(value: float, *, is_met: bool, digits: int = 2) -> str:
@@ -178,8 +196,9 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         for each in CONTENDERS:
             measured = runs[0]["measured"][each]
             loss_axis.plot(list(itertools.accumulate(measured["seconds"])), measured["losses"], label=each)
-        loss_axis.set(title=name, xlabel="seconds (measured)", yscale="log")
-        rate_axis.bar(CONTENDERS, [statistics.median(rate(run, each) for run in runs) for each in CONTENDERS])
+        loss_axis.set(title=name, xlabel="seconds (measured)")
+        rates = [statistics.median(rate(run, each) for run in runs) for each in CONTENDERS]
+        rate_axis.bar(CONTENDERS, rates, color=["C0", "C1", "C2"])
     axes[0][0].set_ylabel("held-out loss (measured)")
     axes[1][0].set_ylabel("samples/s (measured)")
     axes[0][0].legend()

@@ -46,4 +46,7 @@ ROWS = {
 WITHIN_STEPS = 10
 """Train steps after a change of speeds that do not count yet."""
 
-CONTENDERS = ("gloo", "balanced", "ps-hra")
+GLOO = "gloo"
+"""DDP on Gloo."""
+CONTENDERS = (GLOO, "balanced", "ps-hra")
+"""What else `auto` may choose is measured in a job of its own, beside DDP as well: a job has one parameter server."""

@@ -7,7 +7,8 @@
 Each row and seed is a lab of eight nodes with CPU quotas and one job in it, in which the three take turns of epochs.
 What it measured is written to OUT/ROW-SEED.json at once; a run that is started again goes on with those that are
 missing, and a row whose job fails does not keep the others from theirs. It ends with 1 where a bar is missed or a row
-is. The parameter server has a quota of its own. `auto` is what `prepare` would choose there before the first step.
+is. The parameter server has a quota of its own. `auto` is what `prepare` would choose there before the first step;
+where that is none of the three, it is measured in a second job, beside DDP.
 """
 
 import argparse
@@ -17,12 +18,13 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import report
 import torch
-from rows import CORES, ROWS, SERVER_CORES, Row
+from rows import CONTENDERS, CORES, GLOO, ROWS, SERVER_CORES, Row
 from worker import READY, TURNED
 
 from ringweave import lab, topology
@@ -60,9 +62,7 @@ def main() -> None:
     seeds, names = (options.seeds or SEEDS[options.short]).split(","), options.rows.split(",")
     asked = [(name, int(seed)) for seed in seeds for name in names]
     for name, seed in asked:
-        path = options.out / f"{name}-{seed}.json"
-        if not path.exists():
-            measure(name, seed, sizes, options.runs.absolute(), path)
+        measure(name, seed, sizes, options.runs.absolute(), options.out / f"{name}-{seed}.json")
     rows = [json.loads(path.read_text()) for path in sorted(options.out.glob("*-*.json"))]
     if not rows:
         raise SystemExit("rows measured: none, expected one at least. Look at what the jobs printed, above.")
@@ -75,17 +75,23 @@ def main() -> None:
 
 
 def measure(name: str, seed: int, sizes: dict[str, int], root: Path, path: Path) -> None:
-    """Measure a row and write the file; one that fails is told of, and the others are measured nevertheless."""
-    started_s = time.monotonic()
+    """Measure what of a row is missing in its file; a job that fails is told of, and the others run nevertheless."""
     epochs = max(LEAST_EPOCHS, sizes["epochs"] // ROWS[name].epochs_divided)
+
+    def run(contenders: Sequence[str]) -> dict[str, Any]:
+        started_s = time.monotonic()
+        found = run_row(name, seed, {**sizes, "epochs": epochs}, contenders, root)
+        found |= {"took_s": round(time.monotonic() - started_s, 1), "machine": machine()}
+        print(f"{name}, seed {seed}: {', '.join(contenders)}: {found['took_s']} s", file=sys.stderr, flush=True)
+        return found
+
     try:
-        found = run_row(name, seed, {**sizes, "epochs": epochs}, root)
+        found = json.loads(path.read_text()) if path.exists() else run(CONTENDERS)
+        path.write_text(json.dumps(found) + "\n")
+        if (mode := found["auto"][0]) not in CONTENDERS and "by_auto" not in found:
+            path.write_text(json.dumps(found | {"by_auto": run((GLOO, mode))}) + "\n")
     except (RowError, subprocess.TimeoutExpired) as error:
         print(f"{name}, seed {seed}: {error}", file=sys.stderr, flush=True)
-        return
-    found |= {"took_s": round(time.monotonic() - started_s, 1), "machine": machine()}
-    path.write_text(json.dumps(found) + "\n")
-    print(f"{name}, seed {seed}: {found['took_s']} s", file=sys.stderr, flush=True)
 
 
 class RowError(Exception):
@@ -98,7 +104,7 @@ def machine() -> dict[str, str]:
     return {"commit": commit.stdout.strip(), "machine": platform.machine(), "torch": str(torch.__version__)}
 
 
-def run_row(name: str, seed: int, sizes: dict[str, int], root: Path) -> dict[str, Any]:
+def run_row(name: str, seed: int, sizes: dict[str, int], contenders: Sequence[str], root: Path) -> dict[str, Any]:
     """What the workers measured in a lab of these speeds.
 
     Raises:
@@ -110,7 +116,7 @@ def run_row(name: str, seed: int, sizes: dict[str, int], root: Path) -> dict[str
     out.mkdir(parents=True)
     (out / "cluster.yaml").write_text(cluster_of(row))
     place = lab.up(topology.load(out / "cluster.yaml"), f"unequal-{name}-{seed}", quotas="always")
-    own = {"row": name, "seed": seed, "out": out, **sizes}
+    own = {"row": name, "seed": seed, "out": out, "contenders": ",".join(contenders), **sizes}
     command = [sys.executable, "-m", "ringweave", "lab", "run", "--lab", place.name, "--mode", "ps-hra", "--no-tuning"]
     command += ["--run-dir", str(out / "run"), str(Path(__file__).with_name("worker.py"))]
     server, running = f"{place.name}-server", None

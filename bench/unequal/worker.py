@@ -1,4 +1,4 @@
-"""What every rank does: three equal models on the same samples, each in its own way, taking turns of whole epochs."""
+"""What every rank does: equal models on the same samples, each in its own way, taking turns of whole epochs."""
 
 import argparse
 import copy
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rows import CONTENDERS, ROWS
+from rows import GLOO, ROWS
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -52,6 +52,7 @@ def main() -> None:
     for name, kind in (("row", str), ("epochs", int), ("samples", int), ("batch", int), ("channels", int)):
         parser.add_argument(f"--{name}", type=kind, required=True)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--contenders", required=True, help="separated by commas; one with a parameter server at most")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -59,8 +60,8 @@ def main() -> None:
     control = dist.new_group(backend="gloo")
     signal(options.out / READY, control)  # before prepare, which tries out how fast everybody is
     auto = chosen_by_auto(options)
-    makers = {"gloo": on_gloo, "balanced": prepared(modes.BALANCED), "ps-hra": prepared(modes.PS_HRA)}
-    contenders = {name: makers[name](options) for name in CONTENDERS}
+    names = options.contenders.split(",")
+    contenders = {name: (on_gloo if name == GLOO else prepared(name))(options) for name in names}
     train(contenders, options, control)
     marks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(marks, {name: each.marks for name, each in contenders.items()}, group=control)

@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import socket
 from collections.abc import Iterator
@@ -13,13 +14,17 @@ def stuck() -> Iterator[str]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
-        callers = [socket.socket() for _ in range(4)]
-        for caller in callers:
-            caller.setblocking(False)
-            caller.connect_ex(listener.getsockname())
-        yield "{} {}".format(*listener.getsockname())
-        for caller in callers:
-            caller.close()
+        with contextlib.ExitStack() as callers:
+            for _ in range(64):
+                caller = callers.enter_context(socket.socket())
+                caller.settimeout(0.2)
+                try:
+                    caller.connect(listener.getsockname())
+                except TimeoutError:
+                    break
+            else:
+                pytest.fail("a queue of none that takes 64")
+            yield "{} {}".format(*listener.getsockname())
 
 
 @pytest.fixture
