@@ -3,7 +3,7 @@
 import atexit
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -44,6 +44,10 @@ class Assumed:
     """Bytes per second of its node's NICs."""
     server_rate: float | None = None
     """What the node that is connected best can receive, where the parameter server is."""
+    uplinks: dict[str, float] = field(default_factory=dict)
+    """Name of each switch above its node, the nearest first -> bytes per second of that one's uplink."""
+    server_uplinks: dict[str, float] = field(default_factory=dict)
+    """Likewise of the node that is connected best."""
 
 
 def assumed(environment: WorkerEnvironment, environ: Mapping[str, str]) -> Assumed:
@@ -62,5 +66,16 @@ def assumed(environment: WorkerEnvironment, environ: Mapping[str, str]) -> Assum
     device = topology.device_of(node, int(local_rank) if local_rank.isdecimal() else 0)
     if cluster.num_nodes == 1:
         return Assumed(speed=device.speed)
-    inflow = central.best_connected(cluster).inflow_bytes_per_s
-    return Assumed(speed=device.speed, rate=node.rate_bytes_per_s, server_rate=inflow)
+    best = central.best_connected(cluster)
+    return Assumed(
+        speed=device.speed,
+        rate=node.rate_bytes_per_s,
+        server_rate=best.inflow_bytes_per_s,
+        uplinks=_uplinks(cluster, name),
+        server_uplinks=_uplinks(cluster, best.node),
+    )
+
+
+def _uplinks(cluster: topology.Cluster, node: str) -> dict[str, float]:
+    rates = {switch.name: switch.uplink_bytes_per_s for switch in cluster.switches}
+    return {name: rates[name] for name in cluster.ancestors(node) if name in rates}

@@ -62,10 +62,53 @@ def test_rings_that_crowd_the_server_are_as_fast_as_its_link():
 
 
 def test_an_allreduce_takes_its_bound():
-    assert forecasts.allreduce_s([1e6] * 4, 1e6) == pytest.approx(1.5)
-    assert forecasts.allreduce_s([4e6, 4e6, 4e6, 1e6], 1e6) == pytest.approx(1.0)
-    assert forecasts.allreduce_s([1e6], 1e6) == 0
-    assert forecasts.allreduce_s([math.inf, math.inf], 1e6) == 0
+    def took_s(*rates: float, **uplinks: float) -> float:
+        paths = [{name: uplinks[name]} for name in "ab" for _ in range(2)] if uplinks else [{}] * len(rates)
+        workers = [
+            Worker(sample_s=[1.0], rate_bytes_per_s=rate, uplinks=path) for rate, path in zip(rates, paths, strict=True)
+        ]
+        return forecasts.allreduce_s(workers, 1e6)
+
+    assert took_s(1e6, 1e6, 1e6, 1e6) == pytest.approx(1.5)
+    assert took_s(4e6, 4e6, 4e6, 1e6) == pytest.approx(1.0)
+    assert took_s(1e6) == 0
+    assert took_s(math.inf, math.inf) == 0
+    assert took_s(1e6, 1e6, 1e6, 1e6, a=0.5e6, b=1e9) == pytest.approx(2.0)
+    assert took_s(1e6, 1e6, 1e6, 1e6, a=2e6, b=2e6) == pytest.approx(1.5)
+
+
+R0, R1, S0 = {"r0": 5e6, "s0": 2e6}, {"r1": 4e6, "s0": 2e6}, {"r2": 3e6}
+
+
+def test_what_nodes_say_to_each_other_passes_uplinks_that_they_do_not_share():
+    assert forecasts.dividing([R0, R0]) == {}
+    assert forecasts.dividing([R0, R1]) == {"r0": 5e6, "r1": 4e6}
+    assert forecasts.dividing([R0, R1, S0]) == {"r0": 5e6, "s0": 2e6, "r1": 4e6, "r2": 3e6}
+    assert forecasts.dividing([R0, {}]) == R0
+
+
+def test_rings_by_switches_are_those_of_the_nearest_and_of_the_topmost():
+    assert forecasts.by_switch([R0, R1, R0, S0, {}]) == (((0, 2), (1,), (3,), (4,)), ((0, 1, 2), (3,), (4,)))
+    assert forecasts.by_switch([{}, {}]) == (((0, 1),), ((0, 1),))
+
+
+def test_rings_beyond_an_uplink_share_it_on_their_way_to_the_server():
+    work = Work(batch_samples=800, num_bytes=5e6, server_bytes_per_s=1e9, server_uplinks={"r0": 5e6})
+    near, far = (Worker(sample_s=[0.001], rate_bytes_per_s=1e9, uplinks={name: 5e6}) for name in ("r0", "r1"))
+    alone = tuple((rank,) for rank in range(8))
+    found = by_mode(forecasts.forecast([near] * 4 + [far] * 4, work, [alone]))["ps"]
+    # Rounds of those beside the server take 0.11 s; the others' of 2.1 s push 4 / 2.1 times a second where 1 may pass.
+    assert found.step_s * forecasts.WORTH == pytest.approx(800 / (4 * 100 / 0.11 + 4 * 100 / 4))
+    assert found.computing_s == pytest.approx(0.1)
+
+
+def test_a_ring_over_two_racks_is_as_fast_as_what_is_between_them():
+    work = Work(batch_samples=800, num_bytes=5e6, server_bytes_per_s=1e9)
+    near, far = (Worker(sample_s=[0.001], rate_bytes_per_s=1e9, uplinks={name: 5e6}) for name in ("r0", "r1"))
+    across = by_mode(forecasts.forecast([near, far] * 4, work, [((0, 1, 2, 3), (4, 5, 6, 7))]))
+    assert across["sync"].step_s == pytest.approx(0.1 + 1.0)
+    # Reduced, exchanged by the first, and broadcast, each over the uplinks.
+    assert across["ps-hra"].step_s * forecasts.WORTH == pytest.approx(0.1 + 1.0 + 2.0 + 1.0)
 
 
 @given(st.lists(st.lists(st.integers(0, 9).map(float), min_size=1, max_size=3), min_size=1, max_size=4))

@@ -11,6 +11,7 @@ OPEN = (modes.BALANCED, "as ever")
 def said(trials_s, rates=None, **others):
     rates = rates or [None] * len(trials_s)
     common = {"batch_samples": 800, "num_bytes": 22_000_000, "server_rate": 50e6, "is_served": True, "optimizer": "SGD"}
+    common |= {"uplinks": {}, "server_uplinks": {}}
     return [
         {"trial_s": trial_s, "speed": 1.0, "rate": rate, **common, **others}
         for trial_s, rate in zip(trials_s, rates, strict=True)
@@ -30,6 +31,37 @@ def test_a_slow_link_is_for_rings():
     mode, _, rings = forecasting.decide(OPEN, said([[0.001]] * 8, rates), None, is_open=True)
     assert mode == "ps-hra"
     assert rings == ((0, 1, 2, 3, 4, 5, 6), (7,))
+
+
+def in_two_racks(heard):
+    """Four ranks in each, behind uplinks of a tenth of a NIC; the server is in the first."""
+    for rank, each in enumerate(heard):
+        each["uplinks"] = {f"r{rank // 4}": 5e6}
+        each["server_uplinks"] = {"r0": 5e6}
+    return heard
+
+
+def crossing(rings):
+    """Rings with ranks of both."""
+    assert rings
+    return [ring for ring in rings if len({rank // 4 for rank in ring}) > 1]
+
+
+def test_rings_do_not_cross_a_thin_uplink():
+    asked, racks = (modes.PS_HRA, "the script asks for it"), ((0, 1, 2, 3), (4, 5, 6, 7))
+    trials_s = [[0.001], *[[0.004]] * 3, *[[0.001]] * 3, [0.004]]
+    heard = said(trials_s, [50e6] * 8, num_bytes=5_000_000)
+    assert crossing(forecasting.decide(asked, heard, None, is_open=False)[2])
+    assert not crossing(forecasting.decide(asked, in_two_racks(heard), None, is_open=False)[2])
+    assert racks in forecasting.by_links(heard)
+
+
+def test_two_racks_are_left_to_rings_that_push_rarely():
+    heard = in_two_racks(said([[0.001]] * 8, [50e6] * 8, num_bytes=5_000_000))
+    mode, reason, rings = forecasting.decide(OPEN, heard, None, is_open=True, local_steps=8)
+    assert mode == "ps-hra"
+    assert not crossing(rings)
+    assert "sync 1.1 s, 0.1 s of it computing" in reason
 
 
 def test_stalls_are_for_the_server():

@@ -6,6 +6,7 @@ from ringweave.training.choosing.reconsidering import Reconsidering
 
 EVERYONE = ((0, 1, 2, 3),)
 SAID = {"rate": None, "speed": 1.0, "trial_s": [1.0], "batch_samples": 64, "num_bytes": 1000, "server_rate": None}
+SAID |= {"uplinks": {}, "server_uplinks": {}}
 
 
 class Talk:

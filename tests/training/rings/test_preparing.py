@@ -47,7 +47,7 @@ def asked(**more) -> Asked:
 
 
 def said(*rates: float | None) -> list[dict]:
-    return [{"rate": rate} for rate in rates]
+    return [{"rate": rate, "uplinks": {}} for rate in rates]
 
 
 def test_rings_that_were_formed_for_stalls_follow_speeds_too_and_stay_as_many():

@@ -2,13 +2,13 @@
 
 The time to a given loss is the number of samples that this takes, times seconds a sample. Exact modes need the samples
 of synchronous training. The parameter server needs a little more (`WORTH`), and wins only where the wait for others is
-more than that. Times are predicted: computing by measured speeds, plus transfers at the rates of the NICs.
+more than that. Times are predicted: computing by measured speeds, plus transfers at the rates of NICs and switches.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ringweave.planning import balancing, modes
 from ringweave.planning.balancing import Speed
@@ -32,6 +32,8 @@ class Worker:
     """Seconds that a sample has taken it, in several trials: where they differ at random, so will steps."""
     rate_bytes_per_s: float = math.inf
     """Of its NICs."""
+    uplinks: Mapping[str, float] = field(default_factory=dict)
+    """Name of each switch above it, the nearest first -> bytes per second of that one's uplink, each direction."""
 
     @property
     def mean_s(self) -> float:
@@ -49,6 +51,8 @@ class Work:
     """Of the gradients, and of the parameters."""
     server_bytes_per_s: float = math.inf
     """Rate of the node that the parameter server is on, each direction."""
+    server_uplinks: Mapping[str, float] = field(default_factory=dict)
+    """As a worker's, of that node."""
     local_steps: int = 0
     """Steps of a ring from one push to the next, which is under way meanwhile; 0 pushes each step, and waits."""
     most_ahead: Callable[[int], float] = lambda _num_rings: math.inf
@@ -85,7 +89,7 @@ def forecast(workers: Sequence[Worker], work: Work, rings: Sequence[Sequence[Rin
     everyone = tuple(range(len(workers)))
     equal = balancing.apportion(work.batch_samples, [Speed(s_per_sample=1.0)] * len(workers))
     shares = balancing.apportion(work.batch_samples, [Speed(s_per_sample=each.mean_s) for each in workers])
-    reducing_s = allreduce_s([each.rate_bytes_per_s for each in workers], work.num_bytes)
+    reducing_s = allreduce_s(workers, work.num_bytes)
     found = [
         Forecast(mode=mode, step_s=computing_s + reducing_s, computing_s=computing_s)
         for mode, computing_s in (
@@ -114,12 +118,38 @@ def expected_slowest_s(values: Sequence[Sequence[float]]) -> float:
     return total
 
 
-def allreduce_s(rates_bytes_per_s: Sequence[float], num_bytes: float) -> float:
-    """Predicted seconds of an allreduce among nodes with these NICs on one switch: its lower bound."""
-    count = len(rates_bytes_per_s)
+def allreduce_s(workers: Sequence[Worker], num_bytes: float) -> float:
+    """Predicted seconds of an allreduce among these: the lower bound by their NICs, and by uplinks between them."""
+    rates, count = [each.rate_bytes_per_s for each in workers], len(workers)
     if count < 2:
         return 0.0
-    return num_bytes * max(1 / min(rates_bytes_per_s), 2 * (count - 1) / math.fsum(rates_bytes_per_s))
+    between = dividing([each.uplinks for each in workers])
+    return num_bytes * max(2 * (count - 1) / math.fsum(rates), *(1 / rate for rate in (*rates, *between.values())))
+
+
+def dividing(paths: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Uplinks of switches that have some of these nodes below them and not all: traffic among the nodes passes them.
+
+    Args:
+        paths: `Worker.uplinks` of each node.
+    """
+    found = {name: rate for path in paths for name, rate in path.items()}
+    return {name: rate for name, rate in found.items() if not all(name in path for path in paths)}
+
+
+def by_switch(paths: Sequence[Mapping[str, float]]) -> tuple[tuple[Ring, ...], ...]:
+    """Rings of workers below one switch: once the nearest ones, once the topmost.
+
+    Args:
+        paths: `Worker.uplinks` of each.
+    """
+    ways = []
+    for place in (0, -1):
+        rings: dict[str, list[int]] = {}
+        for rank, path in enumerate(paths):
+            rings.setdefault([*path][place] if path else "", []).append(rank)
+        ways.append(tuple(map(tuple, rings.values())))
+    return tuple(ways)
 
 
 def by_rate(rates_bytes_per_s: Sequence[float]) -> tuple[Ring, ...]:
@@ -138,32 +168,46 @@ def _computing_s(ranks: Sequence[int], shares: Sequence[int], workers: Sequence[
 
 
 def _of_rings(rings: tuple[Ring, ...], shares: Sequence[int], workers: Sequence[Worker], work: Work) -> Forecast:
-    """Rings go on beside each other; the server's link is shared by all, and none is too far ahead of another."""
+    """Rings go on beside each other, share links on their ways to the server, and none is too far ahead of another."""
     rounds_s, slowest_s = [], 0.0
-    for ring in rings:
-        rates = [workers[rank].rate_bytes_per_s for rank in ring]
+    ways = [dividing([workers[ring[0]].uplinks, work.server_uplinks]) for ring in rings]
+    for ring, way in zip(rings, ways, strict=True):
+        members = [workers[rank] for rank in ring]
+        rates = [each.rate_bytes_per_s for each in members]
         computing_s = _computing_s(ring, shares, workers)
-        broadcasting_s = work.num_bytes / min(rates) if len(ring) > 1 else 0.0
-        exchanging_s = 2 * work.num_bytes / min(rates[0], work.server_bytes_per_s)
-        stepping_s = computing_s + allreduce_s(rates, work.num_bytes)
+        between = dividing([each.uplinks for each in members])
+        broadcasting_s = work.num_bytes / min(*rates, *between.values()) if len(ring) > 1 else 0.0
+        exchanging_s = 2 * work.num_bytes / min(rates[0], work.server_bytes_per_s, *way.values())
+        stepping_s = computing_s + allreduce_s(members, work.num_bytes)
         overlapped_s = max(work.local_steps * stepping_s, exchanging_s)
         rounds_s.append((overlapped_s if work.local_steps else stepping_s + exchanging_s) + broadcasting_s)
         slowest_s = max(slowest_s, computing_s)
-    crowding = max(1.0, math.fsum(1 / each_s for each_s in rounds_s) * work.num_bytes / work.server_bytes_per_s)
     steps = max(1, work.local_steps)
-    waits = _waits(rounds_s, work)
     samples_per_s = math.fsum(
-        steps * sum(shares[rank] for rank in ring) / (each_s * wait)
-        for ring, each_s, wait in zip(rings, rounds_s, waits, strict=True)
+        steps * sum(shares[rank] for rank in ring) / (each_s * wait * crowding)
+        for ring, each_s, wait, crowding in zip(
+            rings, rounds_s, _waits(rounds_s, work), _crowding(rounds_s, ways, work), strict=True
+        )
     )
     worth = WORTH if len(rings) > 1 else 1.0
     mode = modes.PS if all(len(ring) == 1 for ring in rings) else modes.PS_HRA
-    return Forecast(
-        mode=mode,
-        step_s=work.batch_samples * crowding / samples_per_s / worth,
-        computing_s=slowest_s,
-        rings=rings,
-    )
+    step_s = work.batch_samples / samples_per_s / worth
+    return Forecast(mode=mode, step_s=step_s, computing_s=slowest_s, rings=rings)
+
+
+def _crowding(rounds_s: Sequence[float], ways: Sequence[Mapping[str, float]], work: Work) -> list[float]:
+    """How many times as long rounds of each ring take, since its links to the server carry the others' pushes too."""
+
+    def load(rate: float, users: Sequence[float]) -> float:
+        return math.fsum(1 / each_s for each_s in users) * work.num_bytes / rate
+
+    passed = {name: rate for way in ways for name, rate in way.items()}
+    loads = {
+        name: load(rate, [each_s for each_s, way in zip(rounds_s, ways, strict=True) if name in way])
+        for name, rate in passed.items()
+    }
+    server = load(work.server_bytes_per_s, rounds_s)
+    return [max(1.0, server, *(loads[name] for name in way)) for way in ways]
 
 
 def _waits(rounds_s: Sequence[float], work: Work) -> list[float]:

@@ -157,7 +157,14 @@ def _ways(said: Sequence[Mapping[str, Any]], mode: str) -> list[tuple[Ring, ...]
     speeds, half = speeds_of(said), len(said) // 2
     numbers = [None, *itertools.takewhile(lambda number: number <= half, (2**power for power in itertools.count(1)))]
     by_speed = [rings_of(speeds, modes.PS_HRA, number, queue=queue_of(said)) for number in numbers]
-    return rings_to_look_at(by_speed, [each["rate"] for each in said], mode)
+    by_link = by_links(said)
+    return rings_to_look_at(by_speed, by_link, len(said), mode)
+
+
+def by_links(said: Sequence[Mapping[str, Any]]) -> list[tuple[Ring, ...]]:
+    """Ways to form rings that follow from links alone: workers of about equal rates, or below the same switches."""
+    by_rate = forecasts.by_rate([each["rate"] or float("inf") for each in said])
+    return [by_rate, *forecasts.by_switch([each["uplinks"] for each in said])]
 
 
 def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]], local_steps: int = 0) -> Outlook:
@@ -166,7 +173,7 @@ def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]
     Args:
         said: Of each rank: `trial_s`, seconds of a sample in trials or None, then with a `trial_problem`; `speed`,
             relative, by the cluster file; `rate`, bytes per second or None; `batch_samples`; `num_bytes`;
-            `server_rate`.
+            `server_rate`; `uplinks` of the switches above it, and `server_uplinks`, bytes per second by name.
         rings: Ways to form rings; none where no server is there, or the script does not go with one.
         local_steps: As `decide` has it.
     """
@@ -178,7 +185,7 @@ def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]
     are_tried = all(each["trial_s"] for each in said)
     times_s = trials.settle([each["trial_s"] for each in said]) if are_tried else [[1 / each["speed"]] for each in said]
     workers = [
-        Worker(sample_s=tuple(own_s), rate_bytes_per_s=each["rate"] or float("inf"))
+        Worker(sample_s=tuple(own_s), rate_bytes_per_s=each["rate"] or float("inf"), uplinks=each["uplinks"])
         for own_s, each in zip(times_s, said, strict=True)
     ]
     # Where computing is known in relation only, transfers cannot be told beside it: computing alone decides.
@@ -186,6 +193,7 @@ def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]
         batch_samples=said[0]["batch_samples"],
         num_bytes=said[0]["num_bytes"] if are_tried else 0,
         server_bytes_per_s=said[0]["server_rate"] or float("inf"),
+        server_uplinks=said[0]["server_uplinks"],
         local_steps=local_steps,
         most_ahead=most_ahead,
     )
@@ -204,10 +212,9 @@ def _untried(said: Sequence[Mapping[str, Any]]) -> str:
 
 
 def rings_to_look_at(
-    by_speed: Sequence[Sequence[Ring]], rates: Sequence[float | None], mode: str = modes.AUTO
+    by_speed: Sequence[Sequence[Ring]], by_link: Sequence[tuple[Ring, ...]], num_ranks: int, mode: str = modes.AUTO
 ) -> list[tuple[Ring, ...]]:
     """Ways to form rings: by speed (so many rings as there are kinds, and more), by links, and each rank alone."""
-    alone = tuple((rank,) for rank in range(len(rates)))
-    by_rate = forecasts.by_rate([rate or float("inf") for rate in rates])
-    ways = [*map(tuple, by_speed[:1]), by_rate, *map(tuple, by_speed[1:]), *([alone] if mode == modes.AUTO else [])]
+    alone = tuple((rank,) for rank in range(num_ranks))
+    ways = [*map(tuple, by_speed[:1]), *by_link, *map(tuple, by_speed[1:]), *([alone] if mode == modes.AUTO else [])]
     return [way for place, way in enumerate(ways) if len(way) > 1 and way not in ways[:place]]

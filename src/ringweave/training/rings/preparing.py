@@ -1,7 +1,6 @@
 """What `prepare` does in the modes with a parameter server."""
 
 import atexit
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,6 @@ from ringweave.params.rules import StalenessPolicy
 from ringweave.params.serving import optimizers
 from ringweave.planning import balancing, modes
 from ringweave.planning.balancing import Speed
-from ringweave.planning.grouping import forecasts
 from ringweave.training import reducing, timing
 from ringweave.training.choosing import forecasting
 from ringweave.training.choosing.reconsidering import Reconsidering
@@ -146,9 +144,10 @@ def form(asked: Asked, speeds: Sequence[float], said: Sequence[Mapping[str, Any]
     """
     by_speed = rings_of(speeds, asked.mode, asked.settings.rings, queue=queue_of(said))
     rings = asked.rings or by_speed
-    by_links = forecasts.by_rate([each["rate"] or math.inf for each in said])
     is_by_speed = sorted(map(sorted, rings)) == sorted(map(sorted, by_speed))
-    is_by_links = not is_by_speed and sorted(map(sorted, rings)) == sorted(map(sorted, by_links))
+    is_by_links = not is_by_speed and sorted(map(sorted, rings)) in [
+        sorted(map(sorted, way)) for way in forecasting.by_links(said)
+    ]
     return Formed(
         rings=rings,
         follows=asked.mode == modes.PS_HRA and not is_by_links,
