@@ -46,9 +46,9 @@ class PlayedKubelet:
 
     async def step(self, job: str, *, hold: frozenset[int] = frozenset()) -> dict[Key, Object]:
         """Let every Pod of the job take its next step by itself; those of nodes in `hold` never get ready."""
-        config = await self._config(job)
-        opening = configs.opening_of(config)
         found = await self.pods(job)
+        config = await self._config(job)  # in this order: a job's ConfigMap is there before its Pods
+        opening = configs.opening_of(config)
         for (node, attempt), pod in found.items():
             is_over = "terminated" in seeing.state_of(pod) or pod["status"].get("phase") in ("Succeeded", "Failed")
             if is_over or pod["metadata"]["name"] in self.lost:
