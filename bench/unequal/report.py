@@ -63,7 +63,7 @@ def missed(rows: Sequence[dict[str, Any]], asked: Iterable[tuple[str, int]], *, 
         if (behind := loss_ratio(runs)) > MOST_BEHIND and not is_short:
             found.append(f"{name} final loss {behind:.3f} ({MOST_BEHIND})")
         for run in runs:
-            part = _part_of_better(run)
+            part = _part_of_better(run, runs)
             if part is None:
                 found.append(f"{name} auto {run['auto'][0]}, which was not measured")
             elif part < LEAST_OF_BETTER:
@@ -157,29 +157,38 @@ def _line(name: str, runs: Sequence[dict[str, Any]], *, is_short: bool) -> str:
     behind = loss_ratio(runs)
     cells += [f"{row.ideal:g}", ", ".join(f"{loss:.4f}" for loss in losses.values())]
     cells += [_marked(behind, is_met=is_short or behind <= MOST_BEHIND, digits=3)]
-    cells += [", ".join(f"{time_gain(runs, each):.2f}" for each in OURS), ", ".join(map(_by_auto, runs))]
+    cells += [
+        ", ".join(f"{time_gain(runs, each):.2f}" for each in OURS),
+        ", ".join(_said_of_auto(run, runs) for run in runs),
+    ]
     return f"| {' | '.join(cells)} |"
 
 
-def _by_auto(run: dict[str, Any]) -> str:
+def by_auto(run: dict[str, Any], runs: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The job that the mode which `auto` takes has run in: this one, or one beside a run of the same row."""
+    mode, jobs_of_row = run["auto"][0], [run, *(each["by_auto"] for each in runs if "by_auto" in each)]
+    return next((job for job in jobs_of_row if mode in job["measured"]), None)
+
+
+def _said_of_auto(run: dict[str, Any], runs: Sequence[dict[str, Any]]) -> str:
     """The mode, its speed beside that of the better one, and its final loss beside synchronous training's."""
-    mode, part = run["auto"][0], _part_of_better(run)
-    if part is None:
+    mode, part, job = run["auto"][0], _part_of_better(run, runs), by_auto(run, runs)
+    if part is None or job is None:
         return f"{mode} not measured*"
     said = f"{mode} {_marked(part, is_met=part >= LEAST_OF_BETTER)}"
     if mode in OURS:
         return said
-    loss = run["by_auto"]["measured"][mode]["losses"][-1] / run["measured"]["balanced"]["losses"][-1]
+    beside = next(each for each in runs if each["seed"] == job["seed"])
+    loss = job["measured"][mode]["losses"][-1] / beside["measured"]["balanced"]["losses"][-1]
     return f"{said} with {loss:.3f} of the loss"
 
 
-def _part_of_better(run: dict[str, Any]) -> float | None:
+def _part_of_better(run: dict[str, Any], runs: Sequence[dict[str, Any]]) -> float | None:
     """Speed of the mode that `auto` takes beside the better one's; None where it did not run.
 
     Each is in times of DDP's in its own job.
     """
-    mode = run["auto"][0]
-    job = run if mode in OURS else run.get("by_auto")
+    mode, job = run["auto"][0], by_auto(run, runs)
     best = max(rate(run, each) for each in OURS) / rate(run, GLOO)
     return rate(job, mode) / rate(job, GLOO) / best if job else None
 
