@@ -34,6 +34,18 @@ def test_who_dies_again_at_once_waits_longer_but_not_for_ever() -> None:
     assert delays_s == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0]
 
 
+@pytest.mark.parametrize(
+    ("lived_s", "has_trained", "is_soon"),
+    [(19.0, True, True), (21.0, True, False)] + [(lived_s, False, lived_s < 60.0) for lived_s in (21.0, 59.0, 61.0)],
+)
+def test_a_life_that_was_worth_its_start_did_not_end_soon(lived_s: float, has_trained: bool, is_soon: bool) -> None:
+    """Where faults are frequent, those who come back must not be fewer and fewer."""
+    restarts, how = Restarts(), replace(ended("SIGKILL", lived_s=lived_s), has_trained=has_trained)
+    for _ in range(4):
+        restarts.decide(0, how, 0.0)
+    assert restarts.pending[0] == (8.0 if is_soon else 1.0)
+
+
 OWN = ended(code=1, line="torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered", lived_s=20.0)
 OTHERS_TRAIN = {1: True, 2: True}
 

@@ -56,6 +56,7 @@ class Restarts:
         most_fruitless: int = 10,
         longest_delay_s: float = 30.0,
         useful_s: float = 60.0,
+        worthy_s: float = 20.0,
     ) -> None:
         """Nothing has happened yet.
 
@@ -68,8 +69,11 @@ class Restarts:
                 longer somebody has to mend. Who is killed later than that may come back for ever.
             longest_delay_s: Before one that dies soon, again and again.
             useful_s: Who has trained and lived for so long was of use: failures before are none in a row with its own.
+            worthy_s: Who has trained and lived for so long has not died soon: it was worth its start, and that of the
+                next one does not wait for longer than the first time.
         """
-        self._delay_s, self._longest_delay_s, self._useful_s = delay_s, longest_delay_s, useful_s
+        self._delay_s, self._longest_delay_s = delay_s, longest_delay_s
+        self._useful_s, self._worthy_s = useful_s, worthy_s
         self._most, self._most_fruitless = most_own_failures, most_fruitless
         self._own_failures: dict[int, int] = {}
         self._fruitless: dict[int, int] = {}
@@ -116,7 +120,8 @@ class Restarts:
         if self._own_failures[slot] >= self._most or self._fruitless[slot] >= self._most_fruitless:
             self._gone.add(slot)
             return "give up"
-        self._quick[slot] = self._quick.get(slot, 0) + 1 if ended.lived_s < 2 * self._longest_delay_s else 0
+        soon_s = self._worthy_s if ended.has_trained else 2 * self._longest_delay_s
+        self._quick[slot] = self._quick.get(slot, 0) + 1 if ended.lived_s < soon_s else 0
         delay_s = min(self._longest_delay_s, self._delay_s * 2 ** min(self._quick[slot], 10) / 2)
         self._due_s[slot] = now_s + max(self._delay_s, delay_s)
         return "again"

@@ -1,3 +1,4 @@
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from ringweave.training.elastic.joining.backlog import MOST_KEPT, Backlog, Begun
 from ringweave.training.elastic.joining.catching import Catching, redo
 from ringweave.training.elastic.kept import Reduction, Room
 from ringweave.training.elastic.rows import Commit, Row
+from ringweave.wire.pacing import GivingWay, Pace
 
 LAYOUT = [[3, "float32", "cpu"], [2, "float64", "cpu"]]
 MEMBER = "2.1"
@@ -177,3 +179,34 @@ def test_a_reduction_that_was_given_up_is_begun_anew() -> None:
     part.let_go()
     assert isinstance(part, Reduction)
     assert part.layout == LAYOUT
+
+
+class Stepped(threading.Event):
+    """Notes that somebody waits for the others' first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_waits = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.num_waits += 1
+        return super().wait(0.0)
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_who_is_to_have_the_state_soon_reads_it_at_once_and_gives_way_to_nobody(is_alone: bool) -> None:
+    catching, _, _ = made()
+    stepped = catching._has_stepped = Stepped()
+    others = [Standing(member=f"{slot}.0", has_state=True) for slot in ([0] if is_alone else [0, 1])]
+    own = Standing(member=MEMBER, is_following=True)
+    catching.begin(Begun(decree=Decree(ballot=(1, 5), standings=(*others, own)), notes=[], is_newcomer=True))
+    pauses_s: list[float] = []
+
+    def pull(pace: Pace) -> None:
+        assert isinstance(pace, GivingWay)
+        pauses_s.extend(pace.pause_s(1 << 20, seconds) for seconds in (0.1, 0.1, 1.0))
+
+    catching.read(pull, lambda error: pauses_s.append(-1.0 if error else 0.0))
+    catching.wait_stopped(60.0)
+    assert stepped.num_waits == (0 if is_alone else 1)
+    assert pauses_s == ([0.0] * 4 if is_alone else [0.0, 0.0, pytest.approx(3.0), 0.0])

@@ -25,6 +25,16 @@ def test_newcomers_follow_where_the_others_have_buckets_and_read_of_one_holder_e
     assert [found.gives(rank) for rank in range(5)] == [False, True, False, True, False]
 
 
+def test_where_one_alone_has_the_state_the_first_that_follows_is_to_have_it_soon() -> None:
+    following = Standing(member="2.3", is_following=True, committed=4)
+    alone = decree(Standing(member="0.1"), holder("1.0"), following)
+    assert Entrance.of(alone).hurried == "0.1"
+    assert Entrance.of(decree(holder("1.0"), following, Standing(member="4.1"))).hurried == "2.3"
+    assert Entrance.of(decree(*alone.standings, holder("3.0"))).hurried is None
+    assert Entrance.of(decree(holder("0.0"))).hurried is None
+    assert Entrance.of(decree(holder("0.0", ""), Standing(member="1.1"))).hurried is None, "it is waited for"
+
+
 def test_who_follows_already_needs_no_donor_and_gives_nothing() -> None:
     following = Standing(member="1.1", is_following=True, committed=4)
     found = Entrance.of(decree(holder("0.0"), following))

@@ -25,7 +25,11 @@ class Catching:
         self._member, self._crew, self._backlog = member, crew, backlog
         self._replay: Reduction | None = None
         self._ended, self._has_stepped = threading.Event(), threading.Event()
-        self._pace = GivingWay(lambda: backlog.num_kept / backlog.most_kept, self._ended)
+        self._is_hurried = False
+        self._pace = GivingWay(
+            lambda: 1.0 if self._is_hurried else backlog.num_kept / backlog.most_kept,
+            self._ended,
+        )
         self._reader: threading.Thread | None = None
         self._is_holding = False
         self.is_loaded = False
@@ -72,6 +76,7 @@ class Catching:
 
     def begin(self, begun: Begun) -> None:
         """An epoch begins, for the script after what is kept already."""
+        self._is_hurried = Entrance.of(begun.decree).hurried == self._member
         self._backlog.begin(begun)
 
     def is_behind(self) -> bool:
@@ -103,13 +108,14 @@ class Catching:
         self._backlog.give_back(kept)
 
     def read(self, pull: Callable[[Pace], None], end: Callable[[Exception | None], None]) -> None:
-        """Read the state after the others' first step, in a thread of its own.
+        """Read the state after the others' first step, or at once if that is urgent, in a thread of its own.
 
         `end` hears there, without the lock, what came of it.
         """
 
         def run() -> None:
-            self._has_stepped.wait(_HEAD_START_S)
+            if not self._is_hurried:
+                self._has_stepped.wait(_HEAD_START_S)
             try:
                 pull(self._pace)
             except Exception as error:

@@ -19,6 +19,8 @@ class Entrance:
     """Members that take part with nothing: newcomers whom nobody waits for, now and from epochs before."""
     layout: list[list[Any]] | None
     """Of the buckets; None where no reduction was done yet: then the others wait until newcomers have the state."""
+    hurried: str | None
+    """The first that follows, where one member alone has the state: it reads that as fast as it can."""
 
     @classmethod
     def of(cls, decree: Decree) -> "Entrance":
@@ -32,7 +34,13 @@ class Entrance:
         following = {each.member for each in decree.standings if each.is_following}
         if layout:
             following |= {decree.members[rank] for rank in newcomers}
-        return cls(holders=known or (0,), newcomers=newcomers, followers=frozenset(following), layout=layout or None)
+        return cls(
+            holders=known or (0,),
+            newcomers=newcomers,
+            followers=frozenset(following),
+            layout=layout or None,
+            hurried=next((each for each in decree.members if each in following), None) if len(known) == 1 else None,
+        )
 
     def donor(self, newcomer: int) -> int:
         """Rank of the one that it reads the state of."""
