@@ -30,7 +30,9 @@ def test_long_texts_are_refused_wherever_they_stand(what: str, most: int) -> Non
     assert Enter(rejoining=Rejoining(standing=SHORT, decree=None)).rejoining is not None
 
 
-@pytest.mark.parametrize("place", ["10.0.0.1", "10.0.0.1 x", "10.0.0.1 4711 5", "a\n 4711", "x" * 256 + " 1", " 4711"])
+@pytest.mark.parametrize(
+    "place", ["10.0.0.1", "10.0.0.1 x", "10.0.0.1 4711 5", "a\n 4711", "x" * 256 + " 1", " 4711", "a 1\n"]
+)
 def test_places_that_are_none_are_refused(place: str) -> None:
     with pytest.raises(pydantic.ValidationError, match=r"a place of .*, expected HOST PORT"):
         Stand(ballot=(1, 1), standing=Standing(member="0.0", place=place))

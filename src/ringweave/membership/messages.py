@@ -36,7 +36,7 @@ def _bounded(standing: Standing) -> Standing:
         text = getattr(standing, what)
         if len(text) > most:
             raise ValueError(f"a {what} of {len(text)} characters, expected at most {most}")
-    if standing.place and not re.match(PLACE, standing.place):
+    if standing.place and not re.fullmatch(PLACE, standing.place):
         raise ValueError(f"a place of {standing.place[:80]!r}, expected HOST PORT")
     return standing
 
