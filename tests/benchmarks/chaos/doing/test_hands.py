@@ -83,3 +83,37 @@ def test_what_is_not_there_is_not_hit_and_neither_is_a_stranger_with_its_id(
         (fault,) = faults.parse(line)
         assert hands(stranger.pid, tmp_path).begin(fault) is None
     assert stranger.poll() is None
+
+
+class FakeLab:
+    """Has one link."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def rate(self, _: str) -> float:
+        return self.now
+
+    def set_rate(self, _: str, rate_bytes_per_s: float) -> None:
+        self.now = rate_bytes_per_s
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_link_that_two_faults_slow_has_its_rate_again_after_both(order: tuple[int, int], tmp_path: Path) -> None:
+    lab, found = FakeLab(), faults.parse("at 3s slow a0->r0 to 400bit/s for 4s\nat 5s slow a0->r0 to 240bit/s for 4s")
+    doing = LabHands(lab, tmp_path, tmp_path / "events.jsonl", FakeCrew(0))  # pyrefly: ignore - all that is asked of it
+    for _ in range(2):
+        lifts = [begun[1] for each in found if (begun := doing.begin(each))]
+        assert lab.now == 30.0
+        lifts[order[0]]()
+        assert lab.now == (30.0 if order[0] == 0 else 50.0), "the other one's"
+        lifts[order[1]]()
+        assert lab.now == 100.0
+
+
+def test_a_fault_that_slows_nothing_is_taken_back_as_well(tmp_path: Path) -> None:
+    lab, (fault,) = FakeLab(), faults.parse("at 3s slow a0->r0 to 800bit/s for 4s")
+    begun = LabHands(lab, tmp_path, tmp_path / "events.jsonl", FakeCrew(0)).begin(fault)  # pyrefly: ignore - likewise
+    assert begun is not None
+    begun[1]()
+    assert lab.now == 100.0

@@ -38,6 +38,8 @@ class LabHands(Hands):
         """`disk` is one that only this job uses; beside the events lie the notes to workers."""
         self._lab, self._disk, self._events, self._crew = lab, disk, events, crew
         self._noted: dict[Fault, int] = {}
+        self._slowed: dict[str, tuple[float, list[float]]] = {}
+        """Link -> its rate without faults, and those of the faults that are under way."""
 
     def begin(self, fault: Fault) -> tuple[str, Callable[[], None]] | None:
         """Let it happen now."""
@@ -49,14 +51,27 @@ class LabHands(Hands):
             self._lab.cut(fault.target, fault.way)
             return f"node {fault.target}", lambda: self._lab.mend(fault.target)
         if fault.kind == faults.SLOW:
-            before = self._lab.rate(fault.target)
-            self._lab.set_rate(fault.target, fault.rate_bytes_per_s)
-            return f"link {fault.target}", lambda: self._lab.set_rate(fault.target, before)
+            return self._slow(fault)
         if fault.kind == faults.CLOCK:
             clocks.shift(self._lab, fault.target, fault.shift_s)
             return f"clock of node {fault.target}", lambda: clocks.shift(self._lab, fault.target, 0.0)
         fill(self._disk)
         return str(self._disk), lambda: (self._disk / _BALLAST).unlink(missing_ok=True)
+
+    def _slow(self, fault: Fault) -> tuple[str, Callable[[], None]]:
+        """Others may be under way on the link, and end before this one or after."""
+        link, rate = fault.target, fault.rate_bytes_per_s
+        usual, under_way = self._slowed.setdefault(link, (self._lab.rate(link), []))
+        under_way.append(rate)
+        self._lab.set_rate(link, rate)
+
+        def lift() -> None:
+            under_way.remove(rate)
+            self._lab.set_rate(link, under_way[-1] if under_way else usual)
+            if not under_way:
+                del self._slowed[link]
+
+        return f"link {link}", lift
 
     def _signal(self, fault: Fault) -> tuple[str, Callable[[], None]] | None:
         crew, target = self._crew, fault.target
