@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ringweave.membership.rules.electing import Rejoining
-from ringweave.membership.rules.records import Decree, Order, Standing
+from ringweave.membership.rules.records import Decree, Order
 from ringweave.membership.rules.signs import Beat
 from tests.membership.rules.table import Table, holder
 
@@ -353,59 +353,3 @@ def test_two_that_both_were_standbys_never_decide_in_the_same_term() -> None:
                 rejoining = Rejoining(standing=holder(member), decree=decree, promised=promised)
                 table.coordinator.rejoin(rejoining, 0.0)
         assert tuple(table.coordinator.term for table in tables) == expected
-
-
-def taken_over_by_followers(*, is_kept_elsewhere: bool = False, level: str = "") -> Table:
-    """A standby that three who follow have asked to take over; the two that have the job's state have not come."""
-    standings = [holder("0.0"), holder("1.0"), *(following(f"{slot}.0") for slot in (2, 3, 4))]
-    decree = Decree(ballot=(1, 5), standings=tuple(standings))
-    table = Table(5, index=1, is_standby=True, is_kept_elsewhere=is_kept_elsewhere)
-    table.pass_time(10.0)
-    beat = Beat(is_waiting=True, still_s=1.0)
-    for member in ("2.0", "3.0", "4.0"):
-        standing = holder(member) if member == level else following(member)
-        rejoining = Rejoining(standing=standing, decree=decree, promised=decree.ballot, lost_s=1.0, beat=beat)
-        table.coordinator.rejoin(rejoining, table.now_s)
-    table.stand(*(holder(each) if each == level else following(each) for each in ("2.0", "3.0", "4.0")))
-    table.pass_time(5.0, "2.0", "3.0", "4.0")
-    return table
-
-
-def following(member: str) -> Standing:
-    return Standing(member=member, is_following=True, committed=5)
-
-
-def test_a_coordinator_that_takes_over_waits_for_those_who_have_the_state() -> None:
-    table = taken_over_by_followers()
-    assert table.coordinator.ended == "", "they were stopped or cut off with the coordinator before"
-    assert table.coordinator.decree is not None
-    for member in ("0.0", "1.0"):
-        decree = table.coordinator.decree
-        rejoining = Rejoining(standing=holder(member), decree=decree, promised=decree.ballot)
-        table.coordinator.rejoin(rejoining, table.now_s)
-    members = [f"{slot}.0" for slot in range(5)]
-    table.pass_time(0.2, *members)
-    table.stand(holder("0.0"), holder("1.0"), *map(following, members[2:]))
-    assert (table.coordinator.ended, table.coordinator.decree.members) == ("", tuple(members))
-    assert table.coordinator.decree.ballot[0] == 2
-
-
-def test_a_coordinator_that_takes_over_waits_for_the_state_but_not_for_ever() -> None:
-    table = taken_over_by_followers()
-    table.pass_time(16.0, "2.0", "3.0", "4.0")
-    assert table.coordinator.ended == "no worker is left that has the parameters: go on from the last checkpoint"
-
-
-def test_a_coordinator_that_takes_over_does_not_wait_for_a_state_that_others_have() -> None:
-    table = taken_over_by_followers(level="3.0")
-    assert table.coordinator.order_for("0.0").reason == "the others went on without it"
-    table = taken_over_by_followers(is_kept_elsewhere=True)
-    assert table.coordinator.order_for("0.0").reason == "the others went on without it"
-
-
-def test_a_coordinator_that_takes_over_does_not_wait_for_whoever_is_followed_in_its_slot() -> None:
-    table = taken_over_by_followers()
-    for member in ("0.1", "1.1"):
-        assert table.coordinator.ended == ""
-        table.coordinator.join(member, table.now_s)
-    assert table.coordinator.ended == "no worker is left that has the parameters: go on from the last checkpoint"
