@@ -311,18 +311,24 @@ def conclude(
     Raises:
         SystemExit: What was checked is wrong.
     """
-    widths = [max(len(_cell(row[column])) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(_cell(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    print("All of it is measured.")
-    leave(
-        options.out,
-        name,
-        {"workers": options.workers, "nic": options.rate, "mode": options.mode, **document},
-    )
+    show(rows)
+    leave(options.out, name, whole(options, document))
     if document.get("wrong"):
         print(*(f"wrong: {each}" for each in document["wrong"]), sep="\n")
         raise SystemExit(1)
+
+
+def show(rows: Sequence[Sequence[object]]) -> None:
+    """Print the table, the head first."""
+    widths = [max(len(_cell(row[column])) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(_cell(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print("All of it is measured.", flush=True)
+
+
+def whole(options: argparse.Namespace, document: Mapping[str, Any]) -> dict[str, Any]:
+    """The document of a bench with what its job was."""
+    return {"workers": options.workers, "nic": options.rate, "mode": options.mode, **document}
 
 
 def leave(out: Path | None, name: str, document: Mapping[str, Any]) -> None:

@@ -1,16 +1,18 @@
 """Faults of all kinds at random: no deadlock, no wrong sum, every sample accounted, and the loss stays what it is.
 
     python bench/faults/mixed.py --faults 30 --steps 400     # three minutes, and one without faults
-    python bench/faults/mixed.py --faults 1000 --steps 12000 # hours
+    python bench/faults/mixed.py --faults 250 --jobs 4 --steps 1600 # 1,000 faults, a good hour
 
 Kills at moments of a step, of coordinators too, pauses, cuts, slow links, a full disk; with --clocks wall clocks that
-jump, which needs a C compiler. The same number of steps is then trained without faults. The same seed draws the same.
+jump, which needs a C compiler. Before, the same number of steps is trained without faults. The same seed draws the
+same faults.
 
 The losses that are compared are those on digits that were held out of the training: they do not come near to zero,
 where a ratio would say nothing. The more steps are asked for, the smaller is the learning rate, so that training ends
 well before the model has learnt all by heart.
 """
 
+import argparse
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -40,29 +42,40 @@ def draw(targets: Targets, kinds: list[str], num_faults: int, seed: int, every_s
 
 
 def main() -> int:
-    """With faults, then without; 1 if a bar is missed."""
+    """Without faults, then with each of the seeds; 1 if a bar is missed."""
     parser = lab_jobs.parser(__doc__)
-    parser.add_argument("--faults", type=int, default=30)
+    parser.add_argument("--faults", type=int, default=30, help="of each job")
     parser.add_argument("--every", type=float, default=3.0)
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which the job is taken for stuck")
-    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which a job is taken for stuck")
+    parser.add_argument("--seed", type=int, default=7, help="of the first job's faults; the next has the next one")
+    parser.add_argument("--jobs", type=int, default=1, help="jobs with faults, one after the other")
     parser.add_argument("--clocks", action="store_true")
     options = parser.parse_args()
+    shared = {"until_s": options.limit, "elastic": lab_jobs.bounds(options), "steps": options.steps}
+    shared |= {"more": ["--lr", str(_LR_STEPS / options.steps)]}
+    calm = lab_jobs.run(options, [], **shared, name="without")
+    found = []
+    for seed in range(options.seed, options.seed + options.jobs):
+        hurt = lab_jobs.run(options, _happens(options, seed), **shared, name=f"seed-{seed}")
+        found += [f"seed {seed}: {each}" for each in _judge(options, seed, hurt, calm)]
+    return lab_jobs.verdict(found)
+
+
+def _happens(options: argparse.Namespace, seed: int) -> tuple[Fault, ...]:
     kinds = [KILL, PAUSE, CUT, SLOW, FILL, *([CLOCK] if options.clocks else [])]
     targets = replace(session.targets(lab_jobs.cluster(options)), moments=MOMENTS, services=(COORDINATOR,))
-    happens = draw(targets, kinds, options.faults, options.seed, options.every)
-    elastic = lab_jobs.bounds(options)
-    shared = {"until_s": options.limit, "elastic": elastic, "steps": options.steps}
-    shared |= {"more": ["--lr", str(_LR_STEPS / options.steps)]}
-    hurt = lab_jobs.run(options, happens, **shared, name="with-faults")
-    calm = lab_jobs.run(options, [], **shared, name="without")
+    return draw(targets, kinds, options.faults, seed, options.every)
+
+
+def _judge(options: argparse.Namespace, seed: int, hurt: lab_jobs.Ended, calm: lab_jobs.Ended) -> list[str]:
+    """Print what the faults of a job did, and leave it; what was missed."""
     found = survivors.tolls(hurt.events)
     said = lab_jobs.summary(hurt, found)
     losses = [each.end["held_out_loss"] if each.end else None for each in (hurt, calm)]
     apart = abs(losses[0] / losses[1] - 1) if None not in losses else None
     said |= {
-        "seed": options.seed,
+        "seed": seed,
         "wanted": options.faults,
         "held_out_loss": losses[0],
         "held_out_loss_without_faults": losses[1],
@@ -72,8 +85,10 @@ def main() -> int:
     more = [("faults that began", said["begun"]), ("loss on what was held out", losses[0])]
     more += [("the same without faults", losses[1]), ("apart (bar 0.005)", apart)]
     padded = [(*row, *[""] * (len(rows[0]) - 2)) for row in more]
-    lab_jobs.conclude(options, "mixed", said, [*rows, *lab_jobs.summary_rows(said, len(rows[0])), *padded])
-    return lab_jobs.verdict(missed(said))
+    out = options.out and options.out.with_stem(f"{options.out.stem}-{seed}")
+    lab_jobs.show([*rows, *lab_jobs.summary_rows(said, len(rows[0])), *padded])
+    lab_jobs.leave(out, f"mixed-{options.faults}-seed-{seed}", lab_jobs.whole(options, said))
+    return [*(f"wrong: {each}" for each in said["wrong"]), *missed(said)]
 
 
 def missed(said: Mapping[str, Any]) -> list[str]:

@@ -5,7 +5,7 @@ import math
 import pydantic
 import pytest
 
-from ringweave.membership.messages import MAX_LAYOUT, MAX_NOTE, MAX_TESTAMENT, Enter, Heartbeat, Stand
+from ringweave.membership.messages import MAX_LAYOUT, MAX_NOTE, Enter, Heartbeat, Stand
 from ringweave.membership.rules.electing import Rejoining
 from ringweave.membership.rules.records import Decree, Standing
 from ringweave.membership.rules.signs import Beat
@@ -13,7 +13,7 @@ from ringweave.membership.rules.signs import Beat
 SHORT = Standing(member="0.0")
 
 
-@pytest.mark.parametrize(("what", "most"), [("note", MAX_NOTE), ("layout", MAX_LAYOUT), ("testament", MAX_TESTAMENT)])
+@pytest.mark.parametrize(("what", "most"), [("note", MAX_NOTE), ("layout", MAX_LAYOUT)])
 def test_long_texts_are_refused_wherever_they_stand(what: str, most: int) -> None:
     long = Standing(member="0.0", **{what: "x" * (most + 1)})
     rejoinings = (

@@ -36,6 +36,8 @@ class Member:
     """It was not asked to stand still since its last epoch was ordered."""
     history: dict[int, Ballot] = field(default_factory=dict)
     """Number of a reduction -> the epoch whose members' gradients are in it."""
+    prepared_in: Ballot = BEFORE_ALL
+    """The epoch of the sums that it has while it is prepared."""
     is_frozen: bool = True
     wants_stop: bool = False
     is_dead: bool = False
@@ -97,6 +99,8 @@ class World:
         self.letters: list[Letter] = []
         self.decrees: dict[Ballot, Decree] = {}
         self.entered: dict[tuple[Ballot, int], set[str]] = {}
+        self.taken: dict[int, Ballot] = {}
+        """Number of a reduction -> the epoch of the gradients that whoever has ever taken it over took over."""
         for slot in range(num_members):
             self.enter(f"{slot}.0")
 
@@ -207,10 +211,9 @@ class World:
     def _settle(self, member: Member, decree: Decree) -> None:
         """End what the epoch before left unfinished."""
         if resolve(member.standing, decree) == "take":
-            giver = next(each for each in (*decree.standings, *decree.finished) if each.committed == decree.committed)
             number = decree.committed
             self._count(member, number)
-            member.history[number] = self.members[giver.member].history[number]
+            member.history[number] = member.prepared_in
         member.standing = replace(member.standing, is_prepared=False)
         member.has_ended = True
 
@@ -250,8 +253,7 @@ class World:
         elif standing.at_border:
             member.standing = replace(standing, at_border=False)
         elif not standing.is_prepared:
-            member.standing = replace(standing, is_prepared=True)
-            together.add(member.name)
+            self._prepare(member, together)
         elif together == set(member.decree.members):
             self._count(member, number)
             if self._all_want(member.decree, number):
@@ -319,12 +321,17 @@ class World:
     def _follow(self, member: Member, decree: Decree, number: int, together: set[str]) -> None:
         """It takes part with nothing, wherever its script is; every third reduction finds it level."""
         if not member.standing.is_prepared:
-            member.standing = replace(member.standing, is_prepared=True)
-            together.add(member.name)
+            self._prepare(member, together)
         elif together == set(decree.members):
             self._count(member, number)
             if self._all_want(decree, number):
                 member.is_frozen = True
+
+    def _prepare(self, member: Member, together: set[str]) -> None:
+        """It has all sums, and says so."""
+        member.standing = replace(member.standing, is_prepared=True)
+        member.prepared_in = member.follower.epoch
+        together.add(member.name)
 
     def _count(self, member: Member, number: int) -> None:
         is_level = member.standing.is_following and number % 3 == 0
@@ -443,7 +450,14 @@ class World:
         for number in numbers:
             sets = {each.history[number] for each in there if number in each.history}
             assert len(sets) <= 1, "members of one epoch took over the same gradients in every reduction"
-        committed = {each.standing.committed for each in there}
+        for member in self.members.values():
+            for number, ballot in member.history.items():
+                known = self.taken.setdefault(number, ballot)
+                assert known == ballot, f"{member.name} took over {number} of {ballot}, others of {known}"
+        knowing = [
+            each for each in there if each.standing.has_state or each.standing.is_following
+        ]  # not who begins anew
+        committed = {each.standing.committed for each in knowing}
         assert not committed or max(committed) - min(committed) <= 1, (
             "members of one epoch are at most one reduction apart"
         )

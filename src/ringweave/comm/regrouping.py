@@ -67,9 +67,13 @@ class EpochGroups:
         Raises:
             RuntimeError: The group is broken.
         """
+        return self.start_exchange(own)()
+
+    def start_exchange(self, own: Tensor) -> Callable[[], Tensor]:
+        """The same, begun while sums are under way; what it gives blocks."""
         group = self._apart or dist.group.WORLD
         assert isinstance(group, RingweaveProcessGroup), "made here"
-        return group.exchange(own)
+        return group.start_exchange(own)
 
     def form(
         self, store_place: str, name: str, rank: int, world_size: int, num_aborts: int, *, is_apart: bool = False

@@ -23,15 +23,12 @@ JOB = ""
 """The part that is the whole job."""
 LOBBY = "lobby"
 """Where members meet before they are told which part they belong to."""
-
-MAX_TESTAMENT = 512 * 1024
-"""Characters of what a member leaves to those who are behind."""
 PLACE = r"^[!-~]{1,255} [0-9]{1,5}$"
 """`HOST PORT`, as a regular expression."""
 
 
 def _bounded(standing: Standing) -> Standing:
-    bounds = (("note", MAX_NOTE), ("layout", MAX_LAYOUT), ("testament", MAX_TESTAMENT))
+    bounds = (("note", MAX_NOTE), ("layout", MAX_LAYOUT))
     for what, most in bounds:
         text = getattr(standing, what)
         if len(text) > most:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from ringweave import wire
@@ -201,22 +203,8 @@ def test_nobody_is_impatient_before_the_first_worker_has_come() -> None:
     assert table.begin("0.0", "1.0").members == ("0.0", "1.0")
 
 
-def test_what_members_leave_to_those_who_are_behind_is_told_once_and_only_where_one_is() -> None:
-    for committed, expected in [((5, 5, 5), ["", "", ""]), ((6, 5, 6), ["x", "", ""])]:
-        table = Table(3)
-        table.begin("0.0", "1.0", "2.0")
-        table.coordinator.accuse("0.0", (1, 1), [], 1.0)
-        standings = [
-            holder(f"{slot}.0", committed=number, is_prepared=number == 5, at_border=False, testament="x")
-            for slot, number in enumerate(committed)
-        ]
-        table.stand(*standings)
-        assert table.coordinator.decree is not None
-        assert [each.testament for each in table.coordinator.decree.standings] == expected
-
-
 def test_an_order_to_a_thousand_members_fits_into_a_message() -> None:
-    """A note of 700 characters each, a testament that grows with their number, and a layout of thousands of buckets."""
+    """A note of 700 characters each, and a layout of thousands of buckets."""
     table = Table(1000, most=1000)
     names = [f"{slot}.0" for slot in range(1000)]
     for name in names:
@@ -230,7 +218,6 @@ def test_an_order_to_a_thousand_members_fits_into_a_message() -> None:
             is_prepared=slot % 2 == 1,
             note="n" * 700,
             layout="l" * 50000,
-            testament="t" * 10**5,
         )
         table.coordinator.stand(proposal.ballot, standing, 0.0)
     told = Told(serial=1, is_active=True, order=table.coordinator.order_for("0.0"))
@@ -274,5 +261,17 @@ def test_a_result_that_one_has_taken_over_is_taken_over_by_all() -> None:
     decree = Decree(ballot=(1, 2), standings=(ahead, behind))
     assert resolve(behind, decree) == "take"
     assert resolve(ahead, decree) == "nothing"
-    alone = Decree(ballot=(1, 2), standings=(behind,))
-    assert resolve(behind, alone) == "again"
+
+
+def test_a_result_that_all_who_are_left_have_counts_for_one_who_is_gone_may_have_taken_it_over() -> None:
+    whole = [holder(f"{slot}.0", is_prepared=True, at_border=False) for slot in range(2)]
+    follower = Standing(member="2.0", is_following=True, committed=5, is_prepared=True)
+    newcomer = Standing(member="3.0")
+    decree = Decree(ballot=(1, 2), standings=(*whole, follower, newcomer))
+    assert decree.committed == 6
+    assert [resolve(each, decree) for each in (*whole, follower, newcomer)] == ["take", "take", "take", "nothing"]
+    for lacks in (replace(whole[1], is_prepared=False), replace(follower, is_prepared=False)):
+        others = [lacks if each.member == lacks.member else each for each in decree.standings]
+        other = replace(decree, standings=tuple(others))
+        assert other.committed == 5, "nobody can have it"
+        assert resolve(whole[0], other) == "again"

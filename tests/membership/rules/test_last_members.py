@@ -139,6 +139,29 @@ def test_one_that_leaves_while_others_are_waited_for_is_out_once_they_have_come(
     assert table.coordinator.decree.members == ("0.0", "2.1", "3.0")
 
 
+def test_the_last_that_has_the_state_goes_when_another_one_has_it() -> None:
+    table = Table(1)
+    table.begin("0.0")
+    table.coordinator.join("1.0", 0.0)
+    table.coordinator.leave(holder("0.0", is_leaving=True), 0.0, is_finished=False)
+    table.stand(holder("0.0", is_leaving=True), Standing(member="1.0"))
+    assert table.coordinator.decree is not None
+    assert table.coordinator.decree.members == ("0.0", "1.0"), "the newcomer reads it first"
+    assert not table.coordinator.order_for("0.0").is_out
+    table.stand(holder("0.0", committed=9, is_leaving=True), holder("1.0", committed=9))
+    assert table.coordinator.order_for("0.0").reason == "it has left"
+    assert table.coordinator.decree.holders == ("1.0",)
+
+
+def test_where_the_state_is_kept_elsewhere_nobody_has_to_stay_for_it() -> None:
+    table = Table(1, is_kept_elsewhere=True)
+    table.begin("0.0")
+    table.coordinator.join("1.0", 0.0)
+    table.coordinator.leave(holder("0.0", is_leaving=True), 0.0, is_finished=False)
+    table.stand(holder("0.0", is_leaving=True), Standing(member="1.0"))
+    assert table.coordinator.order_for("0.0").reason == "it has left"
+
+
 def test_without_the_state_there_is_nothing_to_go_on_with() -> None:
     table = Table(2)
     table.begin("0.0", "1.0")

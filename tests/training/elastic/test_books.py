@@ -1,5 +1,3 @@
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -69,7 +67,7 @@ def test_members_that_say_something_else_are_found_out() -> None:
     "row",
     [
         Row(),
-        Row(account=Account(num_samples=3, fingerprint=2**64 - 1), num_planned=9, wants_stop=True),
+        Row(account=Account(num_samples=3, fingerprint=2**64 - 1), num_planned=9),
         Row(is_following=True),
         Row(is_level=True, is_following=True),
         Row(speed=Speed(s_per_sample=0.001, overhead_samples=2.5, noise=0.1)),
@@ -79,8 +77,6 @@ def test_rows_survive_the_way(row: Row) -> None:
     words = to_tensor(row, 0, 0)
     assert words.shape == (WIDTH,)
     assert of_tensor(words[None]) == ((row,), 0)
-    commit = Commit(number=3, members=("0.0",), rows=(row,), used=2**70 + 5)
-    assert Commit.of_words(json.loads(json.dumps(commit.to_words()))) == commit
 
 
 @pytest.mark.parametrize(("num_parameters", "num_words"), [(0, 0), (1, 1), (64, 1), (65, 2), (200, 4)])

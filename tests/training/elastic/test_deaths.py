@@ -17,9 +17,9 @@ from tests.training.elastic import elastic_functions as functions
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(600)]
 
 NUM_STEPS = functions.NUM_SAMPLES // functions.BATCH
-MAY_COUNT_AFTER = ("committed", "optimizer")
-"""Moments at which all members have said that they have all sums of the step: its samples count if the others have
-heard that of the one who dies then, and the kernel may lose what a dead process has sent."""
+MAY_COUNT_AFTER = ("commit", "committed", "optimizer")
+"""Moments at which one who dies has all sums of the step and has said of which samples: they count if the others have
+them too by then."""
 
 
 def replay(batches: Mapping[int, Sequence[int]]) -> list[np.ndarray]:

@@ -71,6 +71,8 @@ class Engine:
         ]
         self._parts: dict[tuple[int, str], tuple[schedules.Schedule, tuple[schedules.Transfer, ...]]] = {}
         self._version, self._num_exchanges = 1, 0
+        self._idle = 0
+        """The lane that the newest collective is not in."""
         self._plans: Promises[Compiled] = Promises()
         self._order = threading.Lock()
         self._ending = threading.Lock()
@@ -93,10 +95,16 @@ class Engine:
             how = ticket.decision.choice.schedule if ticket.decision else "a schedule to be tried"
             doing = f"allreduce #{ticket.number} ({reduction.name}, {tensor.numel()} x {tensor.dtype}, {how})"
             job = Job(lambda lane: self._run(ticket, use, lane, timeout_s), doing, work, use.end)
-            return self._submit(job, ticket.number % NUM_LANES)  # dealt to the lanes in turn
+            lane = ticket.number % NUM_LANES  # dealt to the lanes in turn
+            self._idle = (lane + 1) % NUM_LANES
+            return self._submit(job, lane)
 
-    def exchange(self, own: Tensor, timeout_s: float) -> Tensor:
-        """(group_size, width): what each rank says, (width,), a few words; see `Council.gather`. Blocks."""
+    def start_exchange(self, own: Tensor, timeout_s: float) -> Callable[[], Tensor]:
+        """Begin to tell all ranks a few words, (width,), beside the newest collective.
+
+        Returns:
+            Blocks until all have said theirs; (group_size, width). See `Council.gather`.
+        """
         said: list[Tensor] = []
         with self._order:
             self._num_exchanges += 1
@@ -106,9 +114,13 @@ class Engine:
             def run(lane: Lane) -> None:
                 said.append(Council(self._members, lane.transport, tag=tag, timeout_s=timeout_s).gather(own))
 
-            work = self._submit(Job(run, doing, PendingWork([own]), lambda: None), 0)
-        work.wait()
-        return said[0]
+            work = self._submit(Job(run, doing, PendingWork([own]), lambda: None), self._idle)
+
+        def wait() -> Tensor:
+            work.wait()
+            return said[0]
+
+        return wait
 
     def _submit(self, job: Job, lane: int) -> PendingWork:
         """Let a lane run it, unless the group has ended; in the order of the calls."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ringweave.membership.rules import quorum, reasons
 from ringweave.membership.rules.electing import Election, Rejoining
 from ringweave.membership.rules.presence import Presence
-from ringweave.membership.rules.records import Ballot, Decree, Order, Proposal, Standing, slot_of, without_doubles
+from ringweave.membership.rules.records import Ballot, Decree, Order, Proposal, Standing, slot_of, with_one_layout
 from ringweave.membership.rules.rhythm import ANSWERS, Delays
 from ringweave.membership.rules.settings import Settings
 from ringweave.membership.rules.signs import MAY_GO_S, SURE_AFTER_S, Beat
@@ -383,7 +383,8 @@ class Coordinator:
     def _begin(self, proposal: Proposal, standings: list[Standing], holders: list[Standing], now_s: float) -> None:
         """Newcomers are let in, and leavers out, where all others are between two steps; else at the next border.
 
-        Those who are left stand still at once where they are too few without the leavers; newcomers count as left.
+        Those who are left stand still at once where they are too few without the leavers; newcomers count as left. If
+        nobody but leavers has the state, they stay until somebody else has it.
         """
         num_left = sum(not (each.is_leaving and each.at_border) for each in standings)
         taking_part = [each for each in standings if each.has_state or each.is_following]
@@ -393,10 +394,14 @@ class Coordinator:
         if not staying:
             self._end(reasons.ALL_LEFT, holders)
             return
-        if self.decree is None or max(each.committed for each in staying) > self.decree.committed:
+        is_heirless = bool(holders) and not any(each.has_state for each in staying)
+        if is_heirless and not self._settings.is_kept_elsewhere:
+            staying, num_left = standings, len(standings)
+        finished = tuple(replace(each, layout="") for each in self._finished)
+        decree = Decree(ballot=proposal.ballot, standings=with_one_layout(staying), finished=finished)
+        if self.decree is None or decree.committed > self.decree.committed:
             self._accusations.clear()
-        told, finished = without_doubles(staying, self._finished)
-        self.decree = Decree(ballot=proposal.ballot, standings=told, finished=finished)
+        self.decree = decree
         self._reign, self._proposal, self._waiting_since_s = proposal.ballot[0], None, None
         for each in standings:
             if each not in staying:

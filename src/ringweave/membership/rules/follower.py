@@ -79,8 +79,9 @@ def resolve(own: Standing, decree: Decree) -> Resolution:
     """What becomes of the reduction that `own` keeps gradients of, once a new epoch begins.
 
     A member takes a result over only when all members of its epoch have said that they have every result. So if one
-    of those who are left has taken it over, all who are left have it, and take it over too. If none has, they reduce
-    the gradients that they kept again, among themselves.
+    of them has taken it over, whether it is left or not, all who are left have it: they take it over where all of them
+    have it. If one of them has not, nobody has taken it over, and they reduce the gradients that they kept again,
+    among themselves.
 
     Returns:
         `nothing`: there is none. `take`: take the results over that are there. `again`: reduce again.

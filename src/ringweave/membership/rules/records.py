@@ -24,7 +24,7 @@ class Standing:
     committed: int = 0
     """Number of the last reduction of gradients whose result it has taken over."""
     is_prepared: bool = False
-    """It has every result of the next reduction too, and has said so to the others, but not heard it of all."""
+    """It has every result of the next reduction too, and every member's row, but has not heard that all have them."""
     at_border: bool = True
     """It is between two train steps; else it keeps gradients that are not reduced yet."""
     is_leaving: bool = False
@@ -35,8 +35,6 @@ class Standing:
     """What the other members have to know of it and the coordinator does not: passed on as it is."""
     layout: str = ""
     """What newcomers have to know to take part; all who have the state say the same; only the first's is passed on."""
-    testament: str = ""
-    """What those need who have not taken over the reduction `committed` yet; passed on once, whoever said it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +64,15 @@ class Decree:
 
     @property
     def committed(self) -> int:
-        """The last reduction that any of them has taken over: all of them have its results, so all take it over."""
-        return max(standing.committed for standing in (*self.standings, *self.finished))
+        """The last reduction that counts: one of them has taken it over, or all who take part in it have its results.
+
+        Somebody who is not among them may have taken it over then, and nobody who could not have it: a member does so
+        only after all have said that they have every result.
+        """
+        most = max(standing.committed for standing in (*self.standings, *self.finished))
+        keepers = [standing for standing in self.standings if standing.has_state or standing.is_following]
+        is_agreed = keepers and all(each.is_prepared and each.committed == most for each in keepers)
+        return most + 1 if is_agreed else most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,25 +104,10 @@ class Order:
     """Of a job that is over: the member that is to save the state; empty if nobody who is left has it."""
 
 
-Standings = tuple[Standing, ...]
-
-
-def without_doubles(standings: Sequence[Standing], finished: Sequence[Standing]) -> tuple[Standings, Standings]:
-    """Both with no more testaments than are needed: one where somebody is behind the others, else none; and one layout.
-
-    All testaments of a reduction say the same, and grow with the number of members.
-    """
+def with_one_layout(standings: Sequence[Standing]) -> tuple[Standing, ...]:
+    """All layouts say the same, and grow with the model: only that of the first with the job's state is left."""
     first = next((each for each in standings if each.has_state), None)
-    holders = [each for each in standings if each.has_state or each.is_following]
-    most = max((each.committed for each in (*standings, *finished)), default=0)
-    heir = next((each for each in holders if each.committed < most), None)
-    giver = next((each for each in (*holders, *finished) if each.committed == most), None)
-
-    def told(each: Standing) -> Standing:
-        testament = each.testament if heir and each is giver else ""
-        return replace(each, testament=testament, layout=each.layout if each is first else "")
-
-    return tuple(map(told, standings)), tuple(map(told, finished))
+    return tuple(replace(each, layout=each.layout if each is first else "") for each in standings)
 
 
 def slot_of(member: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What every member says of a reduction when it has all of its results: one row of whole numbers.
+"""What every member says of a reduction while it is under way: one row of whole numbers.
 
 Behind the row are bits for the parameters that the member has used: who commits has those of all, without another
 collective.
@@ -27,13 +27,16 @@ class Row:
     """Samples that its gradients are of."""
     num_planned: int = 0
     """Samples that all members of the batches together were to have; the same in all rows but those of who follows."""
-    wants_stop: bool = False
-    """It knows that the membership is about to change, and is ready to stop after this step."""
     is_following: bool = False
     """It has joined, and its part of this reduction is nothing."""
     is_level: bool = False
     """It follows no more: it waits for this reduction as all others do, and computes what comes next."""
     speed: Speed | None = None
+
+    @property
+    def may_stop(self) -> bool:
+        """While somebody follows nobody stops to let others come or go: its script is not at a border then."""
+        return self.is_level or not self.is_following
 
     def to_list(self) -> list[int]:
         """Seven whole numbers of 64 bits."""
@@ -44,7 +47,7 @@ class Row:
             self.account.num_samples,
             self.account.fingerprint - _HALF,
             self.num_planned,
-            self.wants_stop | self.is_following << 1 | self.is_level << 2,
+            self.is_following | self.is_level << 1,
             *words,
         ]
 
@@ -55,9 +58,8 @@ class Row:
         return cls(
             account=Account(num_samples=words[0], fingerprint=words[1] + _HALF),
             num_planned=words[2],
-            wants_stop=bool(words[3] & 1),
-            is_following=bool(words[3] & 2),
-            is_level=bool(words[3] & 4),
+            is_following=bool(words[3] & 1),
+            is_level=bool(words[3] & 2),
             speed=Speed(s_per_sample=each_s, overhead_samples=overhead, noise=noise) if each_s > 0 else None,
         )
 
@@ -115,18 +117,3 @@ class Commit:
         if not self.num_planned:  # gradients that are of no batch of the loader's: all members count the same
             return 1 / max(1, sum(not row.is_following for row in self.rows))
         return self.num_planned / num_samples if num_samples else 0.0
-
-    def to_words(self) -> dict[str, object]:
-        """For a note."""
-        rows = [row.to_list() for row in self.rows]
-        return {"number": self.number, "members": list(self.members), "rows": rows, "used": f"{self.used:x}"}
-
-    @classmethod
-    def of_words(cls, words: dict) -> "Commit":
-        """What `to_words` gave."""
-        return cls(
-            number=words["number"],
-            members=tuple(words["members"]),
-            rows=tuple(Row.of(row) for row in words["rows"]),
-            used=int(words["used"], 16),
-        )

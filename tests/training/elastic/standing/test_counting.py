@@ -1,6 +1,5 @@
 """What the script has once what it began counts: the session's own thread may be late with handing it over."""
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,6 +13,7 @@ from ringweave.membership.rules.records import Decree, Standing
 from ringweave.training.elastic.kept import Reduction, Spread
 from ringweave.training.elastic.rows import Commit, Row
 from ringweave.training.elastic.session import Session
+from ringweave.training.elastic.standing.counting import _Prepared
 
 NOTE = '{"store": "127.0.0.1 9"}'
 PATIENCE_S = 60.0
@@ -29,6 +29,9 @@ class Groups:
 
     def form(self, *_: Any, **__: Any) -> None:
         pass
+
+    def start_exchange(self, own: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return lambda: own[None]
 
     def exchange(self, own: torch.Tensor) -> torch.Tensor:
         return own[None]
@@ -103,8 +106,8 @@ def test_what_an_epoch_left_unfinished_is_told_by_the_first_of_the_next(members:
     footing.decree = Decree(ballot=(1, 1), standings=tuple(Standing(member=each) for each in ("0.0", "1.0", "2.0")))
     footing.reduction = Reduction(number=1, is_whole=True)
     footing.where = replace(footing.where, has_state=True, is_prepared=True, at_border=False)
-    commit = Commit(number=1, members=("0.0", "1.0"), rows=(Row(), Row()))
-    gone = Standing(member="0.0", has_state=True, committed=1, testament=json.dumps(commit.to_words()))
+    session._counting._prepared = _Prepared(Commit(number=1, members=("0.0", "1.0"), rows=(Row(), Row())), ())
+    gone = Standing(member="0.0", has_state=True, committed=1)
     standings = tuple(Standing(member=each, has_state=True) for each in members)
     decree = Decree(ballot=(1, 2), standings=standings, finished=(gone,))
     session.form(decree)

@@ -1,7 +1,7 @@
 """What becomes of one reduction, or of what is spread: from the first bucket to the commit that all members know of."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -13,10 +13,18 @@ from ringweave.membership.rules.records import Decree
 from ringweave.training.elastic import rows, seams
 from ringweave.training.elastic.kept import Reduction, Room, Said, Spread
 from ringweave.training.elastic.rows import Commit, Row
-from ringweave.training.elastic.standing import notes
 from ringweave.training.elastic.standing.footing import Footing
 
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What becomes of a reduction if it counts."""
+
+    commit: Commit
+    buffers: Sequence[tuple[Tensor, Tensor]]
+    """(buffer of the model, what it becomes)."""
 
 
 class Counting:
@@ -29,7 +37,7 @@ class Counting:
         self._footing, self._buffers, self._is_mean = footing, buffers, is_mean
         self._num_parameters = num_parameters
         self._room = Room()
-        self._synced: Sequence[tuple[Tensor, Tensor]] = ()
+        self._prepared: _Prepared | None = None
         self._is_settling = False
         """It counts, and the script does not have it yet; with the lock held."""
         self.source = 0
@@ -108,28 +116,34 @@ class Counting:
         footing = self._footing
         assert footing.decree is not None, "a group is up"
         try:
+            if _is_nothing(reduction):
+                reduction.wait()  # its script may be level by then, which the row says
+            with footing.lock:
+                row = self._row(reduction)
+            hear = footing.groups.start_exchange(rows.to_tensor(row, reduction.used, self._num_parameters))
             reduction.wait()
             buffers = self._sync_buffers(self._buffers() if isinstance(reduction, Reduction) else ())
+            every, used = rows.of_tensor(hear())
+            commit = Commit(number=reduction.number, members=footing.decree.members, rows=every, used=used)
             with footing.lock:
                 if generation != footing.generation:
                     return
+                prepared = self._prepared = _Prepared(commit, buffers)
                 footing.where = replace(footing.where, is_prepared=True)
-                row = self._row(reduction)
-            said = footing.groups.exchange(rows.to_tensor(row, reduction.used, self._num_parameters))
+                wants_stop = footing.wants_stop and row.may_stop
+            votes = footing.groups.exchange(torch.tensor([wants_stop], dtype=torch.uint8))
         except RuntimeError as error:
             footing.tell_broken(error, generation)
             return
-        every, used = rows.of_tensor(said)
         with footing.lock:
             if generation != footing.generation:
                 return  # an order came first: what becomes of this is decided when the next epoch begins
-            commit = Commit(number=reduction.number, members=footing.decree.members, rows=every, used=used)
-            footing.stops = all(each.wants_stop for each in every)
-            self._take(commit, reduction, buffers)
-        self._settle(reduction, commit, buffers)
+            footing.stops = bool(votes.all())
+            self._take(prepared, reduction)
+        self._settle(prepared, reduction)
 
     def end(self, decree: Decree, generation: int) -> bool:
-        """Before an epoch: take over the results if one of the members has, else be ready to reduce again.
+        """Before an epoch: take over the results if one of the members may have, else be ready to reduce again.
 
         Returns:
             Whether the order still holds: this member may have promised to follow another one meanwhile.
@@ -144,48 +158,46 @@ class Counting:
                 if generation != footing.generation:
                     return False
                 footing.where = replace(footing.where, is_prepared=False)
-                if isinstance(reduction, Reduction) and reduction.is_nothing:
+                if _is_nothing(reduction):
                     footing.reduction = None  # there will be another one
                 return True
+        prepared = self._prepared
         assert reduction is not None, "it was prepared"
-        left = [each for each in (*decree.standings, *decree.finished) if each.testament]
-        said = (notes.commit_of(each.member, each.testament) for each in left)
-        commit = next(each for each in said if each.number == decree.committed)
+        assert prepared is not None, "it was prepared"
         with footing.lock:
             if generation != footing.generation:
                 return False
-            self._take(commit, reduction, self._synced)
-        self._settle(reduction, commit, self._synced)
+            self._take(prepared, reduction)
+        self._settle(prepared, reduction)
         return True
 
     def _row(self, reduction: Reduction | Spread) -> Row:
-        """While somebody follows nobody stops to let others come or go: its script is not at a border then."""
-        footing = self._footing
-        if not (isinstance(reduction, Reduction) and reduction.is_nothing):
-            return replace(reduction.row, wants_stop=footing.wants_stop)
-        is_level = footing.catching is not None and footing.catching.is_level
-        return Row(is_following=True, is_level=is_level, wants_stop=is_level and footing.wants_stop)
+        """What this member says of it; with the lock held."""
+        if not _is_nothing(reduction):
+            return reduction.row
+        catching = self._footing.catching
+        return Row(is_following=True, is_level=catching is not None and catching.is_level)
 
-    def _take(self, commit: Commit, reduction: Reduction | Spread, buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _take(self, prepared: _Prepared, reduction: Reduction | Spread) -> None:
         """It counts; with the lock held."""
-        footing = self._footing
+        footing, commit = self._footing, prepared.commit
         if isinstance(reduction, Reduction) and reduction.is_nothing:
-            self._keep(commit, reduction, buffers)
+            self._keep(prepared, reduction)
             return
         self._is_settling = True
         footing.crew.withdraw()
         footing.crew.commit(commit)
-        footing.last, footing.reduction = commit, None
+        footing.reduction = None
         footing.where = replace(footing.where, committed=commit.number, is_prepared=False)
         footing.num_signs += 1
         footing.is_waiting = False  # the script goes on when it is settled, and is not woken before
 
-    def _keep(self, commit: Commit, reduction: Reduction, buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _keep(self, prepared: _Prepared, reduction: Reduction) -> None:
         """It counts, and this member's script does it later; with the lock held."""
-        footing = self._footing
+        footing, commit = self._footing, prepared.commit
         assert footing.catching is not None, "who takes part with nothing follows"
-        is_level = footing.catching.keep(commit, reduction, buffers)
-        footing.last, footing.reduction = commit, None
+        is_level = footing.catching.keep(commit, reduction, prepared.buffers)
+        footing.reduction = None
         footing.where = replace(
             footing.where,
             committed=commit.number,
@@ -197,14 +209,14 @@ class Counting:
         footing.num_signs += 1
         footing.lock.notify_all()
 
-    def _settle(self, reduction: Reduction | Spread, commit: Commit, buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _settle(self, prepared: _Prepared, reduction: Reduction | Spread) -> None:
         """Hand what counts to the script, unless it does it later."""
-        if isinstance(reduction, Reduction) and reduction.is_nothing:
+        if _is_nothing(reduction):
             return
         try:
-            for own, first in buffers:
+            for own, first in prepared.buffers:
                 own.copy_(first)
-            reduction.resolve(commit, is_mean=self._is_mean)
+            reduction.resolve(prepared.commit, is_mean=self._is_mean)
         finally:
             with self._footing.lock:
                 self._is_settling = False
@@ -217,5 +229,9 @@ class Counting:
             first = buffer.detach().clone()
             dist.broadcast(first, self.source, group=self._footing.groups.reducing)
             found.append((buffer, first))
-        self._synced = found
         return found
+
+
+def _is_nothing(reduction: Reduction | Spread | None) -> bool:
+    """Whether this member takes part in it with nothing."""
+    return isinstance(reduction, Reduction) and reduction.is_nothing

@@ -15,7 +15,6 @@ from ringweave.training.elastic import seams
 from ringweave.training.elastic.joining import layouts
 from ringweave.training.elastic.joining.catching import Catching
 from ringweave.training.elastic.kept import Reduction, Spread
-from ringweave.training.elastic.rows import Commit
 from ringweave.training.elastic.seams import Crew
 
 LEFT_CODE = 143
@@ -50,7 +49,6 @@ class Footing:
         self.is_frozen, self.is_ordered, self.is_up = True, False, False
         self.wants_stop, self.stops = False, False
         self.reduction: Reduction | Spread | None = None
-        self.last: Commit | None = None
         self.layout: list[list[object]] = []
         self.catching: Catching | None = None
         """Until the script has done all that was kept for it; it alone ends that."""
@@ -84,12 +82,11 @@ class Footing:
         """What the others hear of it."""
         note = {"store": self.groups.store_place, **self.crew.note()}
         layout = layouts.to_text(self.layout) if self.crew.can_be_followed else ""
-        testament = json.dumps(self.last.to_words()) if self.last else ""
         where = self.where
         if where.is_following and self.catching is not None:
             where = replace(where, at_border=self.catching.is_at_border)
         place = self.crew.state_place
-        return replace(where, place=place, note=json.dumps(note), layout=layout, testament=testament)
+        return replace(where, place=place, note=json.dumps(note), layout=layout)
 
     def raise_reason(self) -> None:
         """Why this member cannot go on, if it cannot.

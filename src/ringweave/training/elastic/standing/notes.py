@@ -8,14 +8,12 @@ import pydantic
 from pydantic import ConfigDict, Field
 
 from ringweave.errors import RingweaveError, TrainingError, explain
-from ringweave.membership.messages import MAX_MEMBERS, MAX_NOTE, MAX_TESTAMENT, PLACE
+from ringweave.membership.messages import MAX_NOTE, PLACE
 from ringweave.membership.rules.records import Standing
-from ringweave.training.elastic.rows import WIDTH, Commit
 
 _MOST = 2**63
 _FINGERPRINTS = 2**64
 _NUMBER = Annotated[int, Field(ge=0, lt=_MOST)]
-_WORD = Annotated[int, Field(ge=-_MOST, lt=_MOST)]
 _PLACE = Annotated[str, Field(pattern=PLACE)]
 _POSITIVE = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _REST = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -47,15 +45,6 @@ class _Crew(pydantic.BaseModel):
     books: tuple[_ACCOUNT, _ACCOUNT, _ACCOUNT]
 
 
-class _Testament(pydantic.BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    number: _NUMBER
-    members: Annotated[list[str], Field(max_length=MAX_MEMBERS)]
-    rows: list[Annotated[list[_WORD], Field(min_length=WIDTH, max_length=WIDTH)]]
-    used: Annotated[str, Field(pattern=r"^[0-9a-f]+$")]
-
-
 def note_of(member: str, text: str) -> dict[str, Any]:
     """The note of a member of a session.
 
@@ -85,24 +74,6 @@ def check_crew(standing: Standing, note: Mapping[str, Any]) -> None:
         raise _refusal("place", standing.member, "none", "where its state can be read, as HOST PORT")
     text = json.dumps(note)
     _read("note", standing.member, text, MAX_NOTE + len(text), lambda: _Crew.model_validate_json(text))
-
-
-def commit_of(member: str, text: str) -> Commit:
-    """The testament of a member.
-
-    Raises:
-        TrainingError: It is none.
-    """
-
-    def read() -> Commit:
-        words = _Testament.model_validate_json(text)
-        if len(words.rows) != len(words.members):
-            raise ValueError(f"{len(words.rows)} rows of {len(words.members)} members")
-        if any(row[0] < 0 or row[2] < 0 for row in words.rows):
-            raise ValueError("a negative number of samples")
-        return Commit.of_words(words.model_dump())
-
-    return _read("testament", member, text, MAX_TESTAMENT, read)
 
 
 def _read(what: str, member: str, text: str, most: int, read: Callable[[], _Found]) -> _Found:
