@@ -85,7 +85,9 @@ def _judge(options: argparse.Namespace, seed: int, hurt: lab_jobs.Ended, calm: l
     more = [("faults that began", said["begun"]), ("loss on what was held out", losses[0])]
     more += [("the same without faults", losses[1]), ("apart (bar 0.005)", apart)]
     padded = [(*row, *[""] * (len(rows[0]) - 2)) for row in more]
-    out = options.out and options.out.with_stem(f"{options.out.stem}-{seed}")
+    out = options.out
+    if out and options.jobs > 1:
+        out = out.with_stem(f"{out.stem}-{seed}")
     lab_jobs.show([*rows, *lab_jobs.summary_rows(said, len(rows[0])), *padded])
     lab_jobs.leave(out, f"mixed-{options.faults}-seed-{seed}", lab_jobs.whole(options, said))
     return [*(f"wrong: {each}" for each in said["wrong"]), *missed(said)]

@@ -158,12 +158,17 @@ def test_at_once(
 def test_mixed(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("with-faults", "without"):
+    for name in ("seed-7", "seed-8", "without"):
         keep(tmp_path / name, "at 10s kill worker 1")
     code, found = judge(bench, monkeypatch, tmp_path, "--faults", "2")
-    assert (found["apart"], found["begun"], found["wanted"]) == (0.0, 1, 2)
+    assert (found["apart"], found["begun"], found["wanted"], found["seed"]) == (0.0, 1, 2, 7)
     assert code == 1
-    assert "missed: 1 faults began, not 2\n" in capsys.readouterr().out
+    assert "missed: seed 7: 1 faults began, not 2\n" in capsys.readouterr().out
+    code, _ = judge(bench, monkeypatch, tmp_path, "--faults", "2", "--jobs", "2")
+    assert code == 1
+    assert "missed: seed 7: 1 faults began, not 2\nmissed: seed 8: 1 faults began, not 2\n" in capsys.readouterr().out
+    seeds = [json.loads((tmp_path / f"found-{seed}.json").read_text(encoding="utf-8"))["seed"] for seed in (7, 8)]
+    assert seeds == [7, 8]
 
 
 @pytest.mark.parametrize("bench", ["joining"], indirect=True)
