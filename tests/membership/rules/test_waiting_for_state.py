@@ -39,6 +39,21 @@ def test_who_follows_has_not_the_state_so_the_one_that_has_it_is_waited_for() ->
     assert table.coordinator.order_for("1.0").proposal is None
 
 
+def test_who_cannot_reach_the_one_that_has_the_state_has_to_go_itself() -> None:
+    table = Table(1)
+    table.begin("0.0")
+    for member in ("1.0", "2.0"):
+        table.coordinator.join(member, table.now_s)
+    table.stand(holder("0.0"), Standing(member="1.0"), Standing(member="2.0"))
+    for number in range(3):
+        assert table.coordinator.decree is not None
+        table.coordinator.accuse("1.0", table.coordinator.decree.ballot, ["0.0"], table.now_s)
+        table.stand(holder("0.0"), *(following(member) for member in ("1.0", "2.0")))
+        assert ("1.0" in table.coordinator.decree.members) == (number < 2)
+    assert table.coordinator.decree.members == ("0.0", "2.0")
+    assert table.coordinator.order_for("1.0").reason == "the others cannot reach it"
+
+
 def test_the_one_that_has_the_state_is_waited_for_but_not_for_ever() -> None:
     table = followed()
     table.stand(following("1.0", 6), following("2.0", 6))

@@ -209,12 +209,16 @@ class Coordinator:
             self._end(reason, [each for each in standings if each.member in self._presence.here])
 
     def accuse(self, member: str, ballot: Ballot, suspects: list[str], now_s: float) -> None:
-        """A member's epoch is broken: it could not reach these; none if it does not know whom."""
+        """A member's epoch is broken: it could not reach these; none if it does not know whom.
+
+        Of two that cannot reach each other the one that the job can do without is to blame.
+        """
         is_news = self.decree is not None and ballot == self.decree.ballot and member in self._presence.here
         if not is_news or (self._proposal is not None and self._proposal.is_urgent):
             return
         for suspect in [each for each in suspects if each in self._presence.here]:
-            self._accusations[suspect] = self._accusations.get(suspect, 0) + 1
+            blamed = member if self._is_last(suspect) else suspect
+            self._accusations[blamed] = self._accusations.get(blamed, 0) + 1
         worst = max(self._accusations, key=lambda each: (self._accusations[each], slot_of(each)), default=None)
         if worst in self._presence.here and self._accusations[worst] >= _MOST_ACCUSATIONS:
             self._lose(worst, "the others cannot reach it", is_silent=True)
