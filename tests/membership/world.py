@@ -30,8 +30,8 @@ class Member:
     decree: Decree | None = None
     forming: Decree | None = None
     """The epoch that was ordered, while its group is not formed."""
-    has_ended: bool = False
-    """What the epoch before left unfinished has been ended."""
+    has_come: bool = False
+    """It is where the members of that epoch meet."""
     is_settled: bool = True
     """It was not asked to stand still since its last epoch was ordered."""
     history: dict[int, Ballot] = field(default_factory=dict)
@@ -202,7 +202,7 @@ class World:
                     own = replace(own, is_leaving=member.standing.is_leaving)  # said at any time
                     assert own == member.standing, "it stood still since it said where it stands"
                     member.decree = member.forming = action.decree
-                    member.has_ended, member.wants_stop, member.unstood = False, False, None
+                    member.has_come, member.wants_stop, member.unstood = False, False, None
                     member.is_settled = True
                 case Out():
                     member.is_frozen, member.forming, member.reason = True, None, action.reason
@@ -215,13 +215,14 @@ class World:
             self._count(member, number)
             member.history[number] = member.prepared_in
         member.standing = replace(member.standing, is_prepared=False)
-        member.has_ended = True
 
     def _meet(self, member: Member, decree: Decree) -> None:
         """Go on with the others, once all have come; a newcomer with the state of one of them."""
+        member.has_come = True
         others = [self.members[name] for name in decree.members]
-        if not all(each.decree == decree and each.has_ended for each in others):
+        if not all(each.decree == decree and each.has_come for each in others):
             return
+        self._settle(member, decree)
         if not member.standing.has_state and not member.standing.is_following:
             if decree.holders:
                 member.history = dict(self.members[decree.holders[0]].history)
@@ -237,7 +238,7 @@ class World:
         if not member.can_act:
             return
         if member.forming is not None:
-            (self._meet if member.has_ended else self._settle)(member, member.forming)
+            self._meet(member, member.forming)
             return
         if member.is_stuck:
             return

@@ -43,3 +43,43 @@ def test_what_the_greater_part_has_done_is_not_lost_whoever_came_back_to_its_coo
     assert [each.reason for each in greater] == ["", ""]
     assert min(each.standing.committed for each in greater) > before + 10
     assert world.members["2.0"].follower.is_out
+
+
+def test_what_one_has_heard_alone_is_not_taken_over_before_all_others_have_heard_it() -> None:
+    world = World(5)
+    go_on(world, 30)
+    first, *others, late = world.members.values()
+    while not all(each.standing.at_border for each in world.members.values()):
+        for each in world.members.values():
+            if not each.standing.at_border:
+                world.work(each)
+    for each in (first, *others, late):
+        world.work(each)
+    for each in (first, *others):
+        world.work(each)
+    assert [each.standing.is_prepared for each in (first, *others, late)] == [True] * 4 + [False]
+    late.is_paused, before = True, world.coordinators[0].decree
+    while world.coordinators[0].decree == before:
+        deliver(world)
+    world.deaf = {(each.name, 0) for each in others}
+    deliver(world)
+    assert first.forming == world.coordinators[0].decree, "it alone knows that the late one is out, and what counts then"
+    for _ in range(5):
+        world.work(first)
+    world.is_down[0], late.is_paused, late.is_stuck = True, False, True
+    world.kill(first)
+    for each in (*others, late):
+        world.rejoin(each)
+    go_on(world, 30)
+    late.is_stuck = False
+    go_on(world, 100)
+    assert {each.name for each in world.members.values() if each.can_act} == {each.name for each in (*others, late)}
+    assert min(each.standing.committed for each in others) > first.standing.committed + 10
+
+
+def deliver(world: World) -> None:
+    world.tick()
+    letters, world.letters = world.letters, []
+    for letter in letters:
+        letter()
+    world.check()

@@ -143,7 +143,7 @@ class Counting:
         self._settle(prepared, reduction)
 
     def end(self, decree: Decree, generation: int) -> bool:
-        """Before an epoch: take over the results if one of the members may have, else be ready to reduce again.
+        """As an epoch begins: take over the results if one of the members may have, else be ready to reduce again.
 
         Returns:
             Whether the order still holds: this member may have promised to follow another one meanwhile.

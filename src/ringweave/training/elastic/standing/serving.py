@@ -61,7 +61,11 @@ class Serving:
         return footing.is_up and footing.reduction is not None and footing.reduction.is_whole
 
     def _form(self, decree: Decree, generation: int, num_aborts: int) -> None:
-        """End what the epoch before left unfinished, and meet the members of the next."""
+        """Meet the members of the next epoch, and end what the one before left unfinished.
+
+        In this order: what one of them takes over all of them have heard of then, and a coordinator that some of them
+        ask next cannot have others of the epoch before do it again.
+        """
         footing = self._footing
         told = [notes.note_of(each.member, each.note) for each in decree.standings]
         rank = decree.members.index(footing.member)
@@ -69,8 +73,6 @@ class Serving:
         if decree.standings[rank].is_following and not footing.where.is_following:
             error = MembershipError("it begins anew: the state could not be read")
             footing.tell_broken(error, generation, decree)
-            return
-        if not self._counting.end(decree, generation):
             return
         entrance = Entrance.of(decree)
         begun = Begun(decree=decree, notes=told, is_newcomer=rank in entrance.newcomers)
@@ -81,7 +83,7 @@ class Serving:
         except (RuntimeError, RingweaveError, OSError) as error:
             footing.tell_broken(error, generation, decree)
             return
-        if self._begin(begun, entrance, generation):
+        if self._counting.end(decree, generation) and self._begin(begun, entrance, generation):
             self._pass_state(begun, entrance)
 
     def _meet(self, begun: Begun, entrance: Entrance, num_aborts: int) -> None:
