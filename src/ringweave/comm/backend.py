@@ -117,17 +117,16 @@ class RingweaveProcessGroup(HostedProcessGroup):
         asked = Asked(num_bytes=tensor.nbytes, forced=self._forced, host_can=host_can)
         return self._engine.allreduce(tensor, opts.reduceOp, reduction, asked, timeout_s)
 
-    def start_exchange(self, own: Tensor) -> Callable[[], Tensor]:
-        """Begin to tell all ranks a few words, (width,) on the processor, while reductions are under way.
+    def exchange(self, own: Tensor) -> Tensor:
+        """(group_size, width): what each rank says in a few words, (width,) on the processor; blocks until all have.
 
         A collective of our own beside torch's: two small messages for each rank, where a library's allgather takes one
         for each pair, or a hop for each rank.
 
-        Returns:
-            Blocks until all have said theirs: (group_size, width). It raises a CommunicationError where a rank is gone
-            or silent, or the group has failed before.
+        Raises:
+            CommunicationError: A rank is gone or silent, or the group has failed before.
         """
-        return self._engine.start_exchange(own, self._gloo.options._timeout.total_seconds())
+        return self._engine.exchange(own, self._gloo.options._timeout.total_seconds())
 
     def _allreduce_by_host(self, tensor: Tensor, opts: AllreduceOptions, doing: str) -> Work:
         """Gloo takes contiguous tensors only; which rank's is not must not decide who does the work."""

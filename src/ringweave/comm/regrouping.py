@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore, distributed_c10d
@@ -64,16 +65,22 @@ class EpochGroups:
     def exchange(self, own: Tensor) -> Tensor:
         """(num_members, width): what each member says, (width,), once all have said it; among those that reduce.
 
+        What was begun before may be under way meanwhile.
+
         Raises:
             RuntimeError: The group is broken.
         """
-        return self.start_exchange(own)()
-
-    def start_exchange(self, own: Tensor) -> Callable[[], Tensor]:
-        """The same, begun while sums are under way; what it gives blocks."""
         group = self._apart or dist.group.WORLD
         assert isinstance(group, RingweaveProcessGroup), "made here"
-        return group.start_exchange(own)
+        return group.exchange(own)
+
+    def vote(self, *, is_for: bool) -> bool:
+        """Whether all members are for it, once all have said so or not.
+
+        Raises:
+            RuntimeError: The group is broken.
+        """
+        return bool(self.exchange(torch.tensor([is_for], dtype=torch.uint8)).all())
 
     def form(
         self, store_place: str, name: str, rank: int, world_size: int, num_aborts: int, *, is_apart: bool = False

@@ -17,7 +17,7 @@ class _StoppedError(Exception):
     """In the place of death."""
 
 
-def stop(*_: Any) -> None:
+def stop(*_: Any, **__: Any) -> None:
     raise _StoppedError
 
 
@@ -26,7 +26,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What a step does, in order; hooks that a moment leaves behind are taken off."""
     found: list[str] = []
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: found.append("all_reduce"))
-    monkeypatch.setattr(EpochGroups, "exchange", lambda *_: found.append("exchange"))
+    monkeypatch.setattr(EpochGroups, "vote", lambda *_, **__: found.append("vote"))
     handles: list[Any] = []
     for name in ("register_module_forward_hook", "register_optimizer_step_pre_hook"):
         real = getattr(moments, name)
@@ -45,12 +45,12 @@ def step(said: list[str], model: nn.Module, optimizer: torch.optim.Optimizer) ->
     said.append("backward")
     for _ in range(2):
         dist.all_reduce(torch.ones(1))
-    EpochGroups.exchange(groups, torch.ones(1))
+    EpochGroups.vote(groups, is_for=False)
     optimizer.step()
     said.append("optimizer")
 
 
-WHOLE = ["forward", "backward", "all_reduce", "all_reduce", "exchange", "optimizer"]
+WHOLE = ["forward", "backward", "all_reduce", "all_reduce", "vote", "optimizer"]
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_what_one_has_heard_alone_is_not_taken_over_before_all_others_have_heard
         deliver(world)
     world.deaf = {(each.name, 0) for each in others}
     deliver(world)
-    assert first.forming == world.coordinators[0].decree, "it alone knows that the late one is out, and what counts then"
+    assert first.forming == world.coordinators[0].decree, "it alone knows what counts without the late one"
     for _ in range(5):
         world.work(first)
     world.is_down[0], late.is_paused, late.is_stuck = True, False, True

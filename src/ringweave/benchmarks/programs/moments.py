@@ -18,11 +18,11 @@ from ringweave.benchmarks.chaos.faults import BACKWARD, BUCKET, COMMIT, COMMITTE
 from ringweave.comm.regrouping import EpochGroups
 from ringweave.errors import UsageError
 
-_EXCHANGE = (EpochGroups, "exchange")
+_VOTE = (EpochGroups, "vote")
 """What members say to each other when they have all sums of a step, where it is found."""
 
 
-def die(*_: Any) -> NoReturn:
+def die(*_: Any, **__: Any) -> NoReturn:
     """At once: no handler, no clean-up."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("a process that was killed goes on")
@@ -44,8 +44,8 @@ def arm(moment: str, optimizer: Optimizer, end: Callable[..., Any] = die) -> Non
         FORWARD: lambda: register_module_forward_hook(end),
         BACKWARD: lambda: _middle(optimizer).register_post_accumulate_grad_hook(end),
         BUCKET: lambda: _at_bucket(int(number), end),
-        COMMIT: lambda: _replace(*_EXCHANGE, lambda _real: end),
-        COMMITTED: lambda: _replace(*_EXCHANGE, lambda real: lambda *args, **more: (real(*args, **more), end())),
+        COMMIT: lambda: _replace(*_VOTE, lambda _real: end),
+        COMMITTED: lambda: _replace(*_VOTE, lambda real: lambda *args, **more: (real(*args, **more), end())),
         OPTIMIZER: lambda: register_optimizer_step_pre_hook(end),
     }
     if name not in arms:
@@ -69,7 +69,7 @@ def _at_bucket(wanted: int, end: Callable[..., Any]) -> None:
         return begin_one
 
     _replace(dist, "all_reduce", begin)
-    _replace(*_EXCHANGE, lambda _real: end)
+    _replace(*_VOTE, lambda _real: end)
 
 
 def _replace(where: object, name: str, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

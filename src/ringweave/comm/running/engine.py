@@ -99,11 +99,10 @@ class Engine:
             self._idle = (lane + 1) % NUM_LANES
             return self._submit(job, lane)
 
-    def start_exchange(self, own: Tensor, timeout_s: float) -> Callable[[], Tensor]:
-        """Begin to tell all ranks a few words, (width,), beside the newest collective.
+    def exchange(self, own: Tensor, timeout_s: float) -> Tensor:
+        """(group_size, width): what each rank says, (width,), a few words; see `Council.gather`.
 
-        Returns:
-            Blocks until all have said theirs; (group_size, width). See `Council.gather`.
+        Beside the newest collective, which need not be done. Blocks.
         """
         said: list[Tensor] = []
         with self._order:
@@ -115,12 +114,8 @@ class Engine:
                 said.append(Council(self._members, lane.transport, tag=tag, timeout_s=timeout_s).gather(own))
 
             work = self._submit(Job(run, doing, PendingWork([own]), lambda: None), self._idle)
-
-        def wait() -> Tensor:
-            work.wait()
-            return said[0]
-
-        return wait
+        work.wait()
+        return said[0]
 
     def _submit(self, job: Job, lane: int) -> PendingWork:
         """Let a lane run it, unless the group has ended; in the order of the calls."""

@@ -30,11 +30,11 @@ class Groups:
     def form(self, *_: Any, **__: Any) -> None:
         pass
 
-    def start_exchange(self, own: torch.Tensor) -> Callable[[], torch.Tensor]:
-        return lambda: own[None]
-
     def exchange(self, own: torch.Tensor) -> torch.Tensor:
         return own[None]
+
+    def vote(self, *, is_for: bool) -> bool:
+        return is_for
 
 
 class Crew:

@@ -120,25 +120,25 @@ class Counting:
                 reduction.wait()  # its script may be level by then, which the row says
             with footing.lock:
                 row = self._row(reduction)
-            hear = footing.groups.start_exchange(rows.to_tensor(row, reduction.used, self._num_parameters))
-            reduction.wait()
-            buffers = self._sync_buffers(self._buffers() if isinstance(reduction, Reduction) else ())
-            every, used = rows.of_tensor(hear())
+            said = footing.groups.exchange(rows.to_tensor(row, reduction.used, self._num_parameters))
+            every, used = rows.of_tensor(said)
             commit = Commit(number=reduction.number, members=footing.decree.members, rows=every, used=used)
+            reduction.wait()  # whatever comes after it the others wait for
+            buffers = self._sync_buffers(self._buffers() if isinstance(reduction, Reduction) else ())
             with footing.lock:
                 if generation != footing.generation:
                     return
                 prepared = self._prepared = _Prepared(commit, buffers)
                 footing.where = replace(footing.where, is_prepared=True)
                 wants_stop = footing.wants_stop and row.may_stop
-            votes = footing.groups.exchange(torch.tensor([wants_stop], dtype=torch.uint8))
+            stops = footing.groups.vote(is_for=wants_stop)
         except RuntimeError as error:
             footing.tell_broken(error, generation)
             return
         with footing.lock:
             if generation != footing.generation:
                 return  # an order came first: what becomes of this is decided when the next epoch begins
-            footing.stops = bool(votes.all())
+            footing.stops = stops
             self._take(prepared, reduction)
         self._settle(prepared, reduction)
 
