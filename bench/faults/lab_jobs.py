@@ -7,6 +7,8 @@ Every figure comes from the job's `events.jsonl`, and from the files in which ea
 parameters after every train step.
 """
 
+# Longer than a file should be: all that the benches of faults share, from the job to the table.
+
 import argparse
 import json
 import os

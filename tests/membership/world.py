@@ -455,9 +455,8 @@ class World:
             for number, ballot in member.history.items():
                 known = self.taken.setdefault(number, ballot)
                 assert known == ballot, f"{member.name} took over {number} of {ballot}, others of {known}"
-        knowing = [
-            each for each in there if each.standing.has_state or each.standing.is_following
-        ]  # not who begins anew
+        # Who begins anew knows nothing yet.
+        knowing = [each for each in there if each.standing.has_state or each.standing.is_following]
         committed = {each.standing.committed for each in knowing}
         assert not committed or max(committed) - min(committed) <= 1, (
             "members of one epoch are at most one reduction apart"

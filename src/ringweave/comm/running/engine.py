@@ -1,5 +1,7 @@
 """Runs the collectives of one group by schedules, several at a time."""
 
+# Longer than a file should be: what begins a collective and what ends a group are read beside each other.
+
 import threading
 import time
 from collections.abc import Callable

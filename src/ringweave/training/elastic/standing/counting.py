@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -181,7 +181,7 @@ class Counting:
     def _take(self, prepared: _Prepared, reduction: Reduction | Spread) -> None:
         """It counts; with the lock held."""
         footing, commit = self._footing, prepared.commit
-        if isinstance(reduction, Reduction) and reduction.is_nothing:
+        if _is_nothing(reduction):
             self._keep(prepared, reduction)
             return
         self._is_settling = True
@@ -232,6 +232,6 @@ class Counting:
         return found
 
 
-def _is_nothing(reduction: Reduction | Spread | None) -> bool:
+def _is_nothing(reduction: Reduction | Spread | None) -> TypeGuard[Reduction]:
     """Whether this member takes part in it with nothing."""
     return isinstance(reduction, Reduction) and reduction.is_nothing
