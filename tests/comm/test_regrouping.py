@@ -78,3 +78,28 @@ def test_who_ran_out_of_time_gives_it_twice_as_long_the_next_time() -> None:
             seconds.append(time.monotonic() - began_s)
     assert seconds[1] >= 0.4
     assert seconds[2] >= 0.8
+
+
+def test_a_plan_that_does_not_come_keeps_nobody_from_the_next_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first member is stopped just before it tells the plan: who is ordered to stand still does not wait for it."""
+    is_let_go = threading.Event()
+    monkeypatch.setattr(regrouping.RingweaveProcessGroup, "settle", lambda _: is_let_go.wait(60))
+    groups, errors = EpochGroups(HERE), []
+
+    def form() -> None:
+        try:
+            groups.form(groups.store_place, "1.1", 0, 1, 0)
+        except PeerError as error:
+            errors.append(str(error))
+
+    forming = threading.Thread(target=form)
+    forming.start()
+    while not regrouping.is_of_an_epoch():
+        time.sleep(0.01)
+    groups.abort()
+    forming.join(10)
+    is_let_go.set()
+    assert "group of epoch 1.1: aborted while it was formed. Form the next one." in errors[0]
+    monkeypatch.undo()
+    groups.form(groups.store_place, "1.2", 0, 1, 1)
+    groups.leave()

@@ -128,6 +128,14 @@ class RingweaveProcessGroup(HostedProcessGroup):
         """
         return self._engine.exchange(own, self._gloo.options._timeout.total_seconds())
 
+    def settle(self) -> None:
+        """Wait until this rank has the plan of the group, which the first one makes; else the first collective does.
+
+        Raises:
+            PeerError: It did not come within the group's time-out, or before the group was aborted.
+        """
+        self._engine.settle()
+
     def _allreduce_by_host(self, tensor: Tensor, opts: AllreduceOptions, doing: str) -> Work:
         """Gloo takes contiguous tensors only; which rank's is not must not decide who does the work."""
         if tensor.is_contiguous():

@@ -6,16 +6,14 @@ Assumption: the store outlives the fault. Where it does not, its host is to blam
 """
 
 import json
-import queue
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 from torch.distributed import Store
 
+from ringweave.comm.asking import in_time
 from ringweave.comm.members import Members
 from ringweave.comm.transport.seam import TransferFailedError
 from ringweave.errors import CommunicationError, DisagreementError, PeerError
@@ -82,14 +80,14 @@ class FaultBoard:
         """Tell the others; says nothing if the store is gone, for then nobody can hear."""
         try:
             self._in_time(lambda: self._store.set(self._key(self._members.group_rank), json.dumps(asdict(report))))
-        except RuntimeError:
+        except (RuntimeError, TimeoutError):
             return
 
     def explain(self, failure: TransferFailedError, doing: str) -> CommunicationError:
         """Wait for what the others report of the same fault, and name who is to blame."""
         try:
             reports = self._in_time(self._gather)
-        except RuntimeError:
+        except (RuntimeError, TimeoutError):
             suspects = [0 if failure.peer is None else failure.peer]
             return self._blame(suspects, failure, doing, "the store of the run is gone as well", hung=failure.hung)
         for group_rank, report in sorted(reports.items()):
@@ -108,31 +106,13 @@ class FaultBoard:
         return self._blame(blamed, failure, doing, more, hung=hung)
 
     def _in_time(self, call: Callable[[], _Found]) -> _Found:
-        """What comes of a call that asks the store, which may be on a node that is cut off, or stopped.
-
-        In a thread that can be left behind: torch waits for such a store without end.
+        """What comes of a call that asks the store.
 
         Raises:
-            RuntimeError: The store is gone, or silent, or nobody waits for it any more.
+            RuntimeError: The store is gone.
+            TimeoutError: It is silent, or nobody waits for it any more.
         """
-        found: queue.SimpleQueue[tuple[_Found] | RuntimeError] = queue.SimpleQueue()
-
-        def run() -> None:
-            try:
-                found.put((call(),))
-            except RuntimeError as error:
-                found.put(error)
-
-        threading.Thread(target=run, name="ringweave faults", daemon=True).start()
-        deadline_s, is_last = time.monotonic() + _SILENT_S, False
-        while not is_last:
-            is_last = self._is_given_up or time.monotonic() > deadline_s
-            with suppress(queue.Empty):
-                outcome = found.get(timeout=_POLL_S)
-                if isinstance(outcome, RuntimeError):
-                    raise outcome
-                return outcome[0]
-        raise RuntimeError(f"the store does not answer within {_SILENT_S:g} s, or the group was aborted")
+        return in_time(call, _SILENT_S, lambda: self._is_given_up, "ringweave faults")
 
     def _others(self) -> list[int]:
         return [r for r in range(self._members.group_size) if r != self._members.group_rank]

@@ -6,12 +6,12 @@ to be the first has said where it is before the epoch begins; no store outlives 
 
 import contextlib
 import os
-import queue
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore, distributed_c10d
 
 from ringweave.comm.adapting.starting import APART, EPOCH
+from ringweave.comm.asking import in_time
 from ringweave.comm.backend import RingweaveProcessGroup
 from ringweave.errors import PeerError
 
@@ -26,11 +27,11 @@ FORM_S = 10.0
 """How long the members of an epoch may take to meet, at first; all of them have just said that they are there. Twice as
 long after each time that this was too short: a machine that is too busy for it once will be so again."""
 _MOST_FORM_S = 640.0
-_LOOK_S = 0.05
 _CALL_PART = 0.2
 """Of the limit: the first member may take so long to answer a call."""
 WAIT = timedelta(days=1)
 """Of a collective: what ends it when a member is gone is the membership and not a time-out."""
+_Found = TypeVar("_Found")
 
 
 class EpochGroups:
@@ -116,6 +117,10 @@ class EpochGroups:
             apart = None
             if is_apart:
                 apart = _make(PrefixStore(f"apart/{name}/", store), f"{APART}{name}", "sums", rank, world_size, limit)
+            groups = [each for each in (dist.group.WORLD, apart) if each is not None]
+            for each in groups:
+                assert isinstance(each, RingweaveProcessGroup), "made here"
+                self._ask(each.settle, name, num_aborts)
         except (RuntimeError, OSError) as cause:
             if self._clock() - began_s > _CALL_PART * self._limit_s and num_aborts == self._num_aborts:
                 self._limit_s = min(2 * self._limit_s, _MOST_FORM_S)
@@ -124,45 +129,35 @@ class EpochGroups:
                 "Look into the logs of the others."
             ) from cause
         self._limit_s = self._first_limit_s
-        group = dist.group.WORLD
-        assert group is not None
-        for each in (group, apart):
-            if each is not None:
-                distributed_c10d._set_pg_timeout(WAIT, each)
+        for each in groups:
+            distributed_c10d._set_pg_timeout(WAIT, each)
         with self._lock:
-            self._group, self._apart = group, apart
+            self._group, self._apart = dist.group.WORLD, apart
             is_late = self._num_aborts != num_aborts
         if is_late:
             self._cut()
             raise _aborted(name)
 
     def _reach(self, host: str, port: int, name: str, num_aborts: int) -> TCPStore:
-        """The store of the first member, unless that does not answer in time.
-
-        In a thread that can be left behind: torch waits without end for one whose process is stopped.
-        """
-        limit = timedelta(seconds=self._limit_s)
+        """The store of the first member, unless that does not answer in time."""
         # It listens before the epoch is ordered: who finds nobody there need not search for it, as torch would.
         socket.create_connection((host, port), timeout=_CALL_PART * self._limit_s).close()
-        found: queue.SimpleQueue[TCPStore | RuntimeError] = queue.SimpleQueue()
+        limit = timedelta(seconds=self._limit_s)
+        return self._ask(lambda: TCPStore(host, port, is_master=False, timeout=limit), name, num_aborts)
 
-        def connect() -> None:
-            try:
-                found.put(TCPStore(host, port, is_master=False, timeout=limit))
-            except RuntimeError as error:
-                found.put(error)
+    def _ask(self, call: Callable[[], _Found], name: str, num_aborts: int) -> _Found:
+        """What comes of a call of the first member's store; of one that is stopped nothing would ever come.
 
-        threading.Thread(target=connect, name="ringweave meeting", daemon=True).start()
-        deadline_s = self._clock() + self._limit_s
-        while num_aborts == self._num_aborts and self._clock() < deadline_s:
-            with contextlib.suppress(queue.Empty):
-                store = found.get(timeout=_LOOK_S)
-                if isinstance(store, RuntimeError):
-                    raise store
-                return store
-        if num_aborts != self._num_aborts:
-            raise _aborted(name)
-        raise TimeoutError(f"the first member did not answer within {self._limit_s:g} s")
+        Raises:
+            PeerError: `abort` was called meanwhile.
+            TimeoutError: It did not answer in time.
+        """
+        try:
+            return in_time(call, self._limit_s, lambda: num_aborts != self._num_aborts, "ringweave meeting")
+        except TimeoutError as cause:
+            if num_aborts != self._num_aborts:
+                raise _aborted(name) from cause
+            raise TimeoutError(f"the first member did not answer within {self._limit_s:g} s") from cause
 
     def abort(self) -> None:
         """End every wait in the group at once, or in its being formed; from any thread."""

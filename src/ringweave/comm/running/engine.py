@@ -101,6 +101,14 @@ class Engine:
             self._idle = (lane + 1) % NUM_LANES
             return self._submit(job, lane)
 
+    def settle(self) -> None:
+        """Wait for the plan of the group.
+
+        Raises:
+            PeerError: It did not come in time, or before the group was aborted.
+        """
+        _ = self._director.plan
+
     def exchange(self, own: Tensor, timeout_s: float) -> Tensor:
         """(group_size, width): what each rank says, (width,), a few words; see `Council.gather`.
 

@@ -22,6 +22,27 @@ time.sleep(0.01)
 print(time.time() - wall_s - (time.monotonic() - began_s))
 """
 
+WAIT = """
+import sys, time
+from datetime import timedelta
+from pathlib import Path
+import torch
+from torch.distributed import FileStore, ProcessGroupGloo
+file, shift, store, rank = sys.argv[1:]
+gloo = ProcessGroupGloo(FileStore(store, 2), int(rank), 2, timedelta(seconds=30))
+gloo.barrier().wait()
+if rank == "1":
+    sys.stdin.read()
+else:
+    Path(file).open("r+b").write(bytes.fromhex(shift))
+    began_s = time.monotonic()
+    try:
+        gloo.recv([torch.empty(1)], 1, 1).wait(timedelta(milliseconds=200))
+    except RuntimeError:
+        print(time.monotonic() - began_s)
+"""
+"""The host library waits by the wall clock, for a message that never comes."""
+
 
 def test_without_jumps_nothing_is_told(tmp_path: Path) -> None:
     lab = None  # nobody asks it
@@ -43,6 +64,21 @@ def test_a_process_sees_its_wall_clock_jump_and_sleeps_as_before(tmp_path: Path,
     )
     assert float(said.stdout) == pytest.approx(shift_s, abs=60)
     assert said.stderr == ""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+@pytest.mark.parametrize("shift_s", [3600.0, -3600.5])
+def test_who_waits_until_a_moment_of_the_jumped_clock_waits_as_long_as_wanted(tmp_path: Path, shift_s: float) -> None:
+    library, file = clocks.compile_in(tmp_path), tmp_path / "clock"
+    file.write_bytes(clocks.to_bytes(0.0))
+    environ = {**os.environ, "LD_PRELOAD": str(library), "RINGWEAVE_CLOCK": str(file)}
+    command = [sys.executable, "-c", WAIT, str(file), clocks.to_bytes(shift_s).hex(), str(tmp_path / "store")]
+    with subprocess.Popen([*command, "1"], env=environ, stdin=subprocess.PIPE) as silent:
+        try:
+            said = subprocess.run([*command, "0"], env=environ, check=True, capture_output=True, text=True, timeout=60)
+        finally:
+            silent.communicate()
+    assert 0.2 <= float(said.stdout) < 20
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
