@@ -24,7 +24,7 @@ import ringweave
 from ringweave.environment import WorkerEnvironment
 from ringweave.planning import modes
 from ringweave.training import Asynchronous
-from ringweave.training.choosing import forecasting
+from ringweave.training.choosing import forecasting, rehearsing
 from ringweave.training.control import Control
 from ringweave.training.loading import orders
 
@@ -113,6 +113,8 @@ def chosen_by_auto(options: argparse.Namespace) -> list[str]:
     own = forecasting.own_prospects(model, loader, reading, environment, is_needed=True)
     own |= {"optimizer": type(optimizer).__name__, "cap": None, "batch_samples": reading.batch_samples}
     said = messages.gather_json(own)
+    if rehearsing.is_wanted(said, None, is_open=True):
+        said = rehearsing.rehearse(said, model, loader, messages)
     decided = modes.decide(modes.AUTO, modes.AUTO, messages.world_size)
     steps = ROWS[options.row].local_steps
     return list(forecasting.decide(decided, said, None, is_open=True, local_steps=steps)[:2])

@@ -19,7 +19,7 @@ from ringweave.planning import balancing, modes
 from ringweave.planning.balancing import Speed
 from ringweave.training import control, reducing, speed_test, timing
 from ringweave.training.balancer import Balancer
-from ringweave.training.choosing import forecasting
+from ringweave.training.choosing import forecasting, rehearsing
 from ringweave.training.control import Control
 from ringweave.training.elastic import preparing as elastic_preparing
 from ringweave.training.elastic.loader import ElasticLoader
@@ -141,6 +141,8 @@ def _prepare_lasting(
     said = messages.gather_json({**dataclasses.asdict(reading), **own})
     control.check_alike(said, _ALIKE)
     recorder = Recorder(environment, rank)
+    if rehearsing.is_wanted(said, settings.rings, is_open=is_open):
+        said = rehearsing.rehearse(said, model, loader, messages)
     chosen, reason, rings = forecasting.decide(
         decided, said, settings.rings, is_open=is_open, local_steps=settings.local_steps
     )

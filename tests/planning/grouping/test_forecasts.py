@@ -77,6 +77,32 @@ def test_an_allreduce_takes_its_bound():
     assert took_s(1e6, 1e6, 1e6, 1e6, a=2e6, b=2e6) == pytest.approx(1.5)
 
 
+def test_what_a_rehearsed_sum_took_beyond_links_is_put_down_to_who_computes_slowly():
+    workers = [Worker(sample_s=[each_s], rate_bytes_per_s=1e6) for each_s in (1.0, 1.0, 4.0, 4.0)]
+    found = forecasts.rehearsed(workers, 1e6, reducing_s=1.5 + 0.3)
+    assert [each.passing_s for each in found] == pytest.approx([0.04, 0.04, 0.16, 0.16])
+    assert forecasts.allreduce_s(found, 1e6) == pytest.approx(1.8), "what was measured"
+    assert forecasts.allreduce_s(found[:2], 1e6) == pytest.approx(1.0 + 0.04)
+    assert forecasts.allreduce_s(found[2:], 1e6) == pytest.approx(1.0 + 0.16)
+    assert forecasts.rehearsed(workers, 1e6, reducing_s=1.0) == workers, "no faster than links can"
+
+
+def test_where_no_rate_is_known_a_rehearsed_sum_tells_it():
+    workers = [Worker(sample_s=[1.0])] * 4
+    found = forecasts.rehearsed(workers, 1e6, reducing_s=0.3)
+    assert forecasts.allreduce_s(found, 1e6) == pytest.approx(0.3)
+    assert forecasts.allreduce_s(found[:2], 1e6) == pytest.approx(0.2)
+
+
+def test_pushes_and_broadcasts_pass_the_same_processors():
+    workers = [Worker(sample_s=[0.1], rate_bytes_per_s=1e6, passing_s=0.4) for _ in range(4)]
+    work = Work(batch_samples=4, num_bytes=1e6, server_bytes_per_s=1e9)
+    found = by_mode(forecasts.forecast(workers, work, [((0, 1), (2, 3))]))
+    # Computed, summed by two, exchanged by the first, broadcast to the other one.
+    expected_s = 0.1 + (1.0 + 0.4) + (2.0 + 0.4) + (1.0 + 0.4)
+    assert found["ps-hra"].step_s * forecasts.WORTH == pytest.approx(expected_s)
+
+
 R0, R1, S0 = {"r0": 5e6, "s0": 2e6}, {"r1": 4e6, "s0": 2e6}, {"r2": 3e6}
 
 

@@ -92,6 +92,17 @@ def test_rings_that_are_asked_for_are_of_equal_links_where_links_matter():
     assert forecasting.decide(asked, said([[0.001]] * 4, rates), 2, is_open=False)[2] is None  # so many are wanted
 
 
+def test_slow_ranks_that_keep_a_sum_waiting_are_for_rings():
+    """Half of the ranks have a quarter of the others' processors: links say that a sum takes 0.007 s, it takes 0.13."""
+    trials_s = [[0.0004]] * 4 + [[0.0016]] * 4
+    heard = said(trials_s, [50e6] * 8, num_bytes=190_000)
+    assert forecasting.decide(OPEN, heard, None, is_open=True)[0] == "balanced"
+    rehearsed = [{**each, "reducing_s": 0.13} for each in heard]
+    mode, reason, _ = forecasting.decide(OPEN, rehearsed, None, is_open=True)
+    assert mode in modes.SERVED
+    assert reason.endswith("; a sum over all ranks took 0.13 s in a rehearsal (measured)")
+
+
 def test_what_was_not_tried_is_known_in_relation_only():
     mode, _, _ = forecasting.decide(OPEN, said([None, [0.001]], [50e6, 5e6]), None, is_open=True)
     assert mode == "balanced"

@@ -2,13 +2,14 @@
 
 The time to a given loss is the number of samples that this takes, times seconds a sample. Exact modes need the samples
 of synchronous training. The parameter server needs a little more (`WORTH`), and wins only where the wait for others is
-more than that. Times are predicted: computing by measured speeds, plus transfers at the rates of NICs and switches.
+more than that. Times are predicted: computing by measured speeds, plus transfers at the rates of NICs and switches, and
+what a rehearsal has shown that a collective takes beyond those.
 """
 
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ringweave.planning import balancing, modes
 from ringweave.planning.balancing import Speed
@@ -34,6 +35,10 @@ class Worker:
     """Of its NICs."""
     uplinks: Mapping[str, float] = field(default_factory=dict)
     """Name of each switch above it, the nearest first -> bytes per second of that one's uplink, each direction."""
+
+    passing_s: float = 0.0
+    """Seconds by which every collective that it takes part in lasts longer than links do, for all the bytes of the
+    gradients passing through it twice: what it needs a processor for, and pauses of one that it has a part of."""
 
     @property
     def mean_s(self) -> float:
@@ -89,7 +94,7 @@ def forecast(workers: Sequence[Worker], work: Work, rings: Sequence[Sequence[Rin
     everyone = tuple(range(len(workers)))
     equal = balancing.apportion(work.batch_samples, [Speed(s_per_sample=1.0)] * len(workers))
     shares = balancing.apportion(work.batch_samples, [Speed(s_per_sample=each.mean_s) for each in workers])
-    reducing_s = allreduce_s(workers, work.num_bytes)
+    reducing_s = allreduce_s(workers, work.num_bytes)  # in both modes: among the same ranks
     found = [
         Forecast(mode=mode, step_s=computing_s + reducing_s, computing_s=computing_s)
         for mode, computing_s in (
@@ -119,12 +124,39 @@ def expected_slowest_s(values: Sequence[Sequence[float]]) -> float:
 
 
 def allreduce_s(workers: Sequence[Worker], num_bytes: float) -> float:
-    """Predicted seconds of an allreduce among these: the lower bound by their NICs, and by uplinks between them."""
-    rates, count = [each.rate_bytes_per_s for each in workers], len(workers)
+    """Predicted seconds of an allreduce of the gradients among these: the bound by links, and what passing adds."""
+    count = len(workers)
     if count < 2:
         return 0.0
+    return bound_s(workers, num_bytes) + (count - 1) / count * math.fsum(each.passing_s for each in workers)
+
+
+def bound_s(workers: Sequence[Worker], num_bytes: float) -> float:
+    """The least seconds of an allreduce among two or more, by their NICs and by uplinks between them."""
+    rates = [each.rate_bytes_per_s for each in workers]
     between = dividing([each.uplinks for each in workers])
-    return num_bytes * max(2 * (count - 1) / math.fsum(rates), *(1 / rate for rate in (*rates, *between.values())))
+    return num_bytes * max(2 * (len(rates) - 1) / math.fsum(rates), *(1 / rate for rate in (*rates, *between.values())))
+
+
+def rehearsed(workers: Sequence[Worker], num_bytes: float, reducing_s: float) -> list[Worker]:
+    """The same with what an allreduce among all of them has shown.
+
+    What it took more than links explain is put down to processors: to each in proportion to how slowly it computes, for
+    whoever waits for a turn of its processor keeps the whole ring waiting. Where no rate is known at all, links are
+    taken to have set the pace, the same one for all.
+
+    Args:
+        workers: Two or more, which have not been through this.
+        num_bytes: Of the message.
+        reducing_s: Measured.
+    """
+    count = len(workers)
+    if all(math.isinf(each.rate_bytes_per_s) for each in workers):
+        rate = 2 * (count - 1) / count * num_bytes / reducing_s
+        return [replace(each, rate_bytes_per_s=rate) for each in workers]
+    more_s = max(0.0, reducing_s - bound_s(workers, num_bytes)) * count / (count - 1)
+    all_s = math.fsum(each.mean_s for each in workers)
+    return [replace(each, passing_s=more_s * each.mean_s / all_s) for each in workers]
 
 
 def dividing(paths: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -176,8 +208,11 @@ def _of_rings(rings: tuple[Ring, ...], shares: Sequence[int], workers: Sequence[
         rates = [each.rate_bytes_per_s for each in members]
         computing_s = _computing_s(ring, shares, workers)
         between = dividing([each.uplinks for each in members])
-        broadcasting_s = work.num_bytes / min(*rates, *between.values()) if len(ring) > 1 else 0.0
-        exchanging_s = 2 * work.num_bytes / min(rates[0], work.server_bytes_per_s, *way.values())
+        broadcasting_s = 0.0
+        if len(ring) > 1:  # all bytes pass once
+            passing_s = math.fsum(each.passing_s for each in members) / 2
+            broadcasting_s = work.num_bytes / min(*rates, *between.values()) + passing_s
+        exchanging_s = 2 * work.num_bytes / min(rates[0], work.server_bytes_per_s, *way.values()) + members[0].passing_s
         stepping_s = computing_s + allreduce_s(members, work.num_bytes)
         overlapped_s = max(work.local_steps * stepping_s, exchanging_s)
         rounds_s.append((overlapped_s if work.local_steps else stepping_s + exchanging_s) + broadcasting_s)

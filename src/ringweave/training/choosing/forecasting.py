@@ -36,6 +36,8 @@ class Outlook:
 
     forecasts: tuple[Forecast, ...]
     chosen: Forecast
+    reducing_s: float | None = None
+    """Measured in a rehearsal: an allreduce among all ranks; None if there was none."""
     untried: str = ""
     """Which rank could not try out the model, and why; with what follows from that."""
 
@@ -45,6 +47,8 @@ class Outlook:
         others = "; ".join(map(str, self.forecasts))
         least = forecasts.MIN_GAIN
         said = f"predicted for the samples of a train step: {others}; rings are taken for a gain of {least:.0%} or more"
+        if self.reducing_s is not None:
+            said += f"; a sum over all ranks took {self.reducing_s:.3g} s in a rehearsal (measured)"
         return said + self.untried
 
 
@@ -88,6 +92,13 @@ def _arrival(referee: Referee) -> int | None:
     return order.index(dist.get_rank()) if order else None
 
 
+def goes_with_server(said: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a parameter server is there on all ranks, and takes the model and its optimizer."""
+    return all(
+        each["is_served"] and each["optimizer"] in optimizers.NAMES and each["num_bytes"] <= MOST_BYTES for each in said
+    )
+
+
 def decide(
     decided: tuple[str, str],
     said: Sequence[Mapping[str, Any]],
@@ -106,10 +117,7 @@ def decide(
         local_steps: Those that the script wants between two pushes.
     """
     mode, reason = decided
-    goes_with_server = all(
-        each["is_served"] and each["optimizer"] in optimizers.NAMES and each["num_bytes"] <= MOST_BYTES for each in said
-    )
-    if not goes_with_server or num_rings is not None or not (is_open or mode == modes.PS_HRA):
+    if not goes_with_server(said) or num_rings is not None or not (is_open or mode == modes.PS_HRA):
         return mode, reason, None
     ways = _ways(said, modes.AUTO if is_open else mode)
     outlook = look_ahead(said, ways, local_steps)
@@ -149,7 +157,7 @@ def reconsider(
     best = min(rest, key=lambda each: each.step_s, default=present)
     if best.step_s * (1 + grouping.MIN_GAIN) >= present.step_s:
         return None
-    return Outlook(forecasts=(present, *rest), chosen=best)
+    return Outlook(forecasts=(present, *rest), chosen=best, reducing_s=said[0].get("reducing_s"))
 
 
 def _ways(said: Sequence[Mapping[str, Any]], mode: str) -> list[tuple[Ring, ...]]:
@@ -173,7 +181,8 @@ def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]
     Args:
         said: Of each rank: `trial_s`, seconds of a sample in trials or None, then with a `trial_problem`; `speed`,
             relative, by the cluster file; `rate`, bytes per second or None; `batch_samples`; `num_bytes`;
-            `server_rate`; `uplinks` of the switches above it, and `server_uplinks`, bytes per second by name.
+            `server_rate`; `uplinks` of the switches above it, and `server_uplinks`, bytes per second by name;
+            `reducing_s`, what a collective of all has taken in a rehearsal, or none.
         rings: Ways to form rings; none where no server is there, or the script does not go with one.
         local_steps: As `decide` has it.
     """
@@ -188,6 +197,9 @@ def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]
         Worker(sample_s=tuple(own_s), rate_bytes_per_s=each["rate"] or float("inf"), uplinks=each["uplinks"])
         for own_s, each in zip(times_s, said, strict=True)
     ]
+    reducing_s = said[0].get("reducing_s") if are_tried else None
+    if reducing_s:
+        workers = forecasts.rehearsed(workers, said[0]["num_bytes"], reducing_s)
     # Where computing is known in relation only, transfers cannot be told beside it: computing alone decides.
     work = Work(
         batch_samples=said[0]["batch_samples"],
@@ -200,7 +212,7 @@ def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]
     found = forecasts.forecast(workers, work, rings)
     # Balanced is sync while all are equally fast, and follows when they are not.
     chosen = forecasts.choose([each for each in found if each.mode != modes.SYNC])
-    return Outlook(forecasts=found, chosen=chosen, untried=_untried(said))
+    return Outlook(forecasts=found, chosen=chosen, reducing_s=reducing_s, untried=_untried(said))
 
 
 def _untried(said: Sequence[Mapping[str, Any]]) -> str:

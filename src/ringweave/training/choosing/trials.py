@@ -69,11 +69,11 @@ def measure(
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     try:
         with speed_test.leaving_no_trace(inner):
-            batch = _batch(loader, num_samples, inner)
-            _try_out(inner, batch)
+            batch = first_batch(loader, num_samples, inner)
+            try_out(inner, batch)
             on_host = next(inner.parameters()).device.type == "cpu"
             timeline = timeline or (HostTimeline.of_this_process() if on_host else HostTimeline())
-            blocks_s = _counted_blocks(lambda: _try_out(inner, batch), timeline, referee)
+            blocks_s = _counted_blocks(lambda: try_out(inner, batch), timeline, referee)
             return Trial(sample_s=[seconds / num_samples for seconds in blocks_s])
     except PeerError:
         raise
@@ -136,7 +136,8 @@ def _blocks(once: Callable[[], None], timeline: HostTimeline) -> list[float]:
     return found
 
 
-def _batch(loader: DataLoader, num_samples: int, model: nn.Module) -> Any:
+def first_batch(loader: DataLoader, num_samples: int, model: nn.Module) -> Any:
+    """The first samples of the data set, again from the beginning if it has fewer, where the model is."""
     total = len(loader.dataset)  # pyrefly: ignore - it is no stream
     collate = loader.collate_fn or torch.utils.data.default_collate
     batch = collate([loader.dataset[index % total] for index in range(num_samples)])
@@ -146,7 +147,7 @@ def _batch(loader: DataLoader, num_samples: int, model: nn.Module) -> Any:
     return [batch.to(device) if isinstance(batch, Tensor) else batch]
 
 
-def _try_out(model: nn.Module, batch: list[Any]) -> None:
+def try_out(model: nn.Module, batch: list[Any]) -> None:
     """Forward and backward, by the first part of a batch, or all of it where the model takes that."""
     try:
         output = model(batch[0])

@@ -1,0 +1,46 @@
+"""What ranks do in tests of rehearsals."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ringweave.training.choosing import rehearsing
+from ringweave.training.control import Control
+
+SLOWNESS = (1, 1, 2)
+BATCH = 25
+"""Of which the ranks compute 10, 10 and 5."""
+
+
+class Refusing(nn.Linear):
+    """A model that takes so many samples at most."""
+
+    most_samples = 1000
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The output."""
+        if len(input) > self.most_samples:
+            raise RuntimeError(f"no memory for {len(input)} samples")
+        return super().forward(input)
+
+
+def said() -> list[dict[str, Any]]:
+    """As all ranks have heard it."""
+    common = {"batch_samples": BATCH, "num_bytes": 4 * 2**20, "cap": None}
+    return [{"trial_s": [0.01 * slowness], **common} for slowness in SLOWNESS]
+
+
+def rehearse(most_of_rank_1: int) -> tuple[list[dict[str, Any]], bool, int]:
+    """What follows from it, whether the model is as it was, and how many samples this rank computed at once."""
+    torch.manual_seed(0)
+    model, sizes = Refusing(8, 2), []
+    if dist.get_rank() == 1:
+        model.most_samples = most_of_rank_1
+    model.register_forward_hook(lambda _module, inputs, _output: sizes.append(len(inputs[0])))
+    before = [each.clone() for each in model.parameters()]
+    found = rehearsing.rehearse(said(), model, DataLoader(TensorDataset(torch.ones(30, 8))), Control())
+    is_same = all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    return found, is_same and all(each.grad is None for each in model.parameters()), max(sizes, default=0)

@@ -1,0 +1,58 @@
+"""Steps before the first one: what a sum takes, with a model that is left as it was."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ringweave.testing.ranks import run_ranks
+from ringweave.training.choosing import rehearsing
+from tests.training.choosing import rehearsal_functions
+from tests.training.choosing.test_forecasting import said
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_all_ranks_hear_the_same_time_and_compute_shares_by_their_speeds() -> None:
+    heard, are_same, shares = zip(*run_ranks(rehearsal_functions.rehearse, 3, 1000), strict=True)
+    times_s = {each["reducing_s"] for of_rank in heard for each in of_rank}
+    assert len(times_s) == 1
+    assert 0 < times_s.pop() < 20
+    assert all(are_same)
+    assert shares == (10, 10, 5)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_who_cannot_compute_its_share_keeps_nobody_waiting() -> None:
+    heard, are_same, shares = zip(*run_ranks(rehearsal_functions.rehearse, 3, 9), strict=True)
+    assert [each["reducing_s"] for of_rank in heard for each in of_rank] == [None] * 9
+    assert all(are_same)
+    assert shares == (10, 0, 5)
+
+
+def test_what_was_not_tried_is_not_rehearsed() -> None:
+    heard = [{"trial_s": [0.01], "cap": None}, {"trial_s": None, "cap": None}]
+    loader, control = DataLoader(TensorDataset(torch.ones(2, 2))), None
+    found = rehearsing.rehearse(heard, nn.Linear(2, 2), loader, control)  # pyrefly: ignore - nobody asks it
+    assert found == [{**each, "reducing_s": None} for each in heard]
+
+
+def test_the_last_to_come_says_what_a_sum_takes() -> None:
+    assert rehearsing._collective_s([[0.5, 0.1, 0.9], [0.1, 0.3, 0.2]]) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("others", "num_rings", "is_open", "expected"),
+    [
+        ({}, None, True, True),
+        ({}, 2, True, False),
+        ({}, None, False, False),
+        ({"is_served": False}, None, True, False),
+    ],
+)
+def test_only_what_may_change_the_mode_is_rehearsed(
+    others: dict[str, bool], num_rings: int | None, is_open: bool, expected: bool
+) -> None:
+    heard = said([[0.01]] * 2, **others)
+    assert rehearsing.is_wanted(heard, num_rings, is_open=is_open) is expected
