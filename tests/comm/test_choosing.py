@@ -6,8 +6,10 @@ import pytest
 from torch.distributed import HashStore
 
 from ringweave import planning, topology
+from ringweave.comm import choosing
 from ringweave.comm.choosing import GroupPlan, Sending
 from ringweave.comm.members import Member, Members, Place
+from ringweave.environment import WorkerEnvironment
 from ringweave.errors import PeerError
 from ringweave.planning import Plan
 
@@ -64,3 +66,15 @@ def test_who_waits_for_the_plan_when_the_group_is_cut_goes() -> None:
     with pytest.raises(PeerError, match=r"sent no plan before the group was cut"):
         second.guide.get(86_400.0)
     assert second.now_s < 30.0
+
+
+def test_who_has_the_least_of_a_processor_sets_what_messages_cost() -> None:
+    """With a seventh of one, a message in many pieces costs more time than the network takes for it."""
+
+    def pieces(*cores: float) -> int:
+        ranks = tuple(Member(r, Place(f"n{r}", f"10.0.0.{r}", cores=part), ()) for r, part in enumerate(cores))
+        found = choosing.situation(Members(ranks, 0, b""), WorkerEnvironment.from_environ({}))
+        return found.plan({}).choose(4_500_000).num_segments
+
+    assert pieces(0.0, 0.0, 0.0) == pieces(8.0, 0.0, 8.0)
+    assert pieces(1.0, 0.14, 0.0) < pieces(0.0, 0.0, 0.0) / 2

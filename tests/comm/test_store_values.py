@@ -20,7 +20,8 @@ from ringweave.planning.adapting import Ruling
 from tests.wire.test_bad_bytes import mutated
 
 RUBBISH = [b"", b"null", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000, b"9" * 5000, b'{"a": NaN}', b'{"doing": 1}', b'"x"']
-ENTRY = {"place": ["n0", "127.0.0.1", [], [1.0]], "entrances": [[[5000], "name"]], "token": "00" * 16}
+PLACE = ["n0", "127.0.0.1", [], [1.0], ["eth0"], [], "host", 0.25]
+ENTRY = {"place": PLACE, "entrances": [[[5000], "name"]], "token": "00" * 16}
 
 
 @pytest.mark.parametrize("value", RUBBISH)
@@ -36,6 +37,7 @@ def test_rubbish_is_refused_by_whoever_reads(value: bytes) -> None:
 
 def test_mutated_entries_and_reports_are_refused_or_read() -> None:
     rng, entry = random.Random(4), json.dumps(ENTRY).encode()
+    assert members.read_entry(entry, 0)[0].place == Place("n0", "127.0.0.1", nics=("eth0",), host="host", cores=0.25)
     report = json.dumps({"doing": "allreduce", "suspect": 1, "hung": True, "failure": "", "disagreement": ""}).encode()
     num_refused = 0
     for _ in range(10_000):
@@ -47,6 +49,12 @@ def test_mutated_entries_and_reports_are_refused_or_read() -> None:
             num_refused += 1
         num_refused += faults.parse(mutated(rng, report)) is None
     assert num_refused > 10_000
+
+
+@pytest.mark.parametrize("cores", [-1.0, 1e-9, float("inf"), float("nan"), "1", None, []])
+def test_a_part_of_a_processor_that_no_quota_leaves_is_refused(cores: object) -> None:
+    with pytest.raises(DisagreementError, match=r"entry of a rank in the store: .*, expected where a rank of the same"):
+        members.read_entry(json.dumps({**ENTRY, "place": [*PLACE[:-1], cores]}).encode(), 3)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.topology.cgroups import OwnQuota, Quota
+from ringweave.topology.cgroups import OwnQuota, Quota, cores_of_one
 
 
 class Kernel:
@@ -72,6 +72,20 @@ def test_no_quota_where_nobody_says(tmp_path: Path) -> None:
     assert OwnQuota(kernel.process).read() is None
     (kernel.process / "cgroup").write_text("5:memory:/other\n")
     assert OwnQuota(kernel.process).read() is None
+
+
+def test_who_shares_a_quota_with_the_parent_shares_it_with_its_siblings(tmp_path: Path) -> None:
+    kernel = Kernel(tmp_path, 2, group="/pods/one")
+    kernel.group("pods/one", cpu__max="300000 100000", cpu__stat=STAT)
+    (kernel.process / "stat").write_text("12 (a b) c) S 77 1 1 0\n")
+    parent = tmp_path / "77"
+    parent.mkdir()
+    (parent / "cgroup").write_text((kernel.process / "cgroup").read_text())
+    assert cores_of_one(4, kernel.process) == pytest.approx(0.75)
+    (parent / "cgroup").write_text("0::/pods\n")
+    assert cores_of_one(4, kernel.process) == pytest.approx(3.0), "a group of its own, as in a lab"
+    kernel.group("pods/one", cpu__max="max 100000")
+    assert cores_of_one(4, kernel.process) is None
 
 
 def test_this_process_can_ask() -> None:

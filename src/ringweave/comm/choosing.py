@@ -16,6 +16,7 @@ from torch.distributed import Store
 from ringweave import schedules, topology
 from ringweave.comm.members import Members
 from ringweave.comm.probing.findings import Findings
+from ringweave.cost import Assumptions
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import DisagreementError, PeerError, ScheduleError, explain
 from ringweave.planning import Choice, Plan
@@ -189,7 +190,8 @@ class Sending:
 def situation(members: Members, environment: WorkerEnvironment, found: Findings | None = None) -> Situation:
     """Where these members run: on the cluster of the environment, or else on the one that was found by probing.
 
-    Without both every node is assumed to have what `topology.one_machine` says.
+    Without both every node is assumed to have what `topology.one_machine` says. The work of all ranks is taken to last
+    as long as that of the one with the least part of a processor, for which the others wait.
 
     Raises:
         ClusterError: The cluster file is wrong.
@@ -203,10 +205,12 @@ def situation(members: Members, environment: WorkerEnvironment, found: Findings 
         names = {node: f"node{index}" for index, node in enumerate(dict.fromkeys(nodes))}
         cluster = topology.one_machine([1] * len(names))  # whose names these are, and what it assumes of a node's rate
         nodes = [names[node] for node in nodes]
+    least = min((member.place.cores or math.inf for member in members.ranks), default=math.inf)
     return Situation(
         cluster=cluster,
         nodes=tuple(nodes),
         rates=rates,
+        assumptions=Assumptions(cores=least) if least < math.inf else None,
         leader_per_nic=environment.leader_per_nic,
     )
 

@@ -2,6 +2,7 @@
 
 import ipaddress
 import json
+import math
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
@@ -14,10 +15,13 @@ from torch.distributed import Store
 from ringweave import topology
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import DisagreementError, PeerError, explain
-from ringweave.topology import Node, discovery, hosts
+from ringweave.topology import Node, cgroups, discovery, hosts
 from ringweave.topology.discovery import Interface
 
 TOKEN_BYTES = 16
+
+_LEAST_CORES = 1e-4
+"""No kernel takes a smaller quota: Linux a millisecond of a second."""
 
 _IP = (socket.AF_INET, socket.AF_INET6)
 
@@ -43,6 +47,8 @@ class Place:
     """Of an offer, the IP network of each address: which of them all nodes share is settled when the group meets."""
     host: str = ""
     """What tells its host from others of the same name (`topology.hosts.host_id`); empty where that is not known."""
+    cores: float = 0.0
+    """Processor time by the second that a quota leaves the process; 0 where there is none."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -53,7 +59,7 @@ class Place:
         """The same process, reached at some of its addresses; the first stays the first."""
         first, *more = (self.addresses[index] for index in indices)
         nics, networks = (tuple(told[i] for i in indices) if told else () for told in (self.nics, self.networks))
-        return Place(self.node, first, tuple(more), tuple(rates), nics, networks, self.host)
+        return Place(self.node, first, tuple(more), tuple(rates), nics, networks, self.host, self.cores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +132,7 @@ class Members:
 
 
 def own_place(environment: WorkerEnvironment, environ: Mapping[str, str]) -> Place:
-    """The node that this process is on, and its address.
+    """The node that this process is on, its address, and what a quota leaves it of processors.
 
     With a cluster file it is found there: by `RINGWEAVE_NODE`, else the host name, else an interface address. Without
     one, `RINGWEAVE_NODE` or the host name name it (`topology.hosts.node_name`), and the addresses of all NICs that
@@ -136,6 +142,12 @@ def own_place(environment: WorkerEnvironment, environ: Mapping[str, str]) -> Pla
         PlacementError: This process fits no node of the cluster, or its node has no device for LOCAL_RANK.
         ClusterError: The cluster file is wrong.
     """
+    siblings = environ.get("LOCAL_WORLD_SIZE", "")
+    cores = cgroups.cores_of_one(int(siblings) if siblings.isdecimal() else 1)
+    return replace(_own_place(environment, environ), cores=cores or 0.0)
+
+
+def _own_place(environment: WorkerEnvironment, environ: Mapping[str, str]) -> Place:
     host_name = socket.gethostname()
     if environment.cluster_path is None:
         name = hosts.node_name(environment.node or host_name)
@@ -198,11 +210,11 @@ def read_entry(value: bytes, global_rank: int) -> tuple[Member, bytes]:
     """
     try:
         entry = json.loads(value)
-        node, address, more_addresses, rates, nics, networks, host = entry["place"]
+        node, address, more_addresses, rates, nics, networks, host, cores = entry["place"]
         entrances = tuple(Entrance(tuple(map(int, ports)), str(name)) for ports, name in entry["entrances"])
         more, own_nics, own_networks = (tuple(map(str, each)) for each in (more_addresses, nics, networks))
         relative = tuple(map(float, rates))
-        place = Place(str(node), str(address), more, relative, own_nics, own_networks, str(host))
+        place = Place(str(node), str(address), more, relative, own_nics, own_networks, str(host), _quota(cores))
         return Member(global_rank, place, entrances), bytes.fromhex(entry["token"])
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as cause:
         raise DisagreementError(
@@ -214,6 +226,12 @@ def read_entry(value: bytes, global_rank: int) -> tuple[Member, bytes]:
                 where=f"rank {global_rank}",
             )
         ) from cause
+
+
+def _quota(cores: float) -> float:
+    if cores != 0 and not _LEAST_CORES <= cores < math.inf:
+        raise ValueError(f"{cores} processors")
+    return float(cores)
 
 
 def _reached_by(node: Node) -> dict[str, float]:

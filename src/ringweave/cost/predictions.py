@@ -19,7 +19,11 @@ class Assumptions:
     memory_bytes_per_s: float = 4e9
     """What one rank copies or adds from a rank of its own node; two or three passes over ordinary memory."""
     message_s: float = 30e-6
-    """Time of a rank's processor for each message that it sends or receives, in Python."""
+    """What each message that a rank sends or receives delays the next by, in Python, where processors are free."""
+    processor_message_s: float = 62e-6
+    """Processor time of all its threads for it, as `sim.Machine.assumed` has it: under a quota that is what counts."""
+    cores: float = math.inf
+    """Processor time by the second that the rank with the least of it may use."""
     local_piece_bytes: float = 8e6
     """Best size of a piece in a group on one node: large ones wake few ranks up, small ones need less shared memory."""
 
@@ -119,7 +123,7 @@ def demand(schedule: Schedule, net: Network, vertex_of_rank: Ints, assumptions: 
         num_receives=int(loads.num_receives.max()),
         streams_meet=loads.streams_meet,
         largest_piece=loads.largest_units / loads.num_units,
-        message_s=assumed.message_s,
+        message_s=max(assumed.message_s, assumed.processor_message_s / assumed.cores),
         local_piece_bytes=assumed.local_piece_bytes,
         latency_s=net.latency_s,
     )

@@ -83,15 +83,18 @@ class Machine:
     def assumed(cls, assumptions: Assumptions | None = None) -> Self:
         """What Linux and this program's own work are taken for; memory as planning assumes it, None being its default.
 
-        Processor time is split into messages and bytes here, where planning counts pieces of a usual size.
+        Processor time is split into messages and bytes here, where planning counts pieces of a usual size. With less
+        than a whole processor all of it lasts longer.
         """
-        s_per_byte = 1 / (assumptions or Assumptions()).memory_bytes_per_s
+        assumed = assumptions or Assumptions()
+        slowness = max(1.0, 1 / assumed.cores)
+        s_per_byte = slowness / assumed.memory_bytes_per_s
         return cls(
-            message_s=MESSAGE_S,
-            inside_message_s=INSIDE_MESSAGE_S,
-            kernel_s_per_byte=KERNEL_S_PER_BYTE,
-            wake_s=WAKE_S,
-            start_s=START_S,
+            message_s=MESSAGE_S * slowness,
+            inside_message_s=INSIDE_MESSAGE_S * slowness,
+            kernel_s_per_byte=KERNEL_S_PER_BYTE * slowness,
+            wake_s=WAKE_S * slowness,
+            start_s=START_S * slowness,
             combine_s_per_byte=s_per_byte,
             inside_s_per_byte=s_per_byte,
             send_buffer_bytes=SEND_BUFFER_BYTES,

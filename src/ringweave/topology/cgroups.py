@@ -68,6 +68,23 @@ class OwnQuota:
         return min(quotas, key=lambda quota: quota.cores, default=None)
 
 
+def cores_of_one(num_siblings: int, process: Path = PROCESS) -> float | None:
+    """Processor time by the second that a quota leaves this process; None where there is no quota.
+
+    Args:
+        num_siblings: Processes that its parent has started, itself included. They share a quota that holds for the
+            parent too, as in a container; one that does not is taken to be this process's alone.
+        process: Its folder below /proc.
+    """
+    quota = OwnQuota(process).read()
+    if quota is None:
+        return None
+    stat = _read(process / "stat").rpartition(")")[2].split()  # state, parent, and more; a name may have blanks
+    parent = process.with_name(stat[1]) if len(stat) > 1 else process
+    is_shared = _read(parent / "cgroup") == _read(process / "cgroup")
+    return quota.cores / (max(1, num_siblings) if is_shared else 1)
+
+
 def _groups(mount: Mount, memberships: str) -> tuple[Path, ...]:
     """Folders of the process's group and of those above it, below the mount point and with it."""
     own = next((path for line in memberships.splitlines() if (path := _path(line, mount.version))), mount.inside)
