@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ringweave.comm import regrouping
 from ringweave.comm.regrouping import EpochGroups
@@ -80,11 +81,20 @@ def test_who_ran_out_of_time_gives_it_twice_as_long_the_next_time() -> None:
     assert seconds[2] >= 0.8
 
 
-def test_a_plan_that_does_not_come_keeps_nobody_from_the_next_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first member is stopped just before it tells the plan: who is ordered to stand still does not wait for it."""
-    is_let_go = threading.Event()
-    monkeypatch.setattr(regrouping.RingweaveProcessGroup, "settle", lambda _: is_let_go.wait(60))
+@pytest.mark.parametrize("stands", ["_make", "settle"], ids=["while it meets the others", "before it tells the plan"])
+def test_a_first_member_that_is_stopped_keeps_nobody_from_the_next_epoch(
+    monkeypatch: pytest.MonkeyPatch, stands: str
+) -> None:
+    """Who is ordered to stand still meanwhile does, and joins the next epoch at once."""
     groups, errors = EpochGroups(HERE), []
+    is_stopped, is_let_go = threading.Event(), threading.Event()
+    whose = regrouping if stands == "_make" else regrouping.RingweaveProcessGroup
+    goes_on = getattr(whose, stands)
+
+    def stop(*args: object) -> object:
+        is_stopped.set()
+        is_let_go.wait(60)
+        return goes_on(*args)
 
     def form() -> None:
         try:
@@ -93,13 +103,29 @@ def test_a_plan_that_does_not_come_keeps_nobody_from_the_next_epoch(monkeypatch:
             errors.append(str(error))
 
     forming = threading.Thread(target=form)
-    forming.start()
-    while not regrouping.is_of_an_epoch():
-        time.sleep(0.01)
-    groups.abort()
-    forming.join(10)
-    is_let_go.set()
+    with monkeypatch.context() as patch:
+        patch.setattr(whose, stands, stop)
+        forming.start()
+        assert is_stopped.wait(30)
+        groups.abort()
+        forming.join(30)
     assert "group of epoch 1.1: aborted while it was formed. Form the next one." in errors[0]
-    monkeypatch.undo()
     groups.form(groups.store_place, "1.2", 0, 1, 1)
+    default = dist.group.WORLD
+    is_let_go.set()
+    while "ringweave meeting" in {thread.name for thread in threading.enumerate()}:
+        time.sleep(0.01)
+    assert dist.group.WORLD is default, "the group that came too late is none that anybody uses"
+    groups.form(groups.store_place, "1.3", 0, 1, 1)
+    assert list(distributed_c10d._world.pg_map) == [dist.group.WORLD], "nothing is left of it"
     groups.leave()
+
+
+def test_what_a_member_cannot_do_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("no such node")
+
+    monkeypatch.setattr(regrouping, "_make", refuse)
+    groups = EpochGroups(HERE)
+    with pytest.raises(ValueError, match="no such node"):
+        groups.form(groups.store_place, "1.1", 0, 1, 0)

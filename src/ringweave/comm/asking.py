@@ -23,15 +23,15 @@ def in_time(call: Callable[[], _Found], limit_s: float, is_given_up: Callable[[]
         name: Of the thread.
 
     Raises:
-        RuntimeError: It raised this.
+        Exception: What the call raised.
         TimeoutError: It did not answer within `limit_s`, or was given up.
     """
-    found: queue.SimpleQueue[tuple[_Found] | RuntimeError] = queue.SimpleQueue()
+    found: queue.SimpleQueue[tuple[_Found] | Exception] = queue.SimpleQueue()
 
     def run() -> None:
         try:
             found.put((call(),))
-        except RuntimeError as error:
+        except Exception as error:
             found.put(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
@@ -40,7 +40,7 @@ def in_time(call: Callable[[], _Found], limit_s: float, is_given_up: Callable[[]
         is_last = is_given_up() or time.monotonic() > deadline_s
         with contextlib.suppress(queue.Empty):
             outcome = found.get(timeout=_LOOK_S)
-            if isinstance(outcome, RuntimeError):
+            if isinstance(outcome, Exception):
                 raise outcome
             return outcome[0]
     raise TimeoutError(f"no answer within {limit_s:g} s, or it was given up")

@@ -212,13 +212,18 @@ def create_group(options: Any, _backend_options: object) -> RingweaveProcessGrou
     global_ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     place = members.own_place(environment, os.environ)
     doors = open_doors(place.addresses, NUM_LANES)
-    # torch gives a group that is made again after destroy the same keys: every incarnation has a space of its own.
-    incarnation = options.store.add(f"incarnation/{options.group_rank}", 1)
-    store = PrefixStore(f"{incarnation}/", options.store)
-    own = members.meet(
-        store, options.group_rank, global_ranks, place, [door.entrance for door in doors], options.timeout
-    )
-    return RingweaveProcessGroup(store, own, doors, str(options.group_id), options.timeout, environment)
+    try:
+        # torch gives a group that is made again after destroy the same keys: every incarnation has a space of its own.
+        incarnation = options.store.add(f"incarnation/{options.group_rank}", 1)
+        store = PrefixStore(f"{incarnation}/", options.store)
+        own = members.meet(
+            store, options.group_rank, global_ranks, place, [door.entrance for door in doors], options.timeout
+        )
+        return RingweaveProcessGroup(store, own, doors, str(options.group_id), options.timeout, environment)
+    except BaseException:
+        for door in doors:
+            door.close()
+        raise
 
 
 def _call_if_alive(method: "weakref.WeakMethod[Callable[[], None]]") -> None:

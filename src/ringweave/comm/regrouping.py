@@ -29,6 +29,7 @@ long after each time that this was too short: a machine that is too busy for it 
 _MOST_FORM_S = 640.0
 _CALL_PART = 0.2
 """Of the limit: the first member may take so long to answer a call."""
+_GRACE_S = 1.0
 WAIT = timedelta(days=1)
 """Of a collective: what ends it when a member is gone is the membership and not a time-out."""
 _Found = TypeVar("_Found")
@@ -111,16 +112,22 @@ class EpochGroups:
                 self._held, self._ready = self._ready, self._open()
         host, port = store_place.split()
         limit, began_s = timedelta(seconds=self._limit_s), self._clock()
+
+        def make(prefix: str, group_name: str, what: str) -> RingweaveProcessGroup:
+            """A group whose plan is there too, so that nobody waits for it who has to do something else."""
+            group = _make(PrefixStore(f"{prefix}/{name}/", store), group_name, what, rank, world_size, limit)
+            group.settle()
+            if num_aborts != self._num_aborts:  # nobody waits for it any more
+                group.abort()
+            return group
+
         try:
             store = self._reach(host, int(port), name, num_aborts)
-            _make_default(PrefixStore(f"epoch/{name}/", store), name, rank, world_size, limit)
-            apart = None
+            group = self._ask(lambda: make("epoch", f"{EPOCH}{name}", "default_pg"), name, num_aborts)
+            _make_default(group)
+            groups: list[dist.ProcessGroup] = [group]
             if is_apart:
-                apart = _make(PrefixStore(f"apart/{name}/", store), f"{APART}{name}", "sums", rank, world_size, limit)
-            groups = [each for each in (dist.group.WORLD, apart) if each is not None]
-            for each in groups:
-                assert isinstance(each, RingweaveProcessGroup), "made here"
-                self._ask(each.settle, name, num_aborts)
+                groups.append(self._ask(lambda: make("apart", f"{APART}{name}", "sums"), name, num_aborts))
         except (RuntimeError, OSError) as cause:
             if self._clock() - began_s > _CALL_PART * self._limit_s and num_aborts == self._num_aborts:
                 self._limit_s = min(2 * self._limit_s, _MOST_FORM_S)
@@ -132,7 +139,7 @@ class EpochGroups:
         for each in groups:
             distributed_c10d._set_pg_timeout(WAIT, each)
         with self._lock:
-            self._group, self._apart = dist.group.WORLD, apart
+            self._group, self._apart = groups[0], groups[1] if is_apart else None
             is_late = self._num_aborts != num_aborts
         if is_late:
             self._cut()
@@ -146,14 +153,15 @@ class EpochGroups:
         return self._ask(lambda: TCPStore(host, port, is_master=False, timeout=limit), name, num_aborts)
 
     def _ask(self, call: Callable[[], _Found], name: str, num_aborts: int) -> _Found:
-        """What comes of a call of the first member's store; of one that is stopped nothing would ever come.
+        """What comes of a call that needs the first member; of one that is stopped nothing would ever come.
 
         Raises:
             PeerError: `abort` was called meanwhile.
             TimeoutError: It did not answer in time.
         """
         try:
-            return in_time(call, self._limit_s, lambda: num_aborts != self._num_aborts, "ringweave meeting")
+            limit_s = self._limit_s + _GRACE_S  # what is asked has the limit itself, and says more of who did not come
+            return in_time(call, limit_s, lambda: num_aborts != self._num_aborts, "ringweave meeting")
         except TimeoutError as cause:
             if num_aborts != self._num_aborts:
                 raise _aborted(name) from cause
@@ -182,21 +190,19 @@ class EpochGroups:
         return TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
 
 
-def _make_default(store: Store, name: str, rank: int, world_size: int, limit: timedelta) -> None:
-    """Make the default group, and let go of the one before and of all that the script made beside it.
+def _make_default(group: dist.ProcessGroup) -> None:
+    """Make it the default group, and let go of the one before and of all that the script made beside it.
 
     torch has no call for it: `init_process_group` wants that there is none, and between its end and the next begin
     every `get_rank` of the script would raise. So this does what that function does, with the group at hand.
     """
-    before = list(distributed_c10d._world.pg_map)
-    group = _make(store, f"{EPOCH}{name}", "default_pg", rank, world_size, limit)
     distributed_c10d._update_default_pg(group)
-    for other in before:
+    for other in [each for each in distributed_c10d._world.pg_map if each is not group]:
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group(other)
 
 
-def _make(store: Store, name: str, what: str, rank: int, world_size: int, limit: timedelta) -> dist.ProcessGroup:
+def _make(store: Store, name: str, what: str, rank: int, world_size: int, limit: timedelta) -> RingweaveProcessGroup:
     """A group of all members, of which torch knows."""
     group, _ = distributed_c10d._new_process_group_helper(
         world_size,
@@ -208,7 +214,7 @@ def _make(store: Store, name: str, what: str, rank: int, world_size: int, limit:
         timeout=limit,
         group_desc=what,
     )
-    assert isinstance(group, dist.ProcessGroup), "this process is a member"
+    assert isinstance(group, RingweaveProcessGroup), "this process is a member"
     distributed_c10d._world.pg_group_ranks[group] = {each: each for each in range(world_size)}
     return group
 
