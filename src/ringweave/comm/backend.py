@@ -62,8 +62,11 @@ class RingweaveProcessGroup(HostedProcessGroup):
         self._doors = doors
         self._handlings: dict[tuple[object, torch.dtype], _Handling] = {}
         log = EventLog(environment.run_dir / "events.jsonl") if environment.run_dir else None
-        cut_host = weakref.WeakMethod(self.cut_host)  # no circle: the group must end when it is destroyed
-        hosts = Hosts(store, own, timeout, cut_own=lambda: _call_if_alive(cut_host))
+        # No circles: the group must end when it is destroyed.
+        cut_own, let_go_own = weakref.WeakMethod(self.cut_host), weakref.WeakMethod(self.let_go_of_host)
+        hosts = Hosts(
+            store, own, timeout, lambda: _call_if_alive(cut_own), let_go_own=lambda: _call_if_alive(let_go_own)
+        )
         where = choosing.situation(own, environment, found)
         director = make_director(store, own, environment, where, timeout, Scribe(log, own.own.global_rank, group))
         nodes = [member.place.node for member in own.ranks]
@@ -139,10 +142,9 @@ class RingweaveProcessGroup(HostedProcessGroup):
     def _allreduce_by_host(self, tensor: Tensor, opts: AllreduceOptions, doing: str) -> Work:
         """Gloo takes contiguous tensors only; which rank's is not must not decide who does the work."""
         if tensor.is_contiguous():
-            return self.named(self._gloo.allreduce([tensor], opts), doing)
+            return self.allreduce_by_gloo(tensor, opts, doing)
         message = tensor.detach().contiguous()
-        work = self._gloo.allreduce([message], opts)
-        return self.named(work, doing, after=lambda: tensor.detach().copy_(message))
+        return self.allreduce_by_gloo(message, opts, doing, after=lambda: tensor.detach().copy_(message))
 
     def fail(self, failure: TransferFailedError, doing: str) -> CommunicationError:
         """End the group because of a failed transfer, and return the error that names who is to blame."""

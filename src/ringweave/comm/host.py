@@ -4,6 +4,7 @@ Registered inside the group under their devices, they serve every call of torch.
 itself. What is added here is the name of the rank and node in an error.
 """
 
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -14,7 +15,8 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, Work
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-from ringweave.comm.adapting.hosting import cut_gloo, failure_of
+from ringweave.comm.adapting import hosting
+from ringweave.comm.adapting.hosting import StuckError, cut_gloo, failure_of, leave_behind
 from ringweave.comm.members import Members
 from ringweave.comm.transport.seam import TransferFailedError
 from ringweave.errors import CommunicationError
@@ -55,9 +57,12 @@ class NamingWork(Work):
         work: Work,
         explain: Callable[[TransferFailedError], CommunicationError],
         after: Callable[[], object] | None = None,
+        wait: Callable[[timedelta | None], bool] | None = None,
     ) -> None:
+        """`explain` says who is to blame, `after` is done to the result, `wait` takes the place of the work's own."""
         super().__init__()
         self._work = work
+        self._wait = wait or (lambda timeout: work.wait() if timeout is None else work.wait(timeout))
         self._explain = explain
         self._future = work.get_future().then(lambda done: (after(), done.value())[1]) if after else None
 
@@ -68,7 +73,7 @@ class NamingWork(Work):
             PeerError: The host library gave up.
         """
         try:
-            done = self._work.wait() if timeout is None else self._work.wait(timeout)
+            done = self._wait(timeout)
         except RuntimeError as cause:
             failure = failure_of(cause)
             failure.__cause__ = cause
@@ -81,6 +86,16 @@ class NamingWork(Work):
     def is_completed(self) -> bool:
         """Whether `wait` would return or raise at once."""
         return self._work.is_completed()
+
+    def has_ended_soon(self) -> bool:
+        """Whether it ends, in whatever way, in the moment that follows a cut."""
+        try:
+            hosting.wait(self._work, lambda: True)
+        except StuckError:
+            return False
+        except RuntimeError:
+            pass
+        return True
 
     def is_success(self) -> bool:
         """Whether it has finished without an error."""
@@ -124,6 +139,9 @@ class HostedProcessGroup(dist.ProcessGroup):
         self._timeout = timeout
         self.plain = dist.ProcessGroup(PrefixStore("plain/", store), members.group_rank, members.group_size)
         self._gloo: Any = self._register_hosts()
+        self._is_host_cut = self._is_left_behind = False
+        self._under_way = weakref.WeakSet[NamingWork]()
+        """Allreduces on the processor that somebody may wait for."""
 
     def fail(self, failure: TransferFailedError, doing: str) -> CommunicationError:
         """End the group because of a failed transfer, and return the error that names who is to blame."""
@@ -137,9 +155,42 @@ class HostedProcessGroup(dist.ProcessGroup):
         """`work`, with an error that says what was being done and who is to blame; `after` is done to its result."""
         return NamingWork(work, lambda failure: self.fail(failure, doing), after)
 
+    def allreduce_by_gloo(
+        self, tensor: Tensor, opts: Any, doing: str, after: Callable[[], object] | None = None
+    ) -> NamingWork:
+        """An allreduce of a contiguous tensor on the processor; arguments as those of `named`.
+
+        Of all that the host library does, these are what a job that outlives its members waits for.
+        """
+        work = self._gloo.allreduce([tensor], opts)
+
+        def wait(timeout: timedelta | None) -> bool:
+            try:
+                return hosting.wait(work, lambda: self._is_host_cut, timeout)
+            except StuckError:
+                self._leave_behind()
+                raise
+
+        named = NamingWork(work, lambda failure: self.fail(failure, doing), after, wait)
+        self._under_way.add(named)
+        return named
+
     def cut_host(self) -> None:
         """Close the host library's connections: what is in flight fails, here and at the peers."""
+        self._is_host_cut = True
         cut_gloo(self._gloo, self.members)
+
+    def let_go_of_host(self) -> None:
+        """Before the group is destroyed: see that nobody has to wait for what the cut has not ended."""
+        for named in list(self._under_way) if self._is_host_cut else ():
+            if not named.has_ended_soon():
+                self._leave_behind()
+                return
+
+    def _leave_behind(self) -> None:
+        if not self._is_left_behind:
+            self._is_left_behind = True
+            leave_behind(self._gloo)
 
     def _register_hosts(self) -> ProcessGroupGloo:
         kinds = dist.ProcessGroup.BackendType

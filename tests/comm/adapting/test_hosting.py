@@ -1,9 +1,14 @@
 """The host library's connections of a lane: when they are made, and when they are cut."""
 
+import subprocess
+import sys
+import time
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import psutil
 import pytest
 from torch.distributed import HashStore
 
@@ -62,3 +67,93 @@ def test_all_ranks_are_there_before_it_is_made(monkeypatch: pytest.MonkeyPatch) 
     for lane in (0, 0, 1):
         under.prepare(lane, lambda: done.append("met"))
     assert done == ["met", "made"] * 2
+
+
+BROADCAST = """
+import os, signal, sys, time
+from datetime import timedelta
+import torch
+from torch.distributed import BroadcastOptions, FileStore, ProcessGroupGloo
+from ringweave.comm.adapting import hosting
+store, rank = FileStore(sys.argv[1], 2), int(sys.argv[2])
+gloo = ProcessGroupGloo(store, rank, 2, timedelta(days=1))
+gloo.barrier().wait()
+how = BroadcastOptions()
+how.timeout, how.rootRank, how.rootTensor = timedelta(days=1), 1, 0
+work = gloo.broadcast([torch.ones(60_000_000)], how)
+if rank == 1:
+    time.sleep(float(sys.argv[3]))
+    os.kill(os.getpid(), signal.SIGSTOP)
+sys.stdin.readline()
+try:
+    gloo.recv([torch.empty(1)], 1, 7).wait(timedelta(milliseconds=1))
+except RuntimeError:
+    began_s = time.monotonic()
+try:
+    hosting.wait(work, lambda: True)
+    print("ended", flush=True)
+except hosting.StuckError as error:
+    print("stuck:", error, time.monotonic() - began_s, flush=True)
+    hosting.leave_behind(gloo)
+except RuntimeError:
+    print("woken", flush=True)
+del work, gloo
+"""
+"""The whole of it is one message: when its sender is stopped a part of it has come."""
+
+
+def test_who_waits_for_a_message_that_has_come_in_part_is_let_go_when_the_group_is_cut(tmp_path: Path) -> None:
+    """Gloo wakes it as little as its destructor ends: without `hosting` this waits for a day."""
+    said: list[str] = []
+    for attempt in range(8):
+        command = [sys.executable, "-c", BROADCAST, str(tmp_path / f"store-{attempt}")]
+        with (
+            subprocess.Popen([*command, "1", str(0.02 * (1 + attempt % 4))], stdin=subprocess.DEVNULL) as sender,
+            subprocess.Popen([*command, "0"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as receiver,
+        ):
+            try:
+                while psutil.Process(sender.pid).status() != psutil.STATUS_STOPPED:
+                    time.sleep(0.01)
+                said.append(receiver.communicate("stop\n", timeout=60)[0])
+            finally:
+                sender.kill()
+                receiver.kill()
+        assert receiver.returncode == 0
+        if said[-1].startswith("stuck"):
+            break
+    what, _, waited_s = said[-1].rpartition(" ")
+    assert what == "stuck: the connections of this group were cut, in the middle of a message", said
+    assert float(waited_s) < 20
+
+
+class Slow:
+    """A work that ends in a while, or never."""
+
+    def __init__(self, looks: int, error: str = "") -> None:
+        self.num_left, self.error = looks, error
+
+    def wait(self, timeout: timedelta) -> bool:
+        self.num_left -= 1
+        time.sleep(min(0.02, timeout.total_seconds()))
+        if self.num_left >= 0:
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise RuntimeError(self.error)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.num_left <= 0
+
+
+def test_a_work_that_ends_is_waited_for_as_long_as_nobody_cuts() -> None:
+    assert hosting.wait(cast(Any, Slow(5)), lambda: False)
+    with pytest.raises(RuntimeError, match="gone"):
+        hosting.wait(cast(Any, Slow(5, "gone")), lambda: False)
+    with pytest.raises(RuntimeError, match="timed out"):
+        hosting.wait(cast(Any, Slow(10**9)), lambda: False, timedelta(seconds=0.1))
+
+
+def test_after_a_cut_what_is_about_to_end_has_a_moment() -> None:
+    assert hosting.wait(cast(Any, Slow(3)), lambda: True)
+    with pytest.raises(hosting.StuckError):
+        hosting.wait(cast(Any, Slow(10**9)), lambda: True)

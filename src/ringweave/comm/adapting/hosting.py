@@ -5,14 +5,16 @@ each rank, so it must not get into that order: Gloo would take one collective fo
 """
 
 import contextlib
+import ctypes
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import AllreduceOptions, PrefixStore, Store
+from torch.distributed import AllreduceOptions, PrefixStore, Store, Work
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from ringweave.comm.members import Members
@@ -23,6 +25,50 @@ _ABORT_TAG = 2**31 - 1
 _CUT = "the connections of this group were cut"
 _CONNECT_LIMIT = timedelta(seconds=30)
 """All ranks have just met, so none is far. Nobody can end Gloo's constructor, which waits for one that has died."""
+
+
+_LOOK = timedelta(milliseconds=100)
+_PATIENCE_S = 0.2
+"""Once connections are cut, whoever is woken by that is through by then."""
+
+
+class StuckError(RuntimeError):
+    """A work that will not end, though its connections are closed."""
+
+
+def wait(work: Work, is_cut: Callable[[], bool], timeout: timedelta | None = None) -> bool:
+    """Wait for a collective of Gloo's on the processor, but not for one that nobody wakes once its group was cut.
+
+    When a connection closes, Gloo wakes whoever waits for a turn on it, but not who waits for a message that has come
+    in part (torch 2.13: `Pair::signalException` of its TCP transport leaves out the operation under way). That one
+    would wait as long as the collective may take: in an elastic job a day.
+
+    Args:
+        work: What is waited for.
+        is_cut: Whether connections were cut.
+        timeout: How long at most; None or 0 is as long as the collective may take.
+
+    Raises:
+        StuckError: It will not end: its tensors and the library are to be left as they are, see `leave_behind`.
+        RuntimeError: The library gave up, or it takes longer.
+    """
+    deadline_s = time.monotonic() + timeout.total_seconds() if timeout else float("inf")
+    cut_s: float | None = None
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(RuntimeError):
+            return work.wait(_LOOK)
+        if work.is_completed():  # it has failed, or ended just now
+            break
+        if is_cut():
+            cut_s = cut_s or time.monotonic()
+            if time.monotonic() - cut_s > _PATIENCE_S:
+                raise StuckError(f"{_CUT}, in the middle of a message")
+    return work.wait(timedelta(milliseconds=1))
+
+
+def leave_behind(library: Any) -> None:
+    """Never let it be destroyed: its end waits for all of its threads, one of which will never wake up."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(library))
 
 
 def failure_of(cause: RuntimeError) -> TransferFailedError:
@@ -46,9 +92,16 @@ def cut_gloo(gloo: Any, members: Members) -> None:
 class Hosts:
     """The host library under a group: once for each lane, made when a lane first needs it."""
 
-    def __init__(self, store: Store, members: Members, timeout: timedelta, cut_own: Callable[[], None]) -> None:
-        """`cut_own` cuts the one that the group calls itself."""
-        self._cut_own = cut_own
+    def __init__(
+        self,
+        store: Store,
+        members: Members,
+        timeout: timedelta,
+        cut_own: Callable[[], None],
+        let_go_own: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`cut_own` cuts the one that the group calls itself, `let_go_own` is called before that may be destroyed."""
+        self._cut_own, self._let_go_own = cut_own, let_go_own
         self._store = store
         self._members = members
         self._timeout = timeout
@@ -80,7 +133,7 @@ class Hosts:
         options = AllreduceOptions()
         options.reduceOp = op
         options.timeout = timedelta(seconds=timeout_s)
-        self._attempt(lambda: self._by_lane[lane].allreduce([message], options).wait())
+        self._attempt(lambda: self._wait(self._by_lane[lane], self._by_lane[lane].allreduce([message], options)))
 
     def cut(self) -> None:
         """Let all that is in flight fail, from any thread."""
@@ -93,6 +146,7 @@ class Hosts:
 
     def close(self) -> None:
         """Let go of all of them, and of their threads."""
+        self._let_go_own()
         with self._lock:
             self._by_lane.clear()
 
@@ -111,6 +165,13 @@ class Hosts:
         if is_cut:  # meanwhile: whoever cut it did not find this one
             cut_gloo(gloo, self._members)
             raise RuntimeError(_CUT)
+
+    def _wait(self, gloo: Any, work: Work) -> None:
+        try:
+            wait(work, lambda: self._is_cut)
+        except StuckError:
+            leave_behind(gloo)
+            raise
 
     @staticmethod
     def _attempt(action: Callable[[], object]) -> None:

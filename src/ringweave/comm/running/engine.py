@@ -230,6 +230,7 @@ class Engine:
             for lane in self._lanes:  # before any is waited for: it may wait for what another one makes
                 if not lane.wait_ended(0.0):
                     lane.abort()
+            self._hosts.cut()
         for lane in self._lanes:
             lane.close(timeout_s)
         self._hosts.close()
