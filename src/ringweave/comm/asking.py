@@ -1,4 +1,4 @@
-"""Calls that ask a store, which may be on a node that is cut off, or of a process that is stopped."""
+"""Calls into torch that wait for others, who may be on a node that is cut off, or stopped."""
 
 import contextlib
 import queue
@@ -14,11 +14,12 @@ _Found = TypeVar("_Found")
 def in_time(call: Callable[[], _Found], limit_s: float, is_given_up: Callable[[], bool], name: str) -> _Found:
     """What comes of a call.
 
-    In a thread that can be left behind: torch waits for such a store without end.
+    In a thread that can be left behind: torch waits for a silent store without end, and nobody can end a wait of Gloo's
+    constructor.
 
     Args:
-        call: Asks the store.
-        limit_s: How long it may take.
+        call: Asks for something.
+        limit_s: How long it may take; infinite where it has a limit of its own.
         is_given_up: Whether nobody waits for it any more.
         name: Of the thread.
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -58,6 +59,27 @@ def test_a_peer_that_stops_before_it_connects_is_not_waited_for_long(
     monkeypatch.setattr(hosting, "ProcessGroupGloo", lambda store, rank, size, limit: limits.append(limit))
     hosts(timedelta(seconds=limit_s)).prepare(0, lambda: None)
     assert limits == [timedelta(seconds=waited_s)]
+
+
+def test_a_lane_that_is_cut_while_it_connects_goes_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer was stopped just before: the next epoch's sums wait until this lane has let go of their memory."""
+    is_stopped, is_let_go, under = threading.Event(), threading.Event(), hosts()
+
+    def make(*_: object) -> Gloo:
+        is_stopped.set()
+        is_let_go.wait(60)
+        return Gloo()
+
+    def cut() -> None:
+        is_stopped.wait(60)
+        under.cut()
+
+    monkeypatch.setattr(hosting, "ProcessGroupGloo", make)
+    threading.Thread(target=cut).start()
+    with pytest.raises(TransferFailedError, match="the connections of this group were cut"):
+        under.prepare(0, lambda: None)
+    assert not is_let_go.is_set()
+    is_let_go.set()
 
 
 def test_all_ranks_are_there_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

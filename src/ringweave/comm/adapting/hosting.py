@@ -6,6 +6,7 @@ each rank, so it must not get into that order: Gloo would take one collective fo
 
 import contextlib
 import ctypes
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.distributed import AllreduceOptions, PrefixStore, Store, Work
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
+from ringweave.comm.asking import in_time
 from ringweave.comm.members import Members
 from ringweave.comm.transport.seam import TransferFailedError
 
@@ -24,7 +26,7 @@ _ABORT_TAG = 2**31 - 1
 """A tag that no message carries."""
 _CUT = "the connections of this group were cut"
 _CONNECT_LIMIT = timedelta(seconds=30)
-"""All ranks have just met, so none is far. Nobody can end Gloo's constructor, which waits for one that has died."""
+"""All ranks have just met, so none is far. Gloo may wait for a multiple of it."""
 
 
 _LOOK = timedelta(milliseconds=100)
@@ -158,7 +160,13 @@ class Hosts:
         # and ranks that are at different groups would wait for each other.
         own: Any = self._store  # torch's stubs lack `clone`
         store = PrefixStore(f"lane-host/{lane}/", own.clone())
-        gloo = ProcessGroupGloo(store, *place, min(self._timeout, _CONNECT_LIMIT))
+        limit = min(self._timeout, _CONNECT_LIMIT)
+        try:  # nobody can end the constructor, which waits for a peer that was stopped or has died meanwhile
+            gloo: Any = in_time(
+                lambda: ProcessGroupGloo(store, *place, limit), math.inf, lambda: self._is_cut, "ringweave host"
+            )
+        except TimeoutError as cause:
+            raise RuntimeError(_CUT) from cause
         with self._lock:
             self._by_lane[lane] = gloo
             is_cut = self._is_cut
