@@ -28,10 +28,9 @@ _CUT = "the connections of this group were cut"
 _CONNECT_LIMIT = timedelta(seconds=30)
 """All ranks have just met, so none is far. Gloo may wait for a multiple of it."""
 
-
-_LOOK = timedelta(milliseconds=100)
-_PATIENCE_S = 0.2
-"""Once connections are cut, whoever is woken by that is through by then."""
+_LOOK, _NUM_LOOKS = timedelta(milliseconds=100), 10
+"""Once connections are cut, whoever is woken by that is through after so many looks: a millisecond does, where it gets
+a processor. They are counted, and not timed: a process that was stopped in between has got none."""
 
 
 class StuckError(RuntimeError):
@@ -43,7 +42,8 @@ def wait(work: Work, is_cut: Callable[[], bool], timeout: timedelta | None = Non
 
     When a connection closes, Gloo wakes whoever waits for a turn on it, but not who waits for a message that has come
     in part (torch 2.13: `Pair::signalException` of its TCP transport leaves out the operation under way). That one
-    would wait as long as the collective may take: in an elastic job a day.
+    would wait as long as the collective may take: in an elastic job a day. Who is given up does not touch its tensors
+    any more: the rest of the message will not come, and all that had come was dealt with.
 
     Args:
         work: What is waited for.
@@ -54,17 +54,16 @@ def wait(work: Work, is_cut: Callable[[], bool], timeout: timedelta | None = Non
         StuckError: It will not end: its tensors and the library are to be left as they are, see `leave_behind`.
         RuntimeError: The library gave up, or it takes longer.
     """
-    deadline_s = time.monotonic() + timeout.total_seconds() if timeout else float("inf")
-    cut_s: float | None = None
+    deadline_s = time.monotonic() + timeout.total_seconds() if timeout else math.inf
+    num_left = _NUM_LOOKS
     while time.monotonic() < deadline_s:
         with contextlib.suppress(RuntimeError):
             return work.wait(_LOOK)
         if work.is_completed():  # it has failed, or ended just now
             break
-        if is_cut():
-            cut_s = cut_s or time.monotonic()
-            if time.monotonic() - cut_s > _PATIENCE_S:
-                raise StuckError(f"{_CUT}, in the middle of a message")
+        num_left -= is_cut()
+        if num_left < 0:
+            raise StuckError(f"{_CUT}, in the middle of a message")
     return work.wait(timedelta(milliseconds=1))
 
 
