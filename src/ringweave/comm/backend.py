@@ -44,6 +44,7 @@ _EXIT_S = 0.5
 class RingweaveProcessGroup(HostedProcessGroup):
     """A process group that runs large CPU allreduces itself and leaves the rest to the host library."""
 
+    # Longer than a constructor should be: the one place where all parts of a group are joined, each made elsewhere.
     def __init__(
         self,
         store: Store,

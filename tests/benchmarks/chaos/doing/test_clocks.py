@@ -44,6 +44,11 @@ else:
 """The host library waits by the wall clock, for a message that never comes."""
 
 
+def loaded(folder: Path, file: Path) -> dict[str, str]:
+    """What a process is started with whose clock goes by that file; the library is compiled into the folder."""
+    return {**os.environ, "LD_PRELOAD": str(clocks.compile_in(folder)), "RINGWEAVE_CLOCK": str(file)}
+
+
 def test_without_jumps_nothing_is_told(tmp_path: Path) -> None:
     lab = None  # nobody asks it
     assert clocks.environ(faults.parse("at 3s kill worker 0"), lab, tmp_path) == {}  # pyrefly: ignore
@@ -52,9 +57,9 @@ def test_without_jumps_nothing_is_told(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 @pytest.mark.parametrize("shift_s", [7200.0, -86400.5])
 def test_a_process_sees_its_wall_clock_jump_and_sleeps_as_before(tmp_path: Path, shift_s: float) -> None:
-    library, file = clocks.compile_in(tmp_path), tmp_path / "clock"
+    file = tmp_path / "clock"
     file.write_bytes(clocks.to_bytes(0.0))
-    environ = {**os.environ, "LD_PRELOAD": str(library), "RINGWEAVE_CLOCK": str(file)}
+    environ = loaded(tmp_path, file)
     said = subprocess.run(
         [sys.executable, "-c", LOOK, str(file), clocks.to_bytes(shift_s).hex()],
         env=environ,
@@ -69,9 +74,9 @@ def test_a_process_sees_its_wall_clock_jump_and_sleeps_as_before(tmp_path: Path,
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 @pytest.mark.parametrize("shift_s", [3600.0, -3600.5])
 def test_who_waits_until_a_moment_of_the_jumped_clock_waits_as_long_as_wanted(tmp_path: Path, shift_s: float) -> None:
-    library, file = clocks.compile_in(tmp_path), tmp_path / "clock"
+    file = tmp_path / "clock"
     file.write_bytes(clocks.to_bytes(0.0))
-    environ = {**os.environ, "LD_PRELOAD": str(library), "RINGWEAVE_CLOCK": str(file)}
+    environ = loaded(tmp_path, file)
     command = [sys.executable, "-c", WAIT, str(file), clocks.to_bytes(shift_s).hex(), str(tmp_path / "store")]
     with subprocess.Popen([*command, "1"], env=environ, stdin=subprocess.PIPE) as silent:
         try:
@@ -83,7 +88,7 @@ def test_who_waits_until_a_moment_of_the_jumped_clock_waits_as_long_as_wanted(tm
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 def test_a_process_without_the_file_has_the_clock_that_it_is(tmp_path: Path) -> None:
-    environ = {**os.environ, "LD_PRELOAD": str(clocks.compile_in(tmp_path)), "RINGWEAVE_CLOCK": str(tmp_path / "none")}
+    environ = loaded(tmp_path, tmp_path / "none")
     look = [sys.executable, "-c", "import time; print(time.time())"]
     before_s = time.time()
     said = subprocess.run(look, env=environ, check=True, capture_output=True, text=True)
