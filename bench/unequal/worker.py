@@ -2,12 +2,13 @@
 
 import argparse
 import copy
+import functools
 import json
 import os
 import random
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from ringweave.training import Asynchronous
 from ringweave.training.choosing import forecasting, rehearsing
 from ringweave.training.control import Control
 from ringweave.training.loading import orders
+from ringweave.training.rings.preparing import servers_of
+from ringweave.training.rings.rehearsing import serving_s
 
 READY, TURNED = "ready", "turned"
 """Files by which rank 0 asks for quotas."""
@@ -56,9 +59,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    wait_for_quotas(options.out / READY)  # before there are groups: pieces are made for parts of processors
     dist.init_process_group("ringweave")
     control = dist.new_group(backend="gloo")
-    signal(options.out / READY, control)  # before prepare, which tries out how fast everybody is
     auto = chosen_by_auto(options)
     names = options.contenders.split(",")
     contenders = {name: (on_gloo if name == GLOO else prepared(name))(options) for name in names}
@@ -114,10 +117,18 @@ def chosen_by_auto(options: argparse.Namespace) -> list[str]:
     own |= {"optimizer": type(optimizer).__name__, "cap": None, "batch_samples": reading.batch_samples}
     said = messages.gather_json(own)
     if rehearsing.is_wanted(said, None, is_open=True):
-        said = rehearsing.rehearse(said, model, loader, messages)
+        servers = servers_of(replace(environment, credentials=again(environment.credentials)))
+        serving = functools.partial(serving_s, optimizer, said[0]["num_bytes"], messages.world_size, servers)
+        said = rehearsing.rehearse(said, model, loader, messages, serving)
     decided = modes.decide(modes.AUTO, modes.AUTO, messages.world_size)
     steps = ROWS[options.row].local_steps
     return list(forecasting.decide(decided, said, None, is_open=True, local_steps=steps)[:2])
+
+
+def again(credentials: str | None) -> str | None:
+    """The same ones, for one more that reads them: an inherited descriptor is closed by whoever does."""
+    kind, _, number = (credentials or "").partition(":")
+    return f"fd:{os.dup(int(number))}" if kind == "fd" else credentials
 
 
 def make(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer, Dataset[Any], TensorDataset]:
@@ -202,14 +213,30 @@ def held_out_loss(model: nn.Module, options: argparse.Namespace) -> float:
     return nn.functional.cross_entropy(getattr(model, "module", model)(images), labels).item()
 
 
+def wait_for_quotas(path: Path) -> None:
+    """Tell the process outside that all ranks have started, and wait until they have their quotas."""
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    Path(f"{path}.{rank}").touch()
+    if rank == 0:
+        for other in range(num_ranks):
+            wait_for(Path(f"{path}.{other}"))
+        path.touch()
+    wait_for(Path(f"{path}.done"))
+
+
 def signal(path: Path, control: Any) -> None:
     """Tell the process outside that the quotas shall change, and wait until they have."""
     dist.barrier(group=control)
     if dist.get_rank() == 0:
         path.touch()
-        while not Path(f"{path}.done").exists():
-            time.sleep(0.05)
+        wait_for(Path(f"{path}.done"))
     dist.barrier(group=control)
+
+
+def wait_for(path: Path) -> None:
+    """Until it is there."""
+    while not path.exists():
+        time.sleep(0.05)
 
 
 if __name__ == "__main__":

@@ -76,6 +76,27 @@ class Start(wire.Message):
     setup: Setup
 
 
+class Rehearsed(wire.Message):
+    """An exchange was rehearsed; with parameters that nobody needs, one buffer for each dtype."""
+
+    kind: ClassVar[str] = "params.rehearsed"
+
+    processor_s: float = pydantic.Field(ge=0, allow_inf_nan=False)
+    """Of the server since its start: two answers tell what is between them."""
+    cores: float | None = pydantic.Field(default=None, gt=0, allow_inf_nan=False)
+    """Processor time by the second that a quota leaves the server; None where there is no quota."""
+
+
+class Rehearse(wire.Message):
+    """Before the job begins: do what a push and a pull need, on parameters of zero; one buffer for each dtype."""
+
+    kind: ClassVar[str] = "params.rehearse"
+    reply: ClassVar[type[wire.Message]] = Rehearsed
+
+    term: Count
+    setup: Setup
+
+
 class Pushed(wire.Message):
     """A push was applied: now, or when it came for the first time."""
 

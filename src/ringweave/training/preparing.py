@@ -1,6 +1,7 @@
 """`ringweave.prepare`: three lines of a script that trains alone, and it trains on all workers."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -34,6 +35,7 @@ from ringweave.training.rings.elastic.loader import KeptRingLoader
 from ringweave.training.rings.elastic.preparing import KeptAsked
 from ringweave.training.rings.loader import RingLoader
 from ringweave.training.rings.preparing import Asked
+from ringweave.training.rings.rehearsing import serving_s
 from ringweave.training.rings.settings import Asynchronous
 from ringweave.training.timing import StepTimer
 
@@ -120,8 +122,9 @@ def _prepare_lasting(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     decided = modes.decide(asked.mode, environment.mode, world_size)
     is_open = modes.is_open(asked.mode, environment.mode, world_size)
-    is_served = environment.server is not None
-    referee = speed_test.referee_of_all(settings.speed_test_s, rank, world_size) if is_served else None
+    is_served = environment.server is not None or decided[0] in modes.SERVED
+    servers = ring_preparing.servers_of(environment) if is_served else []  # once: credentials can be read once only
+    referee = speed_test.referee_of_all(settings.speed_test_s, rank, world_size) if servers else None
     own = {
         "mode": decided[0],
         "reduction": asked.reduction,
@@ -142,7 +145,8 @@ def _prepare_lasting(
     control.check_alike(said, _ALIKE)
     recorder = Recorder(environment, rank)
     if rehearsing.is_wanted(said, settings.rings, is_open=is_open):
-        said = rehearsing.rehearse(said, model, loader, messages)
+        serving = functools.partial(serving_s, optimizer, said[0]["num_bytes"], world_size, servers)
+        said = rehearsing.rehearse(said, model, loader, messages, serving)
     chosen, reason, rings = forecasting.decide(
         decided, said, settings.rings, is_open=is_open, local_steps=settings.local_steps
     )
@@ -150,7 +154,7 @@ def _prepare_lasting(
     if chosen in modes.SERVED:
         recorder.prepared(mode=chosen, asked=asked.mode, reason=reason, shares=())
         in_rings = Asked(mode=chosen, is_mean=is_mean, settings=settings, ddp=asked.ddp, rings=rings, is_open=is_open)
-        return ring_preparing.prepare(triple, reading, said, in_rings, (environment, messages, recorder))
+        return ring_preparing.prepare(triple, reading, said, in_rings, (servers, messages, recorder))
     timer = StepTimer(timing.timeline_of(model))
     parts = Parts(
         control=messages,

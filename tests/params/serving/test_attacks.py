@@ -15,7 +15,7 @@ import torch
 from ringweave import wire
 from ringweave.errors import RemoteError, WireError
 from ringweave.params.flat import Flat
-from ringweave.params.messages import Ask, Group, Meet, Pause, Pull, Push, Seek, Setup, Take, TensorSpec
+from ringweave.params.messages import Ask, Group, Meet, Pause, Pull, Push, Rehearse, Seek, Setup, Take, TensorSpec
 from ringweave.params.ring.client import RingClient, Round
 from ringweave.params.serving.optimizers import options_of
 from tests.wire.parts import frame, introduce
@@ -41,6 +41,7 @@ OTHERS = (
     Seek(term=0, slot=1),
     Pause(term=0, ring=1),
     Meet(term=0, ring=1, number=1, said="done"),
+    Rehearse(term=0, setup=SETUP),
     Ask(),
 )
 

@@ -61,6 +61,16 @@ def test_rings_that_crowd_the_server_are_as_fast_as_its_link():
     assert found["ps"].step_s * forecasts.WORTH == pytest.approx(8, rel=0.01)  # eight pushes, a second each
 
 
+def test_rings_that_push_more_than_the_server_computes_wait_for_it():
+    work = Work(batch_samples=8, num_bytes=1e6, serving_s=0.5)
+    workers = [Worker(sample_s=[0.001], rate_bytes_per_s=1e9)] * 8
+    alone, halves = tuple((rank,) for rank in range(8)), ((0, 1, 2, 3), (4, 5, 6, 7))
+    found = by_mode(forecasts.forecast(workers, work, [alone, halves]))
+    assert found["ps"].step_s * forecasts.WORTH == pytest.approx(4, rel=0.01)  # eight exchanges, half a second each
+    assert found["ps-hra"].step_s * forecasts.WORTH == pytest.approx(1, rel=0.05)  # two
+    assert found["balanced"].step_s < 0.01  # which needs no server
+
+
 def test_an_allreduce_takes_its_bound():
     def took_s(*rates: float, **uplinks: float) -> float:
         paths = [{name: uplinks[name]} for name in "ab" for _ in range(2)] if uplinks else [{}] * len(rates)

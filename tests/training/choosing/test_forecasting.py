@@ -33,6 +33,15 @@ def test_a_slow_link_is_for_rings():
     assert rings == ((0, 1, 2, 3, 4, 5, 6), (7,))
 
 
+def test_a_server_that_is_slow_is_pushed_to_by_few():
+    trials_s = [[0.01] * 7 + [0.04]] * 8  # what the server is for, were it fast
+    heard = said(trials_s, num_bytes=1000, reducing_s=None, serving_s=0.3)
+    mode, reason, _ = forecasting.decide(OPEN, heard, None, is_open=True)
+    assert mode == "ps-hra"
+    assert reason.endswith("; the parameter server needs 0.3 s for an exchange (measured)")
+    assert forecasting.decide(OPEN, said(trials_s, num_bytes=1000, serving_s=0.0), None, is_open=True)[0] == "ps"
+
+
 def in_two_racks(heard):
     """Four ranks in each, behind uplinks of a tenth of a NIC; the server is in the first."""
     for rank, each in enumerate(heard):

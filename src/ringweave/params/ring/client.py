@@ -22,6 +22,8 @@ from ringweave.params.messages import (
     Push,
     Pushed,
     Regroup,
+    Rehearse,
+    Rehearsed,
     Seated,
     Seek,
     Setup,
@@ -100,6 +102,17 @@ class RingClient:
             return client.call(Start(term=term, setup=setup), parameters, timeout_s=self._patience_s)
 
         self._call(once)
+
+    def rehearse(self, setup: Setup, content: Sequence[Buffer], into: Sequence[Buffer]) -> Rehearsed:
+        """As a push and a pull, before the job begins and without a trace; what the server has needed so far."""
+
+        def once(client: wire.Client, term: int) -> Rehearsed:
+            message = Rehearse(term=term, setup=setup)
+            said = client.call(message, content, timeout_s=self._patience_s, into=into).message
+            assert isinstance(said, Rehearsed), "the class of the reply"
+            return said
+
+        return self._call(once)
 
     def pull(self, after_sequence: int, into: Sequence[Buffer]) -> int:
         """Fetch the parameters; their version."""

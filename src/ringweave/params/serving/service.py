@@ -20,6 +20,7 @@ from ringweave.params.serving import job as jobs
 from ringweave.params.serving.attending import Attendance
 from ringweave.params.serving.job import Counts, Job
 from ringweave.params.serving.keeping import Keeping
+from ringweave.params.serving.rehearsing import Rehearsal
 from ringweave.params.serving.replicas import Alone, Replica
 from ringweave.params.serving.snapshots import Snapshot
 from ringweave.wire import Answer, Call, Done, Handler, Incoming
@@ -61,6 +62,7 @@ class ParameterService:
         """What it has, once the job has begun."""
         self.attendance = Attendance(self, self._replica, clock)
         self._shelf = shelf or Shelf()
+        self._rehearsal = Rehearsal(self._replica.check_term)
         self._keeping = Keeping(self, self._replica, self._shelf, self.attendance.absent, clock)
 
     def handlers(self) -> list[Handler]:
@@ -75,6 +77,7 @@ class ParameterService:
             Handler(message=Ask, handle=lambda _: self.status()),
             *self.attendance.handlers(),
             *self._keeping.handlers(),
+            *self._rehearsal.handlers(),
             *self._shelf.handlers(),
         ]
 
@@ -158,6 +161,7 @@ class ParameterService:
                     )
                 )
             job = self.job
+        self._rehearsal.end()
         self._replica.started()
         with self.changed:
             job.is_announced = True

@@ -3,7 +3,7 @@
 The time to a given loss is the number of samples that this takes, times seconds a sample. Exact modes need the samples
 of synchronous training. The parameter server needs a little more (`WORTH`), and wins only where the wait for others is
 more than that. Times are predicted: computing by measured speeds, plus transfers at the rates of NICs and switches, and
-what a rehearsal has shown that a collective takes beyond those.
+what a rehearsal has shown that a collective takes beyond those, and an exchange at the server.
 """
 
 import itertools
@@ -58,6 +58,8 @@ class Work:
     """Rate of the node that the parameter server is on, each direction."""
     server_uplinks: Mapping[str, float] = field(default_factory=dict)
     """As a worker's, of that node."""
+    serving_s: float = 0.0
+    """Seconds that the server's processor needs for a push and what is sent back, one after the other for all rings."""
     local_steps: int = 0
     """Steps of a ring from one push to the next, which is under way meanwhile; 0 pushes each step, and waits."""
     most_ahead: Callable[[int], float] = lambda _num_rings: math.inf
@@ -212,7 +214,8 @@ def _of_rings(rings: tuple[Ring, ...], shares: Sequence[int], workers: Sequence[
         if len(ring) > 1:  # all bytes pass once
             passing_s = math.fsum(each.passing_s for each in members) / 2
             broadcasting_s = work.num_bytes / min(*rates, *between.values()) + passing_s
-        exchanging_s = 2 * work.num_bytes / min(rates[0], work.server_bytes_per_s, *way.values()) + members[0].passing_s
+        exchanging_s = 2 * work.num_bytes / min(rates[0], work.server_bytes_per_s, *way.values())
+        exchanging_s += members[0].passing_s + work.serving_s
         stepping_s = computing_s + allreduce_s(members, work.num_bytes)
         overlapped_s = max(work.local_steps * stepping_s, exchanging_s)
         rounds_s.append((overlapped_s if work.local_steps else stepping_s + exchanging_s) + broadcasting_s)
@@ -231,7 +234,7 @@ def _of_rings(rings: tuple[Ring, ...], shares: Sequence[int], workers: Sequence[
 
 
 def _crowding(rounds_s: Sequence[float], ways: Sequence[Mapping[str, float]], work: Work) -> list[float]:
-    """How many times as long rounds of each ring take, since its links to the server carry the others' pushes too."""
+    """How many times as long rounds of each ring take: its links to the server, and that one, have the others' too."""
 
     def load(rate: float, users: Sequence[float]) -> float:
         return math.fsum(1 / each_s for each_s in users) * work.num_bytes / rate
@@ -242,7 +245,8 @@ def _crowding(rounds_s: Sequence[float], ways: Sequence[Mapping[str, float]], wo
         for name, rate in passed.items()
     }
     server = load(work.server_bytes_per_s, rounds_s)
-    return [max(1.0, server, *(loads[name] for name in way)) for way in ways]
+    serving = math.fsum(work.serving_s / each_s for each_s in rounds_s)
+    return [max(1.0, server, serving, *(loads[name] for name in way)) for way in ways]
 
 
 def _waits(rounds_s: Sequence[float], work: Work) -> list[float]:

@@ -38,6 +38,8 @@ class Outlook:
     chosen: Forecast
     reducing_s: float | None = None
     """Measured in a rehearsal: an allreduce among all ranks; None if there was none."""
+    serving_s: float | None = None
+    """Likewise: what an exchange needs at the parameter server."""
     untried: str = ""
     """Which rank could not try out the model, and why; with what follows from that."""
 
@@ -49,6 +51,8 @@ class Outlook:
         said = f"predicted for the samples of a train step: {others}; rings are taken for a gain of {least:.0%} or more"
         if self.reducing_s is not None:
             said += f"; a sum over all ranks took {self.reducing_s:.3g} s in a rehearsal (measured)"
+        if self.serving_s is not None:
+            said += f"; the parameter server needs {self.serving_s:.3g} s for an exchange (measured)"
         return said + self.untried
 
 
@@ -157,7 +161,8 @@ def reconsider(
     best = min(rest, key=lambda each: each.step_s, default=present)
     if best.step_s * (1 + grouping.MIN_GAIN) >= present.step_s:
         return None
-    return Outlook(forecasts=(present, *rest), chosen=best, reducing_s=said[0].get("reducing_s"))
+    reducing_s, serving_s = _rehearsed(said)
+    return Outlook(forecasts=(present, *rest), chosen=best, reducing_s=reducing_s, serving_s=serving_s)
 
 
 def _ways(said: Sequence[Mapping[str, Any]], mode: str) -> list[tuple[Ring, ...]]:
@@ -182,7 +187,7 @@ def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]
         said: Of each rank: `trial_s`, seconds of a sample in trials or None, then with a `trial_problem`; `speed`,
             relative, by the cluster file; `rate`, bytes per second or None; `batch_samples`; `num_bytes`;
             `server_rate`; `uplinks` of the switches above it, and `server_uplinks`, bytes per second by name;
-            `reducing_s`, what a collective of all has taken in a rehearsal, or none.
+            `reducing_s` and `serving_s` as `rehearsing.rehearse` says them, or none.
         rings: Ways to form rings; none where no server is there, or the script does not go with one.
         local_steps: As `decide` has it.
     """
@@ -197,7 +202,7 @@ def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]
         Worker(sample_s=tuple(own_s), rate_bytes_per_s=each["rate"] or float("inf"), uplinks=each["uplinks"])
         for own_s, each in zip(times_s, said, strict=True)
     ]
-    reducing_s = said[0].get("reducing_s") if are_tried else None
+    reducing_s, serving_s = _rehearsed(said) if are_tried else (None, None)
     if reducing_s:
         workers = forecasts.rehearsed(workers, said[0]["num_bytes"], reducing_s)
     # Where computing is known in relation only, transfers cannot be told beside it: computing alone decides.
@@ -206,13 +211,21 @@ def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]
         num_bytes=said[0]["num_bytes"] if are_tried else 0,
         server_bytes_per_s=said[0]["server_rate"] or float("inf"),
         server_uplinks=said[0]["server_uplinks"],
+        serving_s=serving_s or 0.0,
         local_steps=local_steps,
         most_ahead=most_ahead,
     )
     found = forecasts.forecast(workers, work, rings)
     # Balanced is sync while all are equally fast, and follows when they are not.
     chosen = forecasts.choose([each for each in found if each.mode != modes.SYNC])
-    return Outlook(forecasts=found, chosen=chosen, reducing_s=reducing_s, untried=_untried(said))
+    return Outlook(
+        forecasts=found, chosen=chosen, reducing_s=reducing_s, serving_s=serving_s, untried=_untried(said)
+    )
+
+
+def _rehearsed(said: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:
+    """`reducing_s` and `serving_s` of a rehearsal, the same for all ranks; None where there was none."""
+    return said[0].get("reducing_s"), said[0].get("serving_s")
 
 
 def _untried(said: Sequence[Mapping[str, Any]]) -> str:

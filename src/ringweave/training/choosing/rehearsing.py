@@ -2,7 +2,8 @@
 
 Links are not all of it. A rank with a small part of a processor moves bytes as slowly as it computes, its kernel stops
 it in the middle of a collective, and all others wait for it; no rate of a NIC says how long. So ranks compute shares
-that take all of them about equally long, with no trace left in the model, and sum as many bytes as gradients have.
+that take all of them about equally long, with no trace left in the model, and sum as many bytes as gradients have. Then
+one of them exchanges as much with the parameter server.
 """
 
 import statistics
@@ -34,9 +35,12 @@ def rehearse(
     model: nn.Module,
     loader: DataLoader,
     messages: Control,
+    serving: Callable[[], float],
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[dict[str, Any]]:
-    """What all ranks said, and what collectives have taken: `reducing_s`, in seconds, None where that is not known.
+    """What all ranks said, and what was measured, in seconds; None where that is not known.
+
+    `reducing_s` is what collectives have taken, `serving_s` what an exchange needs at the parameter server.
 
     All ranks call it alike, since all have heard the same.
 
@@ -45,13 +49,15 @@ def rehearse(
         model: As `trials.measure` has it; left as it was.
         loader: The same.
         messages: Among all ranks.
+        serving: Measures `serving_s`; called on the first rank, while the others wait.
         clock: Seconds that only grow.
 
     Raises:
         CommunicationError: A rank is gone.
+        WireError: The server cannot be reached.
     """
     if len(said) < 2 or not all(each["trial_s"] for each in said):
-        return [{**each, "reducing_s": None} for each in said]
+        return [{**each, "reducing_s": None, "serving_s": None} for each in said]
     times_s = [Speed(s_per_sample=sum(own) / len(own)) for own in trials.settle([each["trial_s"] for each in said])]
     batch_samples = said[0]["batch_samples"]
     caps = [batch_samples if each["cap"] is None else each["cap"] for each in said]
@@ -62,11 +68,12 @@ def rehearse(
     num_bytes = said[0]["num_bytes"]
     message = torch.zeros(max(1, min(num_bytes, _MOST_BYTES) // 4), device=next(inner.parameters()).device)
     waits_s, problem = _take_steps(inner, loader, shares[messages.rank], message, num_steps, clock)
-    heard = messages.gather_json({"waits_s": waits_s, "problem": problem})
+    of_server_s = serving() if messages.rank == 0 else None
+    heard = messages.gather_json({"waits_s": waits_s, "problem": problem, "serving_s": of_server_s})
     found = None
     if not any(each["problem"] for each in heard):
         found = _collective_s([each["waits_s"] for each in heard]) * max(1.0, num_bytes / _MOST_BYTES)
-    return [{**each, "reducing_s": found} for each in said]
+    return [{**each, "reducing_s": found, "serving_s": heard[0]["serving_s"]} for each in said]
 
 
 def is_wanted(said: Sequence[Mapping[str, Any]], num_rings: int | None, *, is_open: bool) -> bool:

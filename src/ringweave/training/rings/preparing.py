@@ -62,16 +62,14 @@ def prepare(
     reading: Reading,
     said: list[dict[str, Any]],
     asked: Asked,
-    surroundings: tuple[WorkerEnvironment, Control, Recorder],
+    surroundings: tuple[Sequence[Callable[[], wire.Client]], Control, Recorder],
 ) -> tuple[DistributedDataParallel, Optimizer, RingLoader]:
-    """Model, optimizer and loader of this rank in its ring.
+    """Model, optimizer and loader of this rank in its ring; the servers are those of `servers_of`.
 
     Raises:
-        UsageError: There is no server.
         TrainingError: The optimizer or the data do not fit this mode.
     """
-    (model, optimizer, loader), (environment, control, recorder) = triple, surroundings
-    servers = servers_of(environment)
+    (model, optimizer, loader), (servers, control, recorder) = triple, surroundings
     speeds = speeds_of(said)
     formed = form(asked, speeds, said)
     rings = formed.rings

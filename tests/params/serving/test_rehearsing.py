@@ -1,0 +1,92 @@
+"""Exchanges before the job begins: the work of real ones, and no trace of them."""
+
+import time
+
+import pytest
+import torch
+
+from ringweave.errors import TrainingError
+from ringweave.params.flat import Flat
+from ringweave.params.messages import Group, Pull, Rehearse, Rehearsed, Setup, Start, TensorSpec
+from ringweave.params.serving.optimizers import options_of
+from ringweave.params.serving.service import ParameterService
+from ringweave.wire import Answer, Call
+from tests.params.serving.callers import peer_of
+
+SPECS = [TensorSpec(name="weight", shape=[50], dtype="float32"), TensorSpec(name="bias", shape=[3], dtype="float64")]
+OPTIONS = options_of(torch.optim.AdamW([torch.zeros(1)], lr=0.5).param_groups[0])
+
+
+def setup_of(rings: list[list[int]]) -> Setup:
+    groups = [Group(parameters=[0, 1], options=OPTIONS)]
+    return Setup(tensors=SPECS, optimizer="AdamW", groups=groups, rings=rings, overlaps=False, compensation=0.0)
+
+
+class Caller:
+    """The first rank, without a connection."""
+
+    def __init__(self) -> None:
+        self.service = ParameterService()
+        self._handlers = {each.message: each for each in self.service.handlers()}
+
+    def rehearse(self, rings: list[list[int]] | None = None, flat: Flat | None = None) -> tuple[Rehearsed, Flat]:
+        """What the service has needed so far, and the parameters that it sends."""
+        gradient = flat or Flat(SPECS, [torch.ones(50), torch.ones(3, dtype=torch.float64)])
+        message = Rehearse(term=0, setup=setup_of([[0], [1]] if rings is None else rings))
+        answer = self.call(message, gradient)
+        assert isinstance(answer.message, Rehearsed)
+        return answer.message, Flat.over(SPECS, answer.buffers)
+
+    def begin(self) -> Flat:
+        """The job begins; its parameters."""
+        first = Flat(SPECS, [torch.arange(50.0), torch.arange(3.0, dtype=torch.float64)])
+        self.call(Start(term=0, setup=setup_of([[0], [1]])), first)
+        return first
+
+    def call(self, message: Rehearse | Start | Pull, flat: Flat | None = None) -> Answer:
+        buffers = flat.buffers() if flat else []
+        call = Call(peer=peer_of(0), message=message, buffers=buffers, deadline_s=time.monotonic() + 60)
+        answer = self._handlers[type(message)].handle(call)
+        return answer if isinstance(answer, Answer) else Answer(answer)
+
+
+def test_pushes_move_parameters_of_zero_as_they_would_in_the_job():
+    caller = Caller()
+    (first, half), (second, whole) = caller.rehearse(), caller.rehearse()
+    for flat in (half, whole):
+        assert all((piece < 0).all() for piece in flat.pieces)  # down the gradient
+    assert not torch.equal(half.pieces[0], whole.pieces[0])  # of two rings each has half of a train step
+    assert 0 <= first.processor_s <= second.processor_s
+
+
+def test_the_job_knows_nothing_of_them():
+    caller = Caller()
+    caller.rehearse()
+    assert caller.service.status().version == 0
+    first = caller.begin()
+    pulled = Flat.over(SPECS, caller.call(Pull(term=0, ring=0, after_sequence=0)).buffers)
+    assert all(torch.equal(*pair) for pair in zip(pulled.pieces, first.pieces, strict=True))
+    assert caller.service.status().pushes == {}
+
+
+def test_another_setup_begins_anew():
+    caller = Caller()
+    _, alone = caller.rehearse([[0]])
+    caller.rehearse([[0], [1]])
+    assert torch.equal(caller.rehearse([[0]])[1].pieces[0], alone.pieces[0])
+
+
+def test_there_are_none_once_the_job_has_begun():
+    caller = Caller()
+    caller.begin()
+    refused = "rehearsal: 'a job that has begun', expected none yet. Rehearse before it begins"
+    with pytest.raises(TrainingError, match=refused):
+        caller.rehearse()
+
+
+def test_what_is_no_rehearsal_is_refused():
+    caller = Caller()
+    with pytest.raises(TrainingError, match="bytes of a push"):
+        caller.rehearse(flat=Flat(SPECS[1:]))
+    with pytest.raises(TrainingError, match="rings of a rehearsal: 'none'"):
+        caller.rehearse([])

@@ -1,0 +1,70 @@
+"""What an exchange needs of the server's processor, from what the server says of a few."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ringweave import wire
+from ringweave.errors import TrainingError
+from ringweave.params.messages import Rehearse, Rehearsed
+from ringweave.params.serving.service import ParameterService
+from ringweave.training.rings import rehearsing
+
+MIB = 2**20
+OPTIMIZER = torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9)
+
+
+class Server:
+    """As a client sees one that needs 10 ms for each, and 3 s for the first."""
+
+    def __init__(self, cores: float | None) -> None:
+        self.calls: list[Rehearse] = []
+        self._cores = cores
+
+    def call(self, message: Rehearse, content: Any, *, into: Any, timeout_s: float) -> Any:
+        """One exchange."""
+        assert [len(each) for each in content] == [len(each) for each in into]
+        self.calls.append(message)
+        return SimpleNamespace(message=Rehearsed(processor_s=3 + 0.01 * (len(self.calls) - 1), cores=self._cores))
+
+    def close(self, *, is_awaited: bool = False) -> None:
+        """Nothing is open."""
+
+
+@pytest.mark.parametrize(
+    ("cores", "num_bytes", "expected_s"),
+    [(None, 1000, 0.01), (4.0, 1000, 0.01), (0.2, 1000, 0.05), (0.2, 8 * MIB, 0.1), (None, 0, 0.01)],
+)
+def test_a_part_of_a_processor_makes_it_longer_and_so_do_more_bytes(cores, num_bytes, expected_s):
+    server = Server(cores)
+    found = rehearsing.serving_s(OPTIMIZER, num_bytes, 8, [lambda: server])  # pyrefly: ignore - as far as it goes
+    assert found == pytest.approx(expected_s)
+    (setup,) = {each.setup.model_dump_json(): each.setup for each in server.calls}.values()
+    assert setup.rings == [[ring] for ring in range(8)]
+    assert setup.groups[0].options["momentum"] == 0.9
+    assert setup.tensors[0].shape == [max(1, min(num_bytes, 4 * MIB) // 4)]
+
+
+def test_a_slow_server_is_asked_twice_only():
+    now_s = iter(range(0, 1000, 10))
+    server = Server(None)
+    rehearsing.serving_s(OPTIMIZER, 1000, 2, [lambda: server], clock=lambda: next(now_s))  # pyrefly: ignore
+    assert len(server.calls) == 2
+
+
+def test_a_real_server_says_what_it_takes():
+    authority, service = wire.Authority("job1"), ParameterService()
+    server = wire.Server(wire.Tls(authority.issue("server", "0")), service.handlers(), roles=("worker",))
+    trust = wire.Tls(authority.issue("worker", "0"))
+    with server.start("127.0.0.1", 0):
+        connect = [lambda: wire.Client.connect("127.0.0.1", server.port, trust, role="server")]
+        assert 0 < rehearsing.serving_s(OPTIMIZER, MIB, 4, connect) < 10
+    assert service.version == 0
+
+
+def test_an_optimizer_that_the_server_does_not_run_is_said():
+    lbfgs = torch.optim.LBFGS([torch.zeros(1)])
+    with pytest.raises(TrainingError, match="optimizer: 'LBFGS', expected one of SGD"):
+        rehearsing.serving_s(lbfgs, 1000, 2, [])
