@@ -8,7 +8,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -117,18 +117,11 @@ def chosen_by_auto(options: argparse.Namespace) -> list[str]:
     own |= {"optimizer": type(optimizer).__name__, "cap": None, "batch_samples": reading.batch_samples}
     said = messages.gather_json(own)
     if rehearsing.is_wanted(said, None, is_open=True):
-        servers = servers_of(replace(environment, credentials=again(environment.credentials)))
-        serving = functools.partial(serving_s, optimizer, said[0]["num_bytes"], messages.world_size, servers)
-        said = rehearsing.rehearse(said, model, loader, messages, serving)
+        serving = functools.partial(serving_s, optimizer, said[0]["num_bytes"], messages.world_size)
+        said = rehearsing.rehearse(said, model, loader, messages, lambda: serving(servers_of(environment, keeps=True)))
     decided = modes.decide(modes.AUTO, modes.AUTO, messages.world_size)
     steps = ROWS[options.row].local_steps
     return list(forecasting.decide(decided, said, None, is_open=True, local_steps=steps)[:2])
-
-
-def again(credentials: str | None) -> str | None:
-    """The same ones, for one more that reads them: an inherited descriptor is closed by whoever does."""
-    kind, _, number = (credentials or "").partition(":")
-    return f"fd:{os.dup(int(number))}" if kind == "fd" else credentials
 
 
 def make(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer, Dataset[Any], TensorDataset]:

@@ -122,9 +122,8 @@ def _prepare_lasting(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     decided = modes.decide(asked.mode, environment.mode, world_size)
     is_open = modes.is_open(asked.mode, environment.mode, world_size)
-    is_served = environment.server is not None or decided[0] in modes.SERVED
-    servers = ring_preparing.servers_of(environment) if is_served else []  # once: credentials can be read once only
-    referee = speed_test.referee_of_all(settings.speed_test_s, rank, world_size) if servers else None
+    is_served = environment.server is not None
+    referee = speed_test.referee_of_all(settings.speed_test_s, rank, world_size) if is_served else None
     own = {
         "mode": decided[0],
         "reduction": asked.reduction,
@@ -145,8 +144,10 @@ def _prepare_lasting(
     control.check_alike(said, _ALIKE)
     recorder = Recorder(environment, rank)
     if rehearsing.is_wanted(said, settings.rings, is_open=is_open):
-        serving = functools.partial(serving_s, optimizer, said[0]["num_bytes"], world_size, servers)
-        said = rehearsing.rehearse(said, model, loader, messages, serving)
+        serving = functools.partial(serving_s, optimizer, said[0]["num_bytes"], world_size)
+        said = rehearsing.rehearse(
+            said, model, loader, messages, lambda: serving(ring_preparing.servers_of(environment, keeps=True))
+        )
     chosen, reason, rings = forecasting.decide(
         decided, said, settings.rings, is_open=is_open, local_steps=settings.local_steps
     )
@@ -154,7 +155,7 @@ def _prepare_lasting(
     if chosen in modes.SERVED:
         recorder.prepared(mode=chosen, asked=asked.mode, reason=reason, shares=())
         in_rings = Asked(mode=chosen, is_mean=is_mean, settings=settings, ddp=asked.ddp, rings=rings, is_open=is_open)
-        return ring_preparing.prepare(triple, reading, said, in_rings, (servers, messages, recorder))
+        return ring_preparing.prepare(triple, reading, said, in_rings, (environment, messages, recorder))
     timer = StepTimer(timing.timeline_of(model))
     parts = Parts(
         control=messages,

@@ -218,9 +218,7 @@ def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]
     found = forecasts.forecast(workers, work, rings)
     # Balanced is sync while all are equally fast, and follows when they are not.
     chosen = forecasts.choose([each for each in found if each.mode != modes.SYNC])
-    return Outlook(
-        forecasts=found, chosen=chosen, reducing_s=reducing_s, serving_s=serving_s, untried=_untried(said)
-    )
+    return Outlook(forecasts=found, chosen=chosen, reducing_s=reducing_s, serving_s=serving_s, untried=_untried(said))
 
 
 def _rehearsed(said: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:

@@ -62,14 +62,16 @@ def prepare(
     reading: Reading,
     said: list[dict[str, Any]],
     asked: Asked,
-    surroundings: tuple[Sequence[Callable[[], wire.Client]], Control, Recorder],
+    surroundings: tuple[WorkerEnvironment, Control, Recorder],
 ) -> tuple[DistributedDataParallel, Optimizer, RingLoader]:
-    """Model, optimizer and loader of this rank in its ring; the servers are those of `servers_of`.
+    """Model, optimizer and loader of this rank in its ring.
 
     Raises:
+        UsageError: There is no server.
         TrainingError: The optimizer or the data do not fit this mode.
     """
-    (model, optimizer, loader), (servers, control, recorder) = triple, surroundings
+    (model, optimizer, loader), (environment, control, recorder) = triple, surroundings
+    servers = servers_of(environment)
     speeds = speeds_of(said)
     formed = form(asked, speeds, said)
     rings = formed.rings
@@ -163,12 +165,15 @@ def _reconsidering(
     return Reconsidering(said=said, control=control, local_steps=local_steps, note=recorder.reconsidered)
 
 
-def servers_of(environment: WorkerEnvironment, trust: wire.Trust | None = None) -> list[Callable[[], wire.Client]]:
+def servers_of(
+    environment: WorkerEnvironment, trust: wire.Trust | None = None, *, keeps: bool = False
+) -> list[Callable[[], wire.Client]]:
     """Each connects to one server of the job.
 
     Args:
         environment: Says where they are, and where this worker's credentials.
         trust: These credentials, where they were read before: a descriptor can be read once only.
+        keeps: It can be read once more nevertheless.
 
     Raises:
         UsageError: There is none.
@@ -182,7 +187,7 @@ def servers_of(environment: WorkerEnvironment, trust: wire.Trust | None = None) 
                 do="Use ringweave run --mode ps-hra",
             )
         )
-    trust = trust or wire.Tls(wire.Credentials.load_from(environment.credentials))
+    trust = trust or wire.Tls(wire.Credentials.load_from(environment.credentials, keeps=keeps))
     addresses = [address.rpartition(":") for address in environment.server.split(",")]
     return [
         lambda host=host, port=port: wire.Client.connect(host, int(port), trust, role="server")

@@ -112,14 +112,17 @@ class Credentials:
             return cls.from_text(file.read(_MOST_BYTES), where=str(path))
 
     @classmethod
-    def load_from(cls, where: str) -> "Credentials":
+    def load_from(cls, where: str, *, keeps: bool = False) -> "Credentials":
         """From `fd:N`, a descriptor that was inherited, or from the path of a file that only its owner may read.
+
+        A descriptor is closed if not `keeps`, which is for one that is read again.
 
         Raises:
             UsageError: There is something else.
         """
         kind, _, number = where.partition(":")
-        return cls.from_descriptor(int(number)) if kind == "fd" and number.isdecimal() else cls.load(Path(where))
+        is_descriptor = kind == "fd" and number.isdecimal()
+        return cls.from_descriptor(int(number), keeps=keeps) if is_descriptor else cls.load(Path(where))
 
     def to_descriptor(self) -> int:
         """A sealed file in memory that holds them, for `subprocess`'s `pass_fds`; the caller closes it."""
@@ -128,14 +131,14 @@ class Credentials:
         return descriptor
 
     @classmethod
-    def from_descriptor(cls, descriptor: int) -> "Credentials":
-        """What `to_descriptor` holds, from an inherited descriptor, which is closed.
+    def from_descriptor(cls, descriptor: int, *, keeps: bool = False) -> "Credentials":
+        """What `to_descriptor` holds, from an inherited descriptor, which is closed if not `keeps`.
 
         Raises:
             UsageError: It holds something else.
         """
         os.lseek(descriptor, 0, os.SEEK_SET)
-        with os.fdopen(descriptor, "rb") as file:
+        with os.fdopen(descriptor, "rb", closefd=not keeps) as file:
             return cls.from_text(file.read(_MOST_BYTES), where=f"descriptor {descriptor}")
 
     def context(self, *, serves: bool) -> ssl.SSLContext:
