@@ -28,6 +28,9 @@ class Row:
     """So many times fewer epochs, where a train step takes seconds."""
     local_steps: int = 0
     """Of ps-hra; 0 is the default."""
+    batch: int = 3072
+    """Samples of a train step of all together: one of equal workers is to take ten periods of the quotas, since pauses
+    that are nobody's speed are too large a part of a shorter one."""
 
 
 ROWS = {
@@ -37,7 +40,13 @@ ROWS = {
     "mixed": Row(speeds=(1.0,) * 4 + (0.5,) * 2 + (0.25,) * 2, ideal=2.75, bars=(2.3, 2.2)),
     "stalls": Row(stall=1 / 8, ideal=2.16, bars=(None, 1.5)),
     "slow-nic": Row(
-        slow_nic=0.1, ideal=5.6, bars=(None, 3.5), is_communication_bound=True, local_steps=4, epochs_divided=3
+        slow_nic=0.1,
+        ideal=5.6,
+        bars=(None, 3.5),
+        is_communication_bound=True,
+        local_steps=4,
+        epochs_divided=3,
+        batch=2048,
     ),
     "changed": Row(later_speeds=(1.0,) * 6 + (0.25,) * 2, ideal=3.25, bars=(0.85, 0.8)),
 }

@@ -34,11 +34,11 @@ from ringweave.telemetry import read
 
 RATE_BITS_PER_S = 400e6
 RUN_TIMEOUT_S = 3600
-SIZES = {"samples": 24576, "batch": 2048, "channels": 64}
+SIZES = {"samples": 24576, "channels": 64}
+"""The batch is the row's."""
 EPOCHS = {False: 6, True: 4}
 """By whether it is short. The long one goes on until the loss hardly changes, since the end is what is compared. An
-epoch is a dozen train steps: at its end all meet, which takes 0.2 s in these labs however short it was. A step of equal
-workers is to take ten periods of the quotas: of a shorter one, pauses that are nobody's speed are too large a part."""
+epoch is some train steps: at its end all meet, which takes 0.2 s in these labs however short it was."""
 LEAST_EPOCHS = 3
 """The first one is a warm-up."""
 SEEDS = {False: "0,1,2", True: "0"}
@@ -50,15 +50,15 @@ def main() -> None:
     parser.add_argument("--rows", default=",".join(ROWS), help="which, separated by commas")
     parser.add_argument("--seeds", help="separated by commas; 0,1,2, or 0 with --short")
     parser.add_argument("--short", action="store_true", help="one seed, few epochs")
-    for name in ("epochs", *SIZES):
+    for name in ("epochs", "batch", *SIZES):
         parser.add_argument(f"--{name}", type=int, help="in the place of the table's own")
     parser.add_argument("--out", type=Path, default=Path("bench/results/unequal"), help="folder for results")
     parser.add_argument("--runs", type=Path, default=Path("runs/unequal"), help="folder for what the jobs leave behind")
     options = parser.parse_args()
     options.out = options.out / "short" if options.short else options.out
     options.out.mkdir(parents=True, exist_ok=True)
-    usual = {"epochs": EPOCHS[options.short], **SIZES}
-    sizes = {name: getattr(options, name) or value for name, value in usual.items()}
+    sizes = {"epochs": EPOCHS[options.short], **SIZES}
+    sizes |= {name: value for name in ("batch", *sizes) if (value := getattr(options, name))}
     seeds, names = (options.seeds or SEEDS[options.short]).split(","), options.rows.split(",")
     asked = [(name, int(seed)) for seed in seeds for name in names]
     for name, seed in asked:
@@ -80,7 +80,7 @@ def measure(name: str, seed: int, sizes: dict[str, int], root: Path, path: Path)
 
     def run(contenders: Sequence[str]) -> dict[str, Any]:
         started_s = time.monotonic()
-        found = run_row(name, seed, {**sizes, "epochs": epochs}, contenders, root)
+        found = run_row(name, seed, {"batch": ROWS[name].batch, **sizes, "epochs": epochs}, contenders, root)
         found |= {"took_s": round(time.monotonic() - started_s, 1), "machine": machine()}
         print(f"{name}, seed {seed}: {', '.join(contenders)}: {found['took_s']} s", file=sys.stderr, flush=True)
         return found
