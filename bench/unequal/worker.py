@@ -28,8 +28,8 @@ from ringweave.training import Asynchronous
 from ringweave.training.choosing import forecasting, rehearsing
 from ringweave.training.control import Control
 from ringweave.training.loading import orders
+from ringweave.training.rings import rehearsing as ring_rehearsing
 from ringweave.training.rings.preparing import servers_of
-from ringweave.training.rings.rehearsing import serving_s
 
 READY, TURNED = "ready", "turned"
 """Files by which rank 0 asks for quotas."""
@@ -123,8 +123,8 @@ def chosen_by_auto(options: argparse.Namespace) -> list[str]:
     own |= {"optimizer": type(optimizer).__name__, "cap": None, "batch_samples": reading.batch_samples}
     said = messages.gather_json(own)
     if rehearsing.is_wanted(said, None, is_open=True):
-        serving = functools.partial(serving_s, optimizer, said[0]["num_bytes"], messages.world_size)
-        said = rehearsing.rehearse(said, model, loader, messages, lambda: serving(servers_of(environment, keeps=True)))
+        exchange = functools.partial(ring_rehearsing.rehearse, optimizer, said[0]["num_bytes"], messages.world_size)
+        said = rehearsing.rehearse(said, model, loader, messages, lambda: exchange(servers_of(environment, keeps=True)))
     decided = modes.decide(modes.AUTO, modes.AUTO, messages.world_size)
     steps = ROWS[options.row].local_steps
     return list(forecasting.decide(decided, said, None, is_open=True, local_steps=steps)[:2])

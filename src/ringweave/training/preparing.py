@@ -30,12 +30,12 @@ from ringweave.training.loading.loader import Parts, SharedLoader
 from ringweave.training.recording import Recorder
 from ringweave.training.reducing import GradientReducer, SampleWeights
 from ringweave.training.rings import preparing as ring_preparing
+from ringweave.training.rings import rehearsing as ring_rehearsing
 from ringweave.training.rings.elastic import preparing as kept_preparing
 from ringweave.training.rings.elastic.loader import KeptRingLoader
 from ringweave.training.rings.elastic.preparing import KeptAsked
 from ringweave.training.rings.loader import RingLoader
 from ringweave.training.rings.preparing import Asked
-from ringweave.training.rings.rehearsing import serving_s
 from ringweave.training.rings.settings import Asynchronous
 from ringweave.training.timing import StepTimer
 
@@ -144,9 +144,9 @@ def _prepare_lasting(
     control.check_alike(said, _ALIKE)
     recorder = Recorder(environment, rank)
     if rehearsing.is_wanted(said, settings.rings, is_open=is_open):
-        serving = functools.partial(serving_s, optimizer, said[0]["num_bytes"], world_size)
+        exchange = functools.partial(ring_rehearsing.rehearse, optimizer, said[0]["num_bytes"], world_size)
         said = rehearsing.rehearse(
-            said, model, loader, messages, lambda: serving(ring_preparing.servers_of(environment, keeps=True))
+            said, model, loader, messages, lambda: exchange(ring_preparing.servers_of(environment, keeps=True))
         )
     chosen, reason, rings = forecasting.decide(
         decided, said, settings.rings, is_open=is_open, local_steps=settings.local_steps
@@ -177,7 +177,7 @@ def _balancer(
     """First shares: by the cluster file's speeds if they are to be balanced, else equal ones."""
     batch_samples = said[0]["batch_samples"]
     is_balanced = mode == modes.BALANCED
-    caps = [batch_samples if each["cap"] is None else each["cap"] for each in said]
+    caps = balancing.limits(batch_samples, (each["cap"] for each in said))
     speeds = [Speed(s_per_sample=1 / each["speed"] if is_balanced else 1.0) for each in said]
     return Balancer(
         balancing.apportion(batch_samples, speeds, caps),

@@ -90,6 +90,11 @@ def attach(
     return parallel
 
 
+def inside(model: Any) -> Any:
+    """The module under DDP; anything else as it is."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
 def weigh(parallel: DistributedDataParallel, weights: SampleWeights) -> None:
     """Let every gradient of the model count for what its samples do."""
     for parameter in parallel.module.parameters():

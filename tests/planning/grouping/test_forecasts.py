@@ -183,3 +183,18 @@ def test_rings_wait_for_one_that_would_be_too_far_behind():
     # A round of the slow link takes 1.8 s, those of the others 0.4 s; in two of them they push 63 times.
     assert unbound.step_s * forecasts.WORTH == pytest.approx(800 / (7 * 400 / 0.4 + 400 / 1.8))
     assert bound.step_s * forecasts.WORTH == pytest.approx(800 / (7 * 400 / 1.4 + 400 / 1.8))
+
+
+def test_who_pushes_needs_its_processor_for_that():
+    work = Work(batch_samples=8, num_bytes=1e6, server_bytes_per_s=1e7)
+    workers = [Worker(sample_s=[each_s], rate_bytes_per_s=1e7, passing_s=0.01) for each_s in (0.001, 0.002)]
+    found = forecasts.exchanged(workers, work.num_bytes, 0.3, work.server_bytes_per_s)
+    assert [each.pushing_s for each in found] == pytest.approx([0.1, 0.2])  # links take 0.2 s of it
+    alone = [((0,), (1,))]
+    before, after = (by_mode(forecasts.forecast(each, work, alone))["ps"].step_s for each in (workers, found))
+    assert after > before
+
+
+def test_of_thousands_that_may_stall_one_nearly_always_does():
+    assert forecasts.expected_slowest_s([[1.0] * 7 + [4.0]] * 3000) == pytest.approx(4.0)
+    assert forecasts.expected_slowest_s([[1.0] * 7 + [4.0]] * 2) == pytest.approx(1 + 3 * (1 - (7 / 8) ** 2))

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ringweave.training.choosing import rehearsing
 from ringweave.training.control import Control
+from ringweave.training.rings.rehearsing import Exchanged
 
 SLOWNESS = (1, 1, 2)
 BATCH = 25
@@ -33,6 +34,11 @@ def said() -> list[dict[str, Any]]:
     return [{"trial_s": [0.01 * slowness], **common} for slowness in SLOWNESS]
 
 
+def exchange() -> Exchanged:
+    """As if there were a server."""
+    return Exchanged(serving_s=0.02, exchanging_s=0.03)
+
+
 def rehearse(most_of_rank_1: int) -> tuple[list[dict[str, Any]], bool, int]:
     """What follows from it, whether the model is as it was, and how many samples this rank computed at once."""
     torch.manual_seed(0)
@@ -41,6 +47,6 @@ def rehearse(most_of_rank_1: int) -> tuple[list[dict[str, Any]], bool, int]:
         model.most_samples = most_of_rank_1
     model.register_forward_hook(lambda _module, inputs, _output: sizes.append(len(inputs[0])))
     before = [each.clone() for each in model.parameters()]
-    found = rehearsing.rehearse(said(), model, DataLoader(TensorDataset(torch.ones(30, 8))), Control(), lambda: 0.02)
+    found = rehearsing.rehearse(said(), model, DataLoader(TensorDataset(torch.ones(30, 8))), Control(), exchange)
     is_same = all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
     return found, is_same and all(each.grad is None for each in model.parameters()), max(sizes, default=0)

@@ -42,6 +42,14 @@ def test_a_server_that_is_slow_is_pushed_to_by_few():
     assert forecasting.decide(OPEN, said(trials_s, num_bytes=1000, serving_s=0.0), None, is_open=True)[0] == "ps"
 
 
+def test_steps_that_differ_make_those_wait_who_wait_for_all():
+    heard = said([[0.01]] * 8, num_bytes=1000, reducing_s=None, serving_s=0.0)
+    assert forecasting.decide(OPEN, heard, None, is_open=True)[0] == "balanced"
+    for each in heard:
+        each["rehearsed_s"] = [0.008, 0.009, 0.01, 0.01, 0.011, 0.012]
+    assert forecasting.decide(OPEN, heard, None, is_open=True)[0] == "ps"
+
+
 def in_two_racks(heard):
     """Four ranks in each, behind uplinks of a tenth of a NIC; the server is in the first."""
     for rank, each in enumerate(heard):

@@ -18,7 +18,10 @@ def test_all_ranks_hear_the_same_time_and_compute_shares_by_their_speeds() -> No
     times_s = {each["reducing_s"] for of_rank in heard for each in of_rank}
     assert len(times_s) == 1
     assert 0 < times_s.pop() < 20
-    assert {each["serving_s"] for of_rank in heard for each in of_rank} == {0.02}
+    assert {(each["serving_s"], each["exchanging_s"]) for of_rank in heard for each in of_rank} == {(0.02, 0.03)}
+    rehearsed_s = [[each["rehearsed_s"] for each in of_rank] for of_rank in heard]
+    assert rehearsed_s[0] == rehearsed_s[1] == rehearsed_s[2]
+    assert all(len(steps_s) >= 3 and min(steps_s) > 0 for steps_s in rehearsed_s[0])
     assert all(are_same)
     assert shares == (10, 10, 5)
 
@@ -28,6 +31,7 @@ def test_all_ranks_hear_the_same_time_and_compute_shares_by_their_speeds() -> No
 def test_who_cannot_compute_its_share_keeps_nobody_waiting() -> None:
     heard, are_same, shares = zip(*run_ranks(rehearsal_functions.rehearse, 3, 9), strict=True)
     assert [each["reducing_s"] for of_rank in heard for each in of_rank] == [None] * 9
+    assert [each["rehearsed_s"] for of_rank in heard for each in of_rank] == [None] * 9
     assert all(are_same)
     assert shares == (10, 0, 5)
 
@@ -35,8 +39,10 @@ def test_who_cannot_compute_its_share_keeps_nobody_waiting() -> None:
 def test_what_was_not_tried_is_not_rehearsed() -> None:
     heard = [{"trial_s": [0.01], "cap": None}, {"trial_s": None, "cap": None}]
     loader, control = DataLoader(TensorDataset(torch.ones(2, 2))), None
-    found = rehearsing.rehearse(heard, nn.Linear(2, 2), loader, control, lambda: 0.0)  # pyrefly: ignore - nobody asks it
-    assert found == [{**each, "reducing_s": None, "serving_s": None} for each in heard]
+    exchange = rehearsal_functions.exchange
+    found = rehearsing.rehearse(heard, nn.Linear(2, 2), loader, control, exchange)  # pyrefly: ignore - nobody asks it
+    nothing = {"reducing_s": None, "serving_s": None, "exchanging_s": None, "rehearsed_s": None}
+    assert found == [{**each, **nothing} for each in heard]
 
 
 def test_the_last_to_come_says_what_a_sum_takes() -> None:

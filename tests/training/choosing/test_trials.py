@@ -129,3 +129,18 @@ def test_pauses_of_a_quota_are_no_stalls() -> None:
     found = trials.measure(model, DataLoader(SAMPLES), 1, timeline=timeline).sample_s
     assert found == pytest.approx([0.16] * 7)
     assert trials.settle([found]) == [[pytest.approx(0.16)]]
+
+
+def test_steps_that_were_rehearsed_differ_for_all_ranks_as_they_did_for_any():
+    assert trials.spread([[1.0, 1.0, 1.2], [2.0, 2.0, 1.8]]) == [
+        pytest.approx([0.9, 1.0, 1.0, 1.0, 1.0, 1.2]),
+        pytest.approx([1.8, 2.0, 2.0, 2.0, 2.0, 2.4]),
+    ]
+
+
+def test_of_very_many_steps_some_stand_for_equal_parts():
+    often_stalled = [1.0] * 700 + [4.0] * 100
+    (of_rank,) = {tuple(own_s) for own_s in trials.spread([often_stalled] * 10)}
+    assert len(of_rank) == 64
+    assert of_rank.count(4.0) == 8
+    assert {tuple(own_s) for own_s in trials.settle([often_stalled] * 10)} == {of_rank}

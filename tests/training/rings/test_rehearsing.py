@@ -39,8 +39,8 @@ class Server:
 )
 def test_a_part_of_a_processor_makes_it_longer_and_so_do_more_bytes(cores, num_bytes, expected_s):
     server = Server(cores)
-    found = rehearsing.serving_s(OPTIMIZER, num_bytes, 8, [lambda: server])  # pyrefly: ignore - as far as it goes
-    assert found == pytest.approx(expected_s)
+    found = rehearsing.rehearse(OPTIMIZER, num_bytes, 8, [lambda: server])  # pyrefly: ignore - as far as it goes
+    assert found.serving_s == pytest.approx(expected_s)
     (setup,) = {each.setup.model_dump_json(): each.setup for each in server.calls}.values()
     assert setup.rings == [[ring] for ring in range(8)]
     assert setup.groups[0].options["momentum"] == 0.9
@@ -50,8 +50,9 @@ def test_a_part_of_a_processor_makes_it_longer_and_so_do_more_bytes(cores, num_b
 def test_a_slow_server_is_asked_twice_only():
     now_s = iter(range(0, 1000, 10))
     server = Server(None)
-    rehearsing.serving_s(OPTIMIZER, 1000, 2, [lambda: server], clock=lambda: next(now_s))  # pyrefly: ignore
+    found = rehearsing.rehearse(OPTIMIZER, 8 * MIB, 2, [lambda: server], clock=lambda: next(now_s))  # pyrefly: ignore
     assert len(server.calls) == 2
+    assert found.exchanging_s == pytest.approx(2 * (20 - 0.01))  # half of the bytes, from one look at the clock to the next but one
 
 
 def test_a_real_server_says_what_it_takes():
@@ -60,11 +61,13 @@ def test_a_real_server_says_what_it_takes():
     trust = wire.Tls(authority.issue("worker", "0"))
     with server.start("127.0.0.1", 0):
         connect = [lambda: wire.Client.connect("127.0.0.1", server.port, trust, role="server")]
-        assert 0 < rehearsing.serving_s(OPTIMIZER, MIB, 4, connect) < 10
+        found = rehearsing.rehearse(OPTIMIZER, MIB, 4, connect)
+    assert 0 < found.serving_s < 10
+    assert 0 < found.exchanging_s < 10
     assert service.version == 0
 
 
 def test_an_optimizer_that_the_server_does_not_run_is_said():
     lbfgs = torch.optim.LBFGS([torch.zeros(1)])
     with pytest.raises(TrainingError, match="optimizer: 'LBFGS', expected one of SGD"):
-        rehearsing.serving_s(lbfgs, 1000, 2, [])
+        rehearsing.rehearse(lbfgs, 1000, 2, [])

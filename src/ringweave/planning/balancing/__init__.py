@@ -5,7 +5,7 @@ from ringweave.planning.balancing.epochs import EpochOrder, batch_part, cut, shu
 from ringweave.planning.balancing.estimating import SpeedEstimator
 from ringweave.planning.balancing.hesitating import Rebalancer
 from ringweave.planning.balancing.pauses import steady_s
-from ringweave.planning.balancing.shares import Change, apportion, rebalance, scale, step_s
+from ringweave.planning.balancing.shares import Change, apportion, limits, rebalance, scale, step_s
 from ringweave.planning.balancing.speeds import Speed
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "batch_part",
     "cut",
     "fingerprint",
+    "limits",
     "rebalance",
     "scale",
     "shuffled",

@@ -2,7 +2,7 @@
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ringweave.errors import TrainingError, explain
@@ -46,6 +46,11 @@ def step_s(shares: Sequence[int], speeds: Sequence[Speed]) -> float:
 def slowest(shares: Sequence[int], speeds: Sequence[Speed]) -> int:
     """The rank that is predicted to compute for the longest; the first of them."""
     return max(range(len(speeds)), key=lambda rank: speeds[rank].seconds(shares[rank]))
+
+
+def limits(num_samples: int, caps: Iterable[int | None]) -> tuple[int, ...]:
+    """The most samples of a batch that each rank takes: the whole of it where no cap is said."""
+    return tuple(num_samples if cap is None else cap for cap in caps)
 
 
 def apportion(

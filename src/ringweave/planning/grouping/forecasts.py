@@ -40,6 +40,9 @@ class Worker:
     """Seconds by which every collective that it takes part in lasts longer than links do, for all the bytes of the
     gradients passing through it twice: what it needs a processor for, and pauses of one that it has a part of."""
 
+    pushing_s: float | None = None
+    """Likewise, of an exchange with the parameter server; None takes it for as long as passing them."""
+
     @property
     def mean_s(self) -> float:
         """Seconds of a sample in the long run."""
@@ -116,10 +119,17 @@ def choose(forecasts: Sequence[Forecast]) -> Forecast:
 def expected_slowest_s(values: Sequence[Sequence[float]]) -> float:
     """The mean of the largest of several times, each of which is one of its values, all equally likely."""
     steps = sorted((value, index) for index, own in enumerate(values) for value in own)
-    counts, total, before = [0] * len(values), 0.0, 0.0
+    counts, num_without, total, before = [0] * len(values), len(values), 0.0, 0.0
+    log_chance = -math.fsum(
+        math.log(len(own)) for own in values
+    )  # that none is larger: of thousands it is tiny at first
     for value, index in steps:
         counts[index] += 1
-        chance = math.prod(count / len(own) for count, own in zip(counts, values, strict=True))
+        if counts[index] == 1:
+            num_without -= 1
+        else:
+            log_chance += math.log(counts[index] / (counts[index] - 1))
+        chance = 0.0 if num_without else math.exp(log_chance)
         total += value * (chance - before)
         before = chance
     return total
@@ -159,6 +169,19 @@ def rehearsed(workers: Sequence[Worker], num_bytes: float, reducing_s: float) ->
     more_s = max(0.0, reducing_s - bound_s(workers, num_bytes)) * count / (count - 1)
     all_s = math.fsum(each.mean_s for each in workers)
     return [replace(each, passing_s=more_s * each.mean_s / all_s) for each in workers]
+
+
+def exchanged(
+    workers: Sequence[Worker], num_bytes: float, exchanging_s: float, server_bytes_per_s: float
+) -> list[Worker]:
+    """The same with what an exchange with the parameter server has taken the first of them.
+
+    What it took more than links explain is what its processor needs; others need more, the more slowly they compute.
+    """
+    first = workers[0]
+    links_s = 2 * num_bytes / min(first.rate_bytes_per_s, server_bytes_per_s)
+    more_s = max(0.0, exchanging_s - links_s)
+    return [replace(each, pushing_s=more_s * each.mean_s / first.mean_s) for each in workers]
 
 
 def dividing(paths: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -215,7 +238,8 @@ def _of_rings(rings: tuple[Ring, ...], shares: Sequence[int], workers: Sequence[
             passing_s = math.fsum(each.passing_s for each in members) / 2
             broadcasting_s = work.num_bytes / min(*rates, *between.values()) + passing_s
         exchanging_s = 2 * work.num_bytes / min(rates[0], work.server_bytes_per_s, *way.values())
-        exchanging_s += members[0].passing_s + work.serving_s
+        exchanging_s += work.serving_s
+        exchanging_s += members[0].passing_s if members[0].pushing_s is None else members[0].pushing_s
         stepping_s = computing_s + allreduce_s(members, work.num_bytes)
         overlapped_s = max(work.local_steps * stepping_s, exchanging_s)
         rounds_s.append((overlapped_s if work.local_steps else stepping_s + exchanging_s) + broadcasting_s)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ringweave.comm import regrouping
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import RingweaveError, TrainingError, explain
+from ringweave.training import reducing
 from ringweave.training.checkpoints import disk, meeting, randomness
 from ringweave.training.checkpoints import parts as checkpoint_parts
 from ringweave.training.checkpoints.disk import Content, Saved
@@ -59,7 +60,7 @@ class Checkpoints:
         checkpoint_parts.check(keep, parts)
         self.folder = Path(folder).absolute()
         self._keep, self._rng = keep, rng
-        self._parts = {name: checkpoint_parts.inner(part) for name, part in parts.items()}
+        self._parts = {name: reducing.inside(part) for name, part in parts.items()}
         self._refused: set[Path] = set()
         self._teller = Teller(WorkerEnvironment.from_environ(os.environ))
         self._stage = Stage()

@@ -3,7 +3,6 @@
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ringweave.errors import TrainingError, explain
 from ringweave.params.ring.optimizer import PushedOptimizer
@@ -13,11 +12,6 @@ from ringweave.training.rings.resuming import ServedLoader
 
 SERVER = "parameter server"
 """Name of the part that the server of rings has."""
-
-
-def inner(part: Any) -> Any:
-    """The part whose state is saved."""
-    return part.module if isinstance(part, DistributedDataParallel) else part
 
 
 def check(keep: int, parts: dict[str, Any]) -> None:

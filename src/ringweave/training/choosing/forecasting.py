@@ -149,7 +149,7 @@ def reconsider(
         local_steps: As `decide` has it.
     """
     measured = [
-        {**each, "trial_s": list(own_s), "speed": 1 / statistics.median(own_s), "arrival": None}
+        {**each, "trial_s": list(own_s), "rehearsed_s": None, "speed": 1 / statistics.median(own_s), "arrival": None}
         for each, own_s in zip(said, recent_s, strict=True)
     ]
     everyone = tuple(range(len(said)))
@@ -187,7 +187,7 @@ def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]
         said: Of each rank: `trial_s`, seconds of a sample in trials or None, then with a `trial_problem`; `speed`,
             relative, by the cluster file; `rate`, bytes per second or None; `batch_samples`; `num_bytes`;
             `server_rate`; `uplinks` of the switches above it, and `server_uplinks`, bytes per second by name;
-            `reducing_s` and `serving_s` as `rehearsing.rehearse` says them, or none.
+            `reducing_s`, `serving_s`, `exchanging_s` and `rehearsed_s` as `rehearsing.rehearse` says them, or none.
         rings: Ways to form rings; none where no server is there, or the script does not go with one.
         local_steps: As `decide` has it.
     """
@@ -197,19 +197,21 @@ def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]
         return policy.most_versions - policy.reserve_versions
 
     are_tried = all(each["trial_s"] for each in said)
-    times_s = trials.settle([each["trial_s"] for each in said]) if are_tried else [[1 / each["speed"]] for each in said]
     workers = [
         Worker(sample_s=tuple(own_s), rate_bytes_per_s=each["rate"] or float("inf"), uplinks=each["uplinks"])
-        for own_s, each in zip(times_s, said, strict=True)
+        for own_s, each in zip(_times_s(said), said, strict=True)
     ]
     reducing_s, serving_s = _rehearsed(said) if are_tried else (None, None)
     if reducing_s:
         workers = forecasts.rehearsed(workers, said[0]["num_bytes"], reducing_s)
+    server_bytes_per_s = said[0]["server_rate"] or float("inf")
+    if are_tried and said[0].get("exchanging_s") is not None:
+        workers = forecasts.exchanged(workers, said[0]["num_bytes"], said[0]["exchanging_s"], server_bytes_per_s)
     # Where computing is known in relation only, transfers cannot be told beside it: computing alone decides.
     work = Work(
         batch_samples=said[0]["batch_samples"],
         num_bytes=said[0]["num_bytes"] if are_tried else 0,
-        server_bytes_per_s=said[0]["server_rate"] or float("inf"),
+        server_bytes_per_s=server_bytes_per_s,
         server_uplinks=said[0]["server_uplinks"],
         serving_s=serving_s or 0.0,
         local_steps=local_steps,
@@ -219,6 +221,15 @@ def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]
     # Balanced is sync while all are equally fast, and follows when they are not.
     chosen = forecasts.choose([each for each in found if each.mode != modes.SYNC])
     return Outlook(forecasts=found, chosen=chosen, reducing_s=reducing_s, serving_s=serving_s, untried=_untried(said))
+
+
+def _times_s(said: Sequence[Mapping[str, Any]]) -> list[list[float]]:
+    """Seconds of a sample that each rank may take in a step: as rehearsed, else as tried out, else by its speed."""
+    if all(each.get("rehearsed_s") for each in said):
+        return trials.spread([each["rehearsed_s"] for each in said])
+    if all(each["trial_s"] for each in said):
+        return trials.settle([each["trial_s"] for each in said])
+    return [[1 / each["speed"]] for each in said]
 
 
 def _rehearsed(said: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:

@@ -6,28 +6,46 @@ that take all of them about equally long, with no trace left in the model, and s
 one of them exchanges as much with the parameter server.
 """
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from ringweave.planning import balancing
 from ringweave.planning.balancing import Speed
-from ringweave.training import speed_test
+from ringweave.training import reducing, speed_test
 from ringweave.training.choosing import forecasting, trials
 from ringweave.training.control import Control
+from ringweave.training.rings.rehearsing import Exchanged
 
+MEASURED = ("reducing_s", "serving_s", "exchanging_s", "rehearsed_s")
+"""What there is beside what all ranks said before."""
 BUDGET_S = 3.0
 """Of all steps, about: so many are rehearsed as fit, but one at least."""
 _MOST_STEPS = 8
+_LEAST_STEPS = 4
+"""Of fewer, what computing has taken says less than trials do. The first one warms up, and does not count for it."""
 _MOST_BYTES = 256 * 2**20
 """Of a message; more bytes are taken to need longer in proportion."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Taken:
+    """What steps have taken this rank."""
+
+    samples_s: list[float] = field(default_factory=list)
+    """Seconds of a sample, for each step."""
+    waits_s: list[float] = field(default_factory=list)
+    """Seconds from the end of its computing to the end of the step."""
+    problem: str = ""
+    """Why it could not compute."""
 
 
 def rehearse(
@@ -35,12 +53,13 @@ def rehearse(
     model: nn.Module,
     loader: DataLoader,
     messages: Control,
-    serving: Callable[[], float],
+    exchange: Callable[[], Exchanged],
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[dict[str, Any]]:
     """What all ranks said, and what was measured, in seconds; None where that is not known.
 
-    `reducing_s` is what collectives have taken, `serving_s` what an exchange needs at the parameter server.
+    `reducing_s` is what collectives have taken, `serving_s` and `exchanging_s` what an exchange with the parameter
+    server has, see `Exchanged`, and `rehearsed_s`, of each rank, what a sample has taken it in each step.
 
     All ranks call it alike, since all have heard the same.
 
@@ -49,7 +68,7 @@ def rehearse(
         model: As `trials.measure` has it; left as it was.
         loader: The same.
         messages: Among all ranks.
-        serving: Measures `serving_s`; called on the first rank, while the others wait.
+        exchange: Exchanges with the server; called on the first rank, while the others wait.
         clock: Seconds that only grow.
 
     Raises:
@@ -57,23 +76,26 @@ def rehearse(
         WireError: The server cannot be reached.
     """
     if len(said) < 2 or not all(each["trial_s"] for each in said):
-        return [{**each, "reducing_s": None, "serving_s": None} for each in said]
+        return [{**each, **dict.fromkeys(MEASURED)} for each in said]
     times_s = [Speed(s_per_sample=sum(own) / len(own)) for own in trials.settle([each["trial_s"] for each in said])]
     batch_samples = said[0]["batch_samples"]
-    caps = [batch_samples if each["cap"] is None else each["cap"] for each in said]
+    caps = balancing.limits(batch_samples, (each["cap"] for each in said))
     shares = balancing.apportion(batch_samples, times_s, caps)
     step_s = max(share * speed.s_per_sample for share, speed in zip(shares, times_s, strict=True))
     num_steps = max(1, min(_MOST_STEPS, int(BUDGET_S / step_s))) if step_s > 0 else _MOST_STEPS
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    inner = reducing.inside(model)
     num_bytes = said[0]["num_bytes"]
     message = torch.zeros(max(1, min(num_bytes, _MOST_BYTES) // 4), device=next(inner.parameters()).device)
-    waits_s, problem = _take_steps(inner, loader, shares[messages.rank], message, num_steps, clock)
-    of_server_s = serving() if messages.rank == 0 else None
-    heard = messages.gather_json({"waits_s": waits_s, "problem": problem, "serving_s": of_server_s})
-    found = None
+    own = _take_steps(inner, loader, shares[messages.rank], message, num_steps, clock)
+    exchanged = dataclasses.asdict(exchange()) if messages.rank == 0 else {}
+    heard = messages.gather_json({**dataclasses.asdict(own), **exchanged})
+    reducing_s, rehearsed_s = None, [None] * len(heard)
     if not any(each["problem"] for each in heard):
-        found = _collective_s([each["waits_s"] for each in heard]) * max(1.0, num_bytes / _MOST_BYTES)
-    return [{**each, "reducing_s": found, "serving_s": heard[0]["serving_s"]} for each in said]
+        reducing_s = _collective_s([each["waits_s"] for each in heard]) * max(1.0, num_bytes / _MOST_BYTES)
+        if num_steps >= _LEAST_STEPS:
+            rehearsed_s = [each["samples_s"][1:] for each in heard]
+    common = {"reducing_s": reducing_s, **{name: heard[0][name] for name in ("serving_s", "exchanging_s")}}
+    return [{**each, **common, "rehearsed_s": steps_s} for each, steps_s in zip(said, rehearsed_s, strict=True)]
 
 
 def is_wanted(said: Sequence[Mapping[str, Any]], num_rings: int | None, *, is_open: bool) -> bool:
@@ -103,24 +125,23 @@ def _take_steps(
     message: torch.Tensor,
     num_steps: int,
     clock: Callable[[], float],
-) -> tuple[list[float], str]:
-    """Seconds from the end of this rank's computing to that of each step; why it could not compute.
-
-    Who cannot compute takes part in what is summed nevertheless: the others would wait for it.
-    """
-    waits_s, problem, batch = [], "", None
+) -> _Taken:
+    """Who cannot compute takes part in what is summed nevertheless: the others would wait for it."""
+    taken, batch = _Taken(), None
     with speed_test.leaving_no_trace(model):
         _sum(message)  # the first one makes connections
         for _ in range(num_steps):
+            started_s = clock()
             try:
                 batch = batch or trials.first_batch(loader, max(1, share), model)
                 trials.try_out(model, batch)
             except Exception as error:  # the script's own code, at a size that it was not tried out with
-                problem = problem or f"{type(error).__name__}: {error}"
+                taken.problem = taken.problem or f"{type(error).__name__}: {error}"
             began_s = clock()
             _sum(message)
-            waits_s.append(clock() - began_s)
-    return waits_s, problem
+            taken.samples_s.append((began_s - started_s) / max(1, share))
+            taken.waits_s.append(clock() - began_s)
+    return taken
 
 
 def _sum(message: torch.Tensor) -> None:

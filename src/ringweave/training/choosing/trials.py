@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from ringweave.errors import PeerError
 from ringweave.planning.balancing.estimating import BLOCK_S
-from ringweave.training import speed_test
+from ringweave.training import reducing, speed_test
 from ringweave.training.speed_test import Referee
 from ringweave.training.timing import HostTimeline
 
@@ -30,6 +29,8 @@ _LEAST_BLOCKS = 4
 """Of fewer, one that stalled would be taken for the rank's speed."""
 _STALL = 1.5
 """Times that are so many times the median are stalls of the machine; smaller differences are noise of a short test."""
+_MOST_KINDS = 64
+"""Times of a rank that a forecast reckons with, all equally likely."""
 _MOST_TEXT = 300
 """Characters of a problem that are told to the other ranks."""
 
@@ -66,7 +67,7 @@ def measure(
     """
     if isinstance(loader.dataset, IterableDataset):
         return Trial(problem="the data set is a stream")
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    inner = reducing.inside(model)
     try:
         with speed_test.leaving_no_trace(inner):
             batch = first_batch(loader, num_samples, inner)
@@ -92,7 +93,24 @@ def settle(sample_s: Sequence[Sequence[float]]) -> list[list[float]]:
     stalls = [factor for factor in factors if factor > _STALL]
     if not stalls:
         return [[middle] for middle in middles]
-    kinds = [1.0] * (len(factors) - len(stalls)) + stalls
+    return _of_kinds(middles, [1.0] * (len(factors) - len(stalls)) + stalls)
+
+
+def spread(sample_s: Sequence[Sequence[float]]) -> list[list[float]]:
+    """What steps will take each rank, by steps that it has taken: its median, as much shorter or longer as any's were.
+
+    Whole steps are what ranks wait for each other in, so what differs from one to the next is no noise of a short test.
+    """
+    middles = [statistics.median(each) for each in sample_s]
+    return _of_kinds(
+        middles, [time_s / middle for each, middle in zip(sample_s, middles, strict=True) for time_s in each]
+    )
+
+
+def _of_kinds(middles: Sequence[float], factors: Sequence[float]) -> list[list[float]]:
+    """Each rank's time by all of these factors; of very many, by some that stand for equal parts of them."""
+    kinds, count = sorted(factors), min(len(factors), _MOST_KINDS)
+    kinds = [kinds[(2 * index + 1) * len(kinds) // (2 * count)] for index in range(count)]
     return [[middle * factor for factor in kinds] for middle in middles]
 
 

@@ -74,7 +74,7 @@ class Rosters:
         """
         if self._samples_of is not None:
             self._batch_samples = self._samples_of(members)
-        self._caps = tuple(self._batch_samples if cap is None else cap for cap in caps)
+        self._caps = balancing.limits(self._batch_samples, caps)
         self._assumed, self._following = tuple(assumed), frozenset(following) & set(members)
         self.version += 1
         return self._add(self._apportion(first_batch, tuple(members), measured))

@@ -128,7 +128,7 @@ def _shares_of(
     recorder: Recorder,
 ) -> RingShares:
     """Each rank's by its speed, so that all rings push equally often: what a slow ring pushes is no older then."""
-    caps = [num_samples if each["cap"] is None else each["cap"] for each in said]
+    caps = balancing.limits(num_samples, (each["cap"] for each in said))
     per_rank = balancing.apportion(num_samples, [Speed(s_per_sample=1 / speed) for speed in speeds], caps)
     ahead = max(each["num_prefetched"] for each in said)
     return RingShares(per_rank, timer, control, recorder.shares_changed, caps=caps, num_prefetched=ahead)

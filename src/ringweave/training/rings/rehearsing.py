@@ -1,11 +1,13 @@
-"""A few exchanges with the parameter server before the job begins: what one needs of that server's processor.
+"""A few exchanges with the parameter server before the job begins: what one needs of processors, there and here.
 
 Links are not all of it, as with a collective: a server with a small part of a processor takes longer to apply a push
-than to receive it, and rings that push at the same time wait for each other there.
+than to receive it, and rings that push at the same time wait for each other there. And who pushes has to encrypt what
+it sends, and to decrypt what comes.
 """
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch.optim import Optimizer
 
@@ -23,14 +25,24 @@ _MOST_BYTES = 4 * 2**20
 """Of a push; more bytes are taken to need longer in proportion."""
 
 
-def serving_s(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchanged:
+    """What an exchange takes; measured."""
+
+    serving_s: float
+    """Seconds from one exchange to the next at which the server's processor has no pause left."""
+    exchanging_s: float
+    """Seconds that it takes this rank alone, without those that the server computes."""
+
+
+def rehearse(
     optimizer: Optimizer,
     num_bytes: int,
     num_rings: int,
     servers: Sequence[Callable[[], wire.Client]],
     clock: Callable[[], float] = time.perf_counter,
-) -> float:
-    """Seconds from one exchange to the next at which the server's processor has no pause left; measured.
+) -> Exchanged:
+    """Exchange parameters of zero, as many bytes as the model's, or in proportion.
 
     A server is taken to use one processor, or the part of one that a quota leaves it.
 
@@ -60,10 +72,15 @@ def serving_s(
         began_s, count = clock(), 0
         while not count or (count < _MOST_EXCHANGES and clock() - began_s < BUDGET_S):
             last, count = exchange(), count + 1
+        took_s = (clock() - began_s) / count
     finally:
         client.close()
     of_one_s = (last.processor_s - first.processor_s) / count
-    return of_one_s / min(1.0, last.cores or 1.0) * max(1.0, num_bytes / pushed_bytes)
+    in_proportion = max(1.0, num_bytes / pushed_bytes)
+    return Exchanged(
+        serving_s=of_one_s / min(1.0, last.cores or 1.0) * in_proportion,
+        exchanging_s=max(0.0, took_s - of_one_s) * in_proportion,
+    )
 
 
 def _setup_of(optimizer: Optimizer, num_elements: int, num_rings: int) -> Setup:

@@ -186,7 +186,7 @@ def _begin(
     speeds = speeds_of(everybody)
     places = rings_preparing.form(wanted, speeds, everybody).rings
     batch = given.reading.batch_samples
-    caps = [batch if each["cap"] is None else each["cap"] for each in everybody]
+    caps = balancing.limits(batch, (each["cap"] for each in everybody))
     shares = balancing.apportion(batch, [Speed(s_per_sample=1 / speed) for speed in speeds], caps)
     rings = [[slots[place] for place in ring] for ring in places]
     setup = rings_preparing.setup_of(given.model, given.optimizer, rings, wanted)
