@@ -121,6 +121,7 @@ def chosen_by_auto(options: argparse.Namespace) -> list[str]:
     environment = WorkerEnvironment.from_environ(os.environ)
     own = forecasting.own_prospects(model, loader, reading, environment, is_needed=True)
     own |= {"optimizer": type(optimizer).__name__, "cap": None, "batch_samples": reading.batch_samples}
+    own["num_samples"] = reading.num_samples
     said = messages.gather_json(own)
     if rehearsing.is_wanted(said, None, is_open=True):
         exchange = functools.partial(ring_rehearsing.rehearse, optimizer, said[0]["num_bytes"], messages.world_size)

@@ -185,6 +185,17 @@ def test_rings_wait_for_one_that_would_be_too_far_behind():
     assert bound.step_s * forecasts.WORTH == pytest.approx(800 / (7 * 400 / 1.4 + 400 / 1.8))
 
 
+def test_rings_wait_for_each_other_at_the_end_of_an_epoch():
+    workers = [Worker(sample_s=[0.001])] * 2
+    halves = [((0,), (1,))]
+    endless, short = (
+        by_mode(forecasts.forecast(workers, Work(batch_samples=8, num_bytes=1, epoch_samples=each), halves))
+        for each in (math.inf, 32)
+    )
+    assert short["ps"].step_s == pytest.approx(endless["ps"].step_s * (1 + 1 / 8))
+    assert short["balanced"].step_s == endless["balanced"].step_s
+
+
 def test_who_pushes_needs_its_processor_for_that():
     work = Work(batch_samples=8, num_bytes=1e6, server_bytes_per_s=1e7)
     workers = [Worker(sample_s=[each_s], rate_bytes_per_s=1e7, passing_s=0.01) for each_s in (0.001, 0.002)]

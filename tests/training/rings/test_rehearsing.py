@@ -52,7 +52,7 @@ def test_a_slow_server_is_asked_twice_only():
     server = Server(None)
     found = rehearsing.rehearse(OPTIMIZER, 8 * MIB, 2, [lambda: server], clock=lambda: next(now_s))  # pyrefly: ignore
     assert len(server.calls) == 2
-    assert found.exchanging_s == pytest.approx(2 * (20 - 0.01))  # of half of the bytes; looks at the clock are 10 s apart
+    assert found.exchanging_s == pytest.approx(2 * (20 - 0.01))  # of half of the bytes; the clock was read thrice
 
 
 def test_a_real_server_says_what_it_takes():

@@ -65,6 +65,8 @@ class Work:
     """Seconds that the server's processor needs for a push and what is sent back, one after the other for all rings."""
     local_steps: int = 0
     """Steps of a ring from one push to the next, which is under way meanwhile; 0 pushes each step, and waits."""
+    epoch_samples: float = math.inf
+    """Samples of an epoch, at whose end all rings meet."""
     most_ahead: Callable[[int], float] = lambda _num_rings: math.inf
     """Number of rings -> pushes of all others while a ring computes a round on parameters that it has taken: the
     bound on staleness, beyond which they wait for it."""
@@ -251,7 +253,8 @@ def _of_rings(rings: tuple[Ring, ...], shares: Sequence[int], workers: Sequence[
             rings, rounds_s, _waits(rounds_s, work), _crowding(rounds_s, ways, work), strict=True
         )
     )
-    worth = WORTH if len(rings) > 1 else 1.0
+    # Who has just begun its part of the last batch keeps the others waiting at the end of the epoch.
+    worth = WORTH / (1 + work.batch_samples / work.epoch_samples / 2) if len(rings) > 1 else 1.0
     mode = modes.PS if all(len(ring) == 1 for ring in rings) else modes.PS_HRA
     step_s = work.batch_samples / samples_per_s / worth
     return Forecast(mode=mode, step_s=step_s, computing_s=slowest_s, rings=rings)

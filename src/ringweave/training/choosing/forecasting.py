@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -186,7 +187,8 @@ def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]
     Args:
         said: Of each rank: `trial_s`, seconds of a sample in trials or None, then with a `trial_problem`; `speed`,
             relative, by the cluster file; `rate`, bytes per second or None; `batch_samples`; `num_bytes`;
-            `server_rate`; `uplinks` of the switches above it, and `server_uplinks`, bytes per second by name;
+            `num_samples` of an epoch, if known; `server_rate`; `uplinks` of the switches above it, and
+            `server_uplinks`, bytes per second by name;
             `reducing_s`, `serving_s`, `exchanging_s` and `rehearsed_s` as `rehearsing.rehearse` says them, or none.
         rings: Ways to form rings; none where no server is there, or the script does not go with one.
         local_steps: As `decide` has it.
@@ -215,6 +217,7 @@ def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]
         server_uplinks=said[0]["server_uplinks"],
         serving_s=serving_s or 0.0,
         local_steps=local_steps,
+        epoch_samples=said[0].get("num_samples") or math.inf,
         most_ahead=most_ahead,
     )
     found = forecasts.forecast(workers, work, rings)

@@ -29,6 +29,8 @@ _LEAST_BLOCKS = 4
 """Of fewer, one that stalled would be taken for the rank's speed."""
 _STALL = 1.5
 """Times that are so many times the median are stalls of the machine; smaller differences are noise of a short test."""
+_START = 0.05
+"""Part of all steps that are long because of the start."""
 _MOST_KINDS = 64
 """Times of a rank that a forecast reckons with, all equally likely."""
 _MOST_TEXT = 300
@@ -100,11 +102,11 @@ def spread(sample_s: Sequence[Sequence[float]]) -> list[list[float]]:
     """What steps will take each rank, by steps that it has taken: its median, as much shorter or longer as any's were.
 
     Whole steps are what ranks wait for each other in, so what differs from one to the next is no noise of a short test.
+    A few of the longest are left out: what has just been started has such steps once and never again.
     """
     middles = [statistics.median(each) for each in sample_s]
-    return _of_kinds(
-        middles, [time_s / middle for each, middle in zip(sample_s, middles, strict=True) for time_s in each]
-    )
+    factors = sorted(time_s / middle for each, middle in zip(sample_s, middles, strict=True) for time_s in each)
+    return _of_kinds(middles, factors[: len(factors) - int(_START * len(factors))])
 
 
 def _of_kinds(middles: Sequence[float], factors: Sequence[float]) -> list[list[float]]:
