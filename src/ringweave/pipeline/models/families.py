@@ -70,13 +70,8 @@ class DecoderLayer(nn.Module):
         from transformers.masking_utils import create_causal_mask
 
         positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
-        mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=hidden,
-            attention_mask=attention_mask,
-            past_key_values=None,
-            position_ids=positions,
-        )
+        # By place: the library calls the last of them, a cache that we have not, otherwise from version to version.
+        mask = create_causal_mask(self.config, hidden, attention_mask, None, position_ids=positions)
         more = {} if self.rotary is None else {"position_embeddings": self.rotary(hidden, position_ids=positions)}
         return _first(self.layer(hidden, attention_mask=mask, position_ids=positions, use_cache=False, **more))
 
