@@ -122,9 +122,7 @@ def expected_slowest_s(values: Sequence[Sequence[float]]) -> float:
     """The mean of the largest of several times, each of which is one of its values, all equally likely."""
     steps = sorted((value, index) for index, own in enumerate(values) for value in own)
     counts, num_without, total, before = [0] * len(values), len(values), 0.0, 0.0
-    log_chance = -math.fsum(
-        math.log(len(own)) for own in values
-    )  # that none is larger: of thousands it is tiny at first
+    log_chance = -math.fsum(math.log(len(own)) for own in values)  # that none is larger: tiny for thousands at first
     for value, index in steps:
         counts[index] += 1
         if counts[index] == 1:
