@@ -96,6 +96,17 @@ def test_a_child_gets_them_by_a_descriptor(authority: wire.Authority) -> None:
     os.close(descriptor)
 
 
+def test_a_descriptor_that_is_kept_can_be_read_again_and_is_closed_by_who_reads_it_last(
+    authority: wire.Authority,
+) -> None:
+    credentials = authority.issue("worker", "7")
+    where = f"fd:{(descriptor := credentials.to_descriptor())}"
+    assert wire.Credentials.load_from(where, keeps=True) == credentials
+    assert wire.Credentials.load_from(where) == credentials
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"identity": 3}', "\x00"])
 def test_damaged_credentials_are_refused_without_showing_them(text: str) -> None:
     with pytest.raises(UsageError, match=r"credentials: '\d+ characters', expected what Credentials.to_text wrote"):

@@ -25,7 +25,7 @@ from ringweave.training.choosing import forecasting, trials
 from ringweave.training.control import Control
 from ringweave.training.rings.rehearsing import Exchanged
 
-MEASURED = ("reducing_s", "serving_s", "exchanging_s", "rehearsed_s")
+_MEASURED = ("reducing_s", "serving_s", "exchanging_s", "rehearsed_s")
 """What there is beside what all ranks said before."""
 BUDGET_S = 3.0
 """Of all steps, about: so many are rehearsed as fit, but one at least."""
@@ -76,7 +76,7 @@ def rehearse(
         WireError: The server cannot be reached.
     """
     if len(said) < 2 or not all(each["trial_s"] for each in said):
-        return [{**each, **dict.fromkeys(MEASURED)} for each in said]
+        return [{**each, **dict.fromkeys(_MEASURED)} for each in said]
     times_s = [Speed(s_per_sample=sum(own) / len(own)) for own in trials.settle([each["trial_s"] for each in said])]
     batch_samples = said[0]["batch_samples"]
     caps = balancing.limits(batch_samples, (each["cap"] for each in said))
