@@ -116,7 +116,7 @@ def main() -> None:
     try:
         train(options)
     finally:
-        dist.destroy_process_group()
+        processes.leave()
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ if __name__ == "__main__":
     processes.default_to_one()
     dist.init_process_group()
     accuracy, writes = train(options.steps), dist.get_rank() == 0
-    dist.destroy_process_group()
+    processes.leave()
     if writes:
         print(f"test accuracy: {accuracy:.1%} (measured)")
     if writes and options.out:
