@@ -125,7 +125,9 @@ def chosen_by_auto(options: argparse.Namespace) -> list[str]:
     said = messages.gather_json(own)
     if rehearsing.is_wanted(said, None, is_open=True):
         exchange = functools.partial(ring_rehearsing.rehearse, optimizer, said[0]["num_bytes"], messages.world_size)
-        said = rehearsing.rehearse(said, model, loader, messages, lambda: exchange(servers_of(environment, keeps=True)))
+        said = rehearsing.rehearse(
+            said, model, optimizer, loader, messages, lambda: exchange(servers_of(environment, keeps=True))
+        )
     decided = modes.decide(modes.AUTO, modes.AUTO, messages.world_size)
     steps = ROWS[options.row].local_steps
     return list(forecasting.decide(decided, said, None, is_open=True, local_steps=steps)[:2])

@@ -39,6 +39,9 @@ NAME = "ringweave"
 
 _EXIT_S = 0.5
 """How long a process that ends waits for each lane of a group that was not destroyed."""
+_LET_GO_S = 0.1
+"""Then Gloo's threads get so long to let go of the last collective, for which each needs the interpreter: one that asks
+for it later aborts the process. A group that DDP has used lives on after `destroy_process_group`, and so do they."""
 
 
 class RingweaveProcessGroup(HostedProcessGroup):
@@ -256,6 +259,7 @@ def _close_at_exit(engine: "weakref.ref[Engine]") -> None:
     alive = engine()
     if alive is not None:
         alive.close(_EXIT_S)
+        time.sleep(_LET_GO_S)
 
 
 def _forget_in_child(group: "weakref.ref[RingweaveProcessGroup]") -> None:

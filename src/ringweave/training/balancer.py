@@ -34,7 +34,7 @@ class Balancer:
         self._timer, self._control, self._caps = timer, control, caps
         self._num_prefetched = num_prefetched
         self._on_change = on_change
-        self._estimator, self._rebalancer = SpeedEstimator(), Rebalancer()
+        self._estimator, self._rebalancer = SpeedEstimator(), Rebalancer(begins_with_guess=True)
         self._pending: SpeedExchange | None = None
         self._num_borders = 0
         """Since these ranks exchange speeds: batches may have been counted otherwise on each, in other rings."""

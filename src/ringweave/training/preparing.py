@@ -146,7 +146,12 @@ def _prepare_lasting(
     if rehearsing.is_wanted(said, settings.rings, is_open=is_open):
         exchange = functools.partial(ring_rehearsing.rehearse, optimizer, said[0]["num_bytes"], world_size)
         said = rehearsing.rehearse(
-            said, model, loader, messages, lambda: exchange(ring_preparing.servers_of(environment, keeps=True))
+            said,
+            model,
+            optimizer,
+            loader,
+            messages,
+            lambda: exchange(ring_preparing.servers_of(environment, keeps=True)),
         )
     chosen, reason, rings = forecasting.decide(
         decided, said, settings.rings, is_open=is_open, local_steps=settings.local_steps

@@ -47,6 +47,26 @@ def test_it_must_be_the_same_rank_all_the_time() -> None:
     assert looks_until_a_change(rebalancer, with_slow(1, 1.5)) < 20
 
 
+def test_ranks_that_are_slow_together_may_take_turns_as_the_slowest() -> None:
+    rebalancer = Rebalancer()
+    turns = (
+        [Speed(s_per_sample=each) for each in (1.0, 1.0, 1.5, 1.55)],
+        [Speed(s_per_sample=each) for each in (1.0, 1.0, 1.5, 1.5)],
+    )
+    found = [number for number in range(40) if rebalancer.look(EVEN, turns[number % 2])]
+    assert 10 < found[0] < 30
+
+
+def test_a_guess_is_given_up_sooner() -> None:
+    waits = [
+        looks_until_a_change(Rebalancer(begins_with_guess=is_guess), with_slow(2, 1.5)) for is_guess in (True, False)
+    ]
+    assert waits[0] < waits[1] / 3
+    rebalancer = Rebalancer(begins_with_guess=True)
+    looks_until_a_change(rebalancer, with_slow(2, 1.5))
+    assert looks_until_a_change(rebalancer, with_slow(1, 1.5)) > 10, "the first change alone"
+
+
 def test_after_a_large_change_further_ones_need_not_wait() -> None:
     rebalancer = Rebalancer()
     looks_until_a_change(rebalancer, with_slow(0, 6.0))

@@ -32,6 +32,26 @@ def test_equal_workers_train_in_the_simplest_way():
     assert forecasts.choose(found).mode == "sync"
 
 
+def test_rings_must_promise_more_than_predictions_are_good_for():
+    rings = [((0, 1), (2, 3)), ((0,), (1,), (2,), (3,))]
+
+    def chosen(balanced_s: float, pairs_s: float, alone_s: float) -> str:
+        pairs, alone = (
+            Forecast(mode=mode, step_s=each_s, computing_s=0.0, rings=way)
+            for mode, each_s, way in (("ps-hra", pairs_s, rings[0]), ("ps", alone_s, rings[1]))
+        )
+        return forecasts.choose([Forecast(mode="balanced", step_s=balanced_s, computing_s=0.0), pairs, alone]).mode
+
+    assert chosen(1.09, 2.0, 1.0) == "balanced"
+    assert chosen(1.11, 1.04, 1.0) == "ps-hra", "rings beside rings have the same errors"
+    assert chosen(1.11, 1.06, 1.0) == "ps"
+
+
+def test_a_rehearsed_step_is_what_balanced_takes():
+    found = by_mode(forecasts.stepped(forecasts.forecast([FAST] * 8, WORK), 0.25))
+    assert (found["sync"].step_s, found["balanced"].step_s) == (pytest.approx(0.1), 0.25)
+
+
 def test_random_stalls_are_what_rings_are_for():
     stalling = Worker(sample_s=[0.001] * 7 + [0.004])
     rings = tuple((rank,) for rank in range(8))

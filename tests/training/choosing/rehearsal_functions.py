@@ -47,6 +47,9 @@ def rehearse(most_of_rank_1: int) -> tuple[list[dict[str, Any]], bool, int]:
         model.most_samples = most_of_rank_1
     model.register_forward_hook(lambda _module, inputs, _output: sizes.append(len(inputs[0])))
     before = [each.clone() for each in model.parameters()]
-    found = rehearsing.rehearse(said(), model, DataLoader(TensorDataset(torch.ones(30, 8))), Control(), exchange)
+    optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.2}], momentum=0.9)
+    loader = DataLoader(TensorDataset(torch.ones(30, 8)))
+    found = rehearsing.rehearse(said(), model, optimizer, loader, Control(), exchange)
     is_same = all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
-    return found, is_same and all(each.grad is None for each in model.parameters()), max(sizes, default=0)
+    is_same = is_same and not optimizer.state and all(each.grad is None for each in model.parameters())
+    return found, is_same, max(sizes, default=0)

@@ -1,5 +1,8 @@
 """Steps before the first one: what a sum takes, with a model that is left as it was."""
 
+import statistics
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -22,6 +25,9 @@ def test_all_ranks_hear_the_same_time_and_compute_shares_by_their_speeds() -> No
     rehearsed_s = [[each["rehearsed_s"] for each in of_rank] for of_rank in heard]
     assert rehearsed_s[0] == rehearsed_s[1] == rehearsed_s[2]
     assert all(len(steps_s) >= 3 and min(steps_s) > 0 for steps_s in rehearsed_s[0])
+    balanced_s = {each["balanced_s"] for of_rank in heard for each in of_rank}
+    assert len(balanced_s) == 1
+    assert balanced_s.pop() > max(statistics.median(steps_s) * 5 for steps_s in rehearsed_s[0]), "a whole step"
     assert all(are_same)
     assert shares == (10, 10, 5)
 
@@ -38,11 +44,24 @@ def test_who_cannot_compute_its_share_keeps_nobody_waiting() -> None:
 
 def test_what_was_not_tried_is_not_rehearsed() -> None:
     heard = [{"trial_s": [0.01], "cap": None}, {"trial_s": None, "cap": None}]
-    loader, control = DataLoader(TensorDataset(torch.ones(2, 2))), None
-    exchange = rehearsal_functions.exchange
-    found = rehearsing.rehearse(heard, nn.Linear(2, 2), loader, control, exchange)  # pyrefly: ignore - nobody asks it
-    nothing = {"reducing_s": None, "serving_s": None, "exchanging_s": None, "rehearsed_s": None}
+    model, loader = nn.Linear(2, 2), DataLoader(TensorDataset(torch.ones(2, 2)))
+    asked: Any = (heard, model, torch.optim.SGD(model.parameters()), loader, None, rehearsal_functions.exchange)
+    found = rehearsing.rehearse(*asked)
+    nothing = {"reducing_s": None, "balanced_s": None, "serving_s": None, "exchanging_s": None, "rehearsed_s": None}
     assert found == [{**each, **nothing} for each in heard]
+
+
+def test_a_start_does_not_pass_for_a_usual_step() -> None:
+    assert rehearsing._usual_s([[9.0, 5.0, 1.0, 1.2, 1.1], [9.0, 5.0, 1.0, 1.0, 1.1]]) == pytest.approx(1.1)
+
+
+def test_very_large_parameters_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.5)
+    rehearsing._twin_of(optimizer)()
+    monkeypatch.setattr(rehearsing, "_MOST_BYTES", 8)
+    assert rehearsing._twin_of(optimizer)() is None
+    assert not optimizer.state
 
 
 def test_the_last_to_come_says_what_a_sum_takes() -> None:

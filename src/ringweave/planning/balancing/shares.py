@@ -48,6 +48,14 @@ def slowest(shares: Sequence[int], speeds: Sequence[Speed]) -> int:
     return max(range(len(speeds)), key=lambda rank: speeds[rank].seconds(shares[rank]))
 
 
+def held_up_by(change: Change, current: Sequence[int], speeds: Sequence[Speed]) -> frozenset[int]:
+    """The ranks that the others wait for: predicted to need more than halfway from the new time to the present one."""
+    limit_s = (change.before_s + change.after_s) / 2
+    return frozenset(
+        rank for rank, (share, speed) in enumerate(zip(current, speeds, strict=True)) if speed.seconds(share) > limit_s
+    )
+
+
 def limits(num_samples: int, caps: Iterable[int | None]) -> tuple[int, ...]:
     """The most samples of a batch that each rank takes: the whole of it where no cap is said."""
     return tuple(num_samples if cap is None else cap for cap in caps)

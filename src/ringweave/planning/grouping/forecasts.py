@@ -17,8 +17,11 @@ from ringweave.planning.balancing import Speed
 WORTH = 0.98
 """What a sample is worth that several rings train on, beside one of synchronous training: rehearsals in virtual time
 found losses 0 to 2 % behind after the same samples (docs/decisions/0021)."""
-MIN_GAIN = 0.05
-"""A mode must be predicted to be this much faster than a simpler one to be taken in its place."""
+MIN_GAIN = 0.1
+"""Rings must be predicted to be this much faster than one exact step of all to be taken in its place: predictions for
+rings on a part of a processor were up to a tenth short of what was measured (docs/decisions/0062)."""
+_MIN_GAIN_OF_RINGS = 0.05
+"""Likewise, rings than simpler rings."""
 _DIFFERENT = 1.25
 """Rates that differ by less are of one kind."""
 
@@ -112,10 +115,21 @@ def forecast(workers: Sequence[Worker], work: Work, rings: Sequence[Sequence[Rin
     return (*found, *(_of_rings(tuple(each), shares, workers, work) for each in rings))
 
 
+def stepped(forecasts: Sequence[Forecast], balanced_s: float) -> tuple[Forecast, ...]:
+    """The same, with balanced as long as its steps were in a rehearsal.
+
+    That has in it what no sum of parts has: the optimizer's step, a kernel's pauses in the midst of anything, and that
+    who waits for others uses up less of its part of a processor meanwhile.
+    """
+    return tuple(replace(each, step_s=balanced_s) if each.mode == modes.BALANCED else each for each in forecasts)
+
+
 def choose(forecasts: Sequence[Forecast]) -> Forecast:
-    """The fastest; one that is simpler, and so comes earlier, unless that is slower by more than `MIN_GAIN`."""
+    """The fastest; one that is simpler, and so comes earlier, unless that is slower by more than the least gain."""
     best_s = min(each.step_s for each in forecasts)
-    return next(each for each in forecasts if each.step_s <= best_s * (1 + MIN_GAIN))
+    return next(
+        each for each in forecasts if each.step_s <= best_s * (1 + (_MIN_GAIN_OF_RINGS if each.rings else MIN_GAIN))
+    )
 
 
 def expected_slowest_s(values: Sequence[Sequence[float]]) -> float:

@@ -149,8 +149,9 @@ def reconsider(
         rings: The present ones.
         local_steps: As `decide` has it.
     """
+    of_trials = {"rehearsed_s": None, "balanced_s": None, "arrival": None}
     measured = [
-        {**each, "trial_s": list(own_s), "rehearsed_s": None, "speed": 1 / statistics.median(own_s), "arrival": None}
+        {**each, **of_trials, "trial_s": list(own_s), "speed": 1 / statistics.median(own_s)}
         for each, own_s in zip(said, recent_s, strict=True)
     ]
     everyone = tuple(range(len(said)))
@@ -189,7 +190,8 @@ def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]
             relative, by the cluster file; `rate`, bytes per second or None; `batch_samples`; `num_bytes`;
             `num_samples` of an epoch, if known; `server_rate`; `uplinks` of the switches above it, and
             `server_uplinks`, bytes per second by name;
-            `reducing_s`, `serving_s`, `exchanging_s` and `rehearsed_s` as `rehearsing.rehearse` says them, or none.
+            `reducing_s`, `balanced_s`, `serving_s`, `exchanging_s` and `rehearsed_s` as `rehearsing.rehearse` says
+            them, or none.
         rings: Ways to form rings; none where no server is there, or the script does not go with one.
         local_steps: As `decide` has it.
     """
@@ -221,6 +223,8 @@ def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]
         most_ahead=most_ahead,
     )
     found = forecasts.forecast(workers, work, rings)
+    if are_tried and said[0].get("balanced_s"):
+        found = forecasts.stepped(found, said[0]["balanced_s"])
     # Balanced is sync while all are equally fast, and follows when they are not.
     chosen = forecasts.choose([each for each in found if each.mode != modes.SYNC])
     return Outlook(forecasts=found, chosen=chosen, reducing_s=reducing_s, serving_s=serving_s, untried=_untried(said))

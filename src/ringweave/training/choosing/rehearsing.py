@@ -1,9 +1,10 @@
 """A few steps of mode `balanced` before the first one that counts: what a collective really takes among these ranks.
 
 Links are not all of it. A rank with a small part of a processor moves bytes as slowly as it computes, its kernel stops
-it in the middle of a collective, and all others wait for it; no rate of a NIC says how long. So ranks compute shares
-that take all of them about equally long, with no trace left in the model, and sum as many bytes as gradients have. Then
-one of them exchanges as much with the parameter server.
+it in the middle of a collective, and all others wait for it; no rate of a NIC says how long. So ranks load and compute
+shares that take all of them about equally long, with no trace left in the model, sum as many bytes as gradients have,
+and let an optimizer like the script's move a copy of the parameters. Then one of them exchanges as much with the
+parameter server.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ringweave.planning import balancing
@@ -25,11 +27,11 @@ from ringweave.training.choosing import forecasting, trials
 from ringweave.training.control import Control
 from ringweave.training.rings.rehearsing import Exchanged
 
-_MEASURED = ("reducing_s", "serving_s", "exchanging_s", "rehearsed_s")
+_MEASURED = ("reducing_s", "balanced_s", "serving_s", "exchanging_s", "rehearsed_s")
 """What there is beside what all ranks said before."""
-BUDGET_S = 3.0
+BUDGET_S = 5.0
 """Of all steps, about: so many are rehearsed as fit, but one at least."""
-_MOST_STEPS = 8
+_MOST_STEPS = 12
 _LEAST_STEPS = 4
 """Of fewer, what computing has taken says less than trials do. The first one warms up, and does not count for it."""
 _MOST_BYTES = 256 * 2**20
@@ -42,6 +44,8 @@ class _Taken:
 
     samples_s: list[float] = field(default_factory=list)
     """Seconds of a sample, for each step."""
+    steps_s: list[float] = field(default_factory=list)
+    """Seconds of each step, to the end of the optimizer's."""
     waits_s: list[float] = field(default_factory=list)
     """Seconds from the end of its computing to the end of the step."""
     problem: str = ""
@@ -51,6 +55,7 @@ class _Taken:
 def rehearse(
     said: Sequence[Mapping[str, Any]],
     model: nn.Module,
+    optimizer: Optimizer,
     loader: DataLoader,
     messages: Control,
     exchange: Callable[[], Exchanged],
@@ -58,14 +63,16 @@ def rehearse(
 ) -> list[dict[str, Any]]:
     """What all ranks said, and what was measured, in seconds; None where that is not known.
 
-    `reducing_s` is what collectives have taken, `serving_s` and `exchanging_s` what an exchange with the parameter
-    server has, see `Exchanged`, and `rehearsed_s`, of each rank, what a sample has taken it in each step.
+    `reducing_s` is what collectives have taken, `balanced_s` whole steps, `serving_s` and `exchanging_s` what an
+    exchange with the parameter server has, see `Exchanged`, and `rehearsed_s`, of each rank, what a sample has taken it
+    in each step.
 
     All ranks call it alike, since all have heard the same.
 
     Args:
         said: Of each rank, as `forecasting.look_ahead` has it, with `cap`, the most samples that it takes or None.
         model: As `trials.measure` has it; left as it was.
+        optimizer: One of those that the server knows; left as it was.
         loader: The same.
         messages: Among all ranks.
         exchange: Exchanges with the server; called on the first rank, while the others wait.
@@ -86,15 +93,20 @@ def rehearse(
     inner = reducing.inside(model)
     num_bytes = said[0]["num_bytes"]
     message = torch.zeros(max(1, min(num_bytes, _MOST_BYTES) // 4), device=next(inner.parameters()).device)
-    own = _take_steps(inner, loader, shares[messages.rank], message, num_steps, clock)
+    own = _take_steps(inner, loader, shares[messages.rank], message, _twin_of(optimizer), num_steps, clock)
     exchanged = dataclasses.asdict(exchange()) if messages.rank == 0 else {}
     heard = messages.gather_json({**dataclasses.asdict(own), **exchanged})
-    reducing_s, rehearsed_s = None, [None] * len(heard)
+    reducing_s, balanced_s, rehearsed_s = None, None, [None] * len(heard)
     if not any(each["problem"] for each in heard):
         reducing_s = _collective_s([each["waits_s"] for each in heard]) * max(1.0, num_bytes / _MOST_BYTES)
         if num_steps >= _LEAST_STEPS:
+            balanced_s = _usual_s([each["steps_s"] for each in heard])
             rehearsed_s = [each["samples_s"][1:] for each in heard]
-    common = {"reducing_s": reducing_s, **{name: heard[0][name] for name in ("serving_s", "exchanging_s")}}
+    common = {
+        "reducing_s": reducing_s,
+        "balanced_s": balanced_s,
+        **{name: heard[0][name] for name in ("serving_s", "exchanging_s")},
+    }
     return [{**each, **common, "rehearsed_s": steps_s} for each, steps_s in zip(said, rehearsed_s, strict=True)]
 
 
@@ -118,22 +130,34 @@ def _collective_s(waits_s: Sequence[Sequence[float]]) -> float:
     return statistics.median(min(of_step) for of_step in zip(*waits_s, strict=True))
 
 
+def _usual_s(steps_s: Sequence[Sequence[float]]) -> float:
+    """The median of a step, without the first one: a start has long ones that do not come again.
+
+    Args:
+        steps_s: Of each rank, seconds of each step; two at least.
+    """
+    return statistics.median([statistics.fmean(of_step) for of_step in zip(*steps_s, strict=True)][1:])
+
+
 def _take_steps(
     model: nn.Module,
     loader: DataLoader,
     share: int,
     message: torch.Tensor,
+    step: Callable[[], object],
     num_steps: int,
     clock: Callable[[], float],
 ) -> _Taken:
     """Who cannot compute takes part in what is summed nevertheless: the others would wait for it."""
-    taken, batch = _Taken(), None
+    taken, is_loaded_here = _Taken(), getattr(loader, "num_workers", 0) == 0
+    batch: Any = None
     with speed_test.leaving_no_trace(model):
         _sum(message)  # the first one makes connections
         for _ in range(num_steps):
             started_s = clock()
             try:
-                batch = batch or trials.first_batch(loader, max(1, share), model)
+                if batch is None or is_loaded_here:
+                    batch = trials.first_batch(loader, max(1, share), model)
                 trials.try_out(model, batch)
             except Exception as error:  # the script's own code, at a size that it was not tried out with
                 taken.problem = taken.problem or f"{type(error).__name__}: {error}"
@@ -141,7 +165,27 @@ def _take_steps(
             _sum(message)
             taken.samples_s.append((began_s - started_s) / max(1, share))
             taken.waits_s.append(clock() - began_s)
+            step()
+            taken.steps_s.append(clock() - started_s)
     return taken
+
+
+def _twin_of(optimizer: Optimizer) -> Callable[[], object]:
+    """The step of an optimizer of the same kind, of copies of the parameters; of very large ones, no step at all."""
+    copies = {
+        parameter: parameter.detach().clone()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    }
+    if sum(each.nbytes for each in copies.values()) > _MOST_BYTES:
+        return lambda: None
+    for each in copies.values():
+        each.grad = torch.zeros_like(each)
+    kept = [{name: value for name, value in group.items() if name != "param_names"} for group in optimizer.param_groups]
+    groups = [{**group, "params": [copies[each] for each in group["params"] if each in copies]} for group in kept]
+    made: Any = type(optimizer)
+    return made(groups).step
 
 
 def _sum(message: torch.Tensor) -> None:
