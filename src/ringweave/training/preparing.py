@@ -179,11 +179,12 @@ def _prepare_lasting(
 def _balancer(
     said: list[dict[str, Any]], mode: str, timer: StepTimer, messages: Control, recorder: Recorder
 ) -> Balancer:
-    """First shares: by the cluster file's speeds if they are to be balanced, else equal ones."""
+    """First shares: by what is known of speeds if they are to be balanced, else equal ones."""
     batch_samples = said[0]["batch_samples"]
     is_balanced = mode == modes.BALANCED
     caps = balancing.limits(batch_samples, (each["cap"] for each in said))
-    speeds = [Speed(s_per_sample=1 / each["speed"] if is_balanced else 1.0) for each in said]
+    times_s = forecasting.sample_s(said) if is_balanced else [1.0] * len(said)
+    speeds = [Speed(s_per_sample=each_s) for each_s in times_s]
     return Balancer(
         balancing.apportion(batch_samples, speeds, caps),
         timer,

@@ -172,3 +172,10 @@ def test_what_fits_is_kept():
 def test_a_model_that_is_larger_than_a_message_is_balanced():
     heard = said([[0.01] * 7 + [0.04]] * 8, num_bytes=forecasting.MOST_BYTES + 1)
     assert forecasting.decide(OPEN, heard, None, is_open=True) == (*OPEN, None)
+
+
+def test_first_shares_are_by_the_best_that_is_known():
+    by_file = [{**each, "speed": speed} for each, speed in zip(said([None] * 2), (1.0, 0.25), strict=True)]
+    assert forecasting.sample_s(by_file) == [1.0, 4.0]
+    rehearsed = [{**each, "rehearsed_s": [own_s] * 3} for each, own_s in zip(by_file, (0.1, 0.5), strict=True)]
+    assert forecasting.sample_s(rehearsed) == [0.1, 0.5]

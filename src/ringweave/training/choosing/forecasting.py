@@ -230,6 +230,11 @@ def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]
     return Outlook(forecasts=found, chosen=chosen, reducing_s=reducing_s, serving_s=serving_s, untried=_untried(said))
 
 
+def sample_s(said: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Seconds of a sample on each rank, by the best that is known; by a cluster file's speeds in relation only."""
+    return [statistics.median(own_s) for own_s in _times_s(said)]
+
+
 def _times_s(said: Sequence[Mapping[str, Any]]) -> list[list[float]]:
     """Seconds of a sample that each rank may take in a step: as rehearsed, else as tried out, else by its speed."""
     if all(each.get("rehearsed_s") for each in said):
