@@ -30,6 +30,12 @@ def test_rings_that_share_a_link_evenly_are_not():
     assert not any(map(tempo_of(1.0, 2.0, 1.5, 0.8).is_slow, range(4)))
 
 
+def test_who_had_most_of_its_push_there_already_makes_nobody_slow():
+    tempo = tempo_of(0.43, 0.47, 0.45, 0.46)
+    push_all(tempo, 1.70, 0.18, 0.013, 0.013)
+    assert not any(map(tempo.is_slow, range(4)))
+
+
 def test_a_push_that_broke_off_says_nothing():
     tempo = Tempo()
     tempo.end(0, 5.0)

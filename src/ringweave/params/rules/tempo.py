@@ -37,6 +37,11 @@ class Tempo:
             self.patience_s = max(_PATIENCE_S, _PATIENT * usual_s)
 
     def is_slow(self, ring: int) -> bool:
-        """Whether its pushes take much longer than those of most rings; of two rings the lower median counts."""
-        known = {each: min(took_s) for each, took_s in self._took_s.items() if len(took_s) >= _ENOUGH}
-        return ring in known and known[ring] > _SLOW * statistics.median_low(known.values())
+        """Whether its pushes take much longer than those of most rings; of two rings the lower median counts.
+
+        Even the shortest of its own does, beside what is usual of each other ring, not beside the shortest of that: of
+        a push that had to wait for its turn much has come meanwhile, so that the rest may take no time at all.
+        """
+        known = {each: took_s for each, took_s in self._took_s.items() if len(took_s) >= _ENOUGH}
+        usual_s = [statistics.median_low(took_s) for took_s in known.values()]
+        return ring in known and min(known[ring]) > _SLOW * statistics.median_low(usual_s)
