@@ -1,5 +1,8 @@
 """What an exchange needs of the server's processor, from what the server says of a few."""
 
+import multiprocessing
+from multiprocessing.connection import Connection
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,16 +58,41 @@ def test_a_slow_server_is_asked_twice_only():
     assert found.exchanging_s == pytest.approx(2 * (20 - 0.01))  # of half of the bytes; the clock was read thrice
 
 
-def test_a_real_server_says_what_it_takes():
-    authority, service = wire.Authority("job1"), ParameterService()
-    server = wire.Server(wire.Tls(authority.issue("server", "0")), service.handlers(), roles=("worker",))
-    trust = wire.Tls(authority.issue("worker", "0"))
+def serve(folder: Path, pipe: Connection) -> None:
+    """A parameter server until told to end; says its port, and then its version."""
+    service = ParameterService()
+    trust = wire.Tls(wire.Credentials.load(folder / "server"))
+    server = wire.Server(trust, service.handlers(), roles=("worker",))
     with server.start("127.0.0.1", 0):
-        connect = [lambda: wire.Client.connect("127.0.0.1", server.port, trust, role="server")]
+        pipe.send(server.port)
+        pipe.recv()
+    pipe.send(service.version)
+
+
+@pytest.mark.slow
+def test_a_real_server_says_what_it_takes(tmp_path):
+    """In a process of its own: what it computes is told from what its caller does by its processor time."""
+    authority = wire.Authority("job1")
+    for role, folder in (("server", tmp_path / "server"), ("worker", tmp_path / "worker")):
+        authority.issue(role, "0").save(folder)
+    trust = wire.Tls(wire.Credentials.load(tmp_path / "worker"))
+    own, other = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(tmp_path, other), daemon=True)
+    process.start()
+    try:
+        assert own.poll(60), "the server has started"
+        port = own.recv()
+        connect = [lambda: wire.Client.connect("127.0.0.1", port, trust, role="server")]
         found = rehearsing.rehearse(OPTIMIZER, MIB, 4, connect)
+        own.send("end")
+        assert own.poll(60), "the server has ended"
+        version = own.recv()
+    finally:
+        process.kill()
+        process.join()
     assert 0 < found.serving_s < 10
     assert 0 < found.exchanging_s < 10
-    assert service.version == 0
+    assert version == 0
 
 
 def test_an_optimizer_that_the_server_does_not_run_is_said():
