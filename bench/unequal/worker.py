@@ -2,7 +2,6 @@
 
 import argparse
 import copy
-import functools
 import json
 import os
 import random
@@ -28,8 +27,6 @@ from ringweave.training import Asynchronous
 from ringweave.training.choosing import forecasting, rehearsing
 from ringweave.training.control import Control
 from ringweave.training.loading import orders
-from ringweave.training.rings import rehearsing as ring_rehearsing
-from ringweave.training.rings.preparing import servers_of
 
 READY, TURNED = "ready", "turned"
 """Files by which rank 0 asks for quotas."""
@@ -123,11 +120,7 @@ def chosen_by_auto(options: argparse.Namespace) -> list[str]:
     own |= {"optimizer": type(optimizer).__name__, "cap": None, "batch_samples": reading.batch_samples}
     own["num_samples"] = reading.num_samples
     said = messages.gather_json(own)
-    if rehearsing.is_wanted(said, None, is_open=True):
-        exchange = functools.partial(ring_rehearsing.rehearse, optimizer, said[0]["num_bytes"], messages.world_size)
-        said = rehearsing.rehearse(
-            said, model, optimizer, loader, messages, lambda: exchange(servers_of(environment, keeps=True))
-        )
+    said = rehearsing.rehearse_if_wanted(said, (model, optimizer, loader), messages, environment, None, is_open=True)
     decided = modes.decide(modes.AUTO, modes.AUTO, messages.world_size)
     steps = ROWS[options.row].local_steps
     return list(forecasting.decide(decided, said, None, is_open=True, local_steps=steps)[:2])

@@ -1,7 +1,6 @@
 """`ringweave.prepare`: three lines of a script that trains alone, and it trains on all workers."""
 
 import dataclasses
-import functools
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -30,7 +29,6 @@ from ringweave.training.loading.loader import Parts, SharedLoader
 from ringweave.training.recording import Recorder
 from ringweave.training.reducing import GradientReducer, SampleWeights
 from ringweave.training.rings import preparing as ring_preparing
-from ringweave.training.rings import rehearsing as ring_rehearsing
 from ringweave.training.rings.elastic import preparing as kept_preparing
 from ringweave.training.rings.elastic.loader import KeptRingLoader
 from ringweave.training.rings.elastic.preparing import KeptAsked
@@ -143,16 +141,7 @@ def _prepare_lasting(
     said = messages.gather_json({**dataclasses.asdict(reading), **own})
     control.check_alike(said, _ALIKE)
     recorder = Recorder(environment, rank)
-    if rehearsing.is_wanted(said, settings.rings, is_open=is_open):
-        exchange = functools.partial(ring_rehearsing.rehearse, optimizer, said[0]["num_bytes"], world_size)
-        said = rehearsing.rehearse(
-            said,
-            model,
-            optimizer,
-            loader,
-            messages,
-            lambda: exchange(ring_preparing.servers_of(environment, keeps=True)),
-        )
+    said = rehearsing.rehearse_if_wanted(said, triple, messages, environment, settings.rings, is_open=is_open)
     chosen, reason, rings = forecasting.decide(
         decided, said, settings.rings, is_open=is_open, local_steps=settings.local_steps
     )

@@ -37,9 +37,9 @@ class Rebalancer:
         self._moved: tuple[float, ...] = ()
         """Samples that each rank was given more or less, the latest changes most."""
         self._slow = frozenset[int]()
-        """Ranks that have held the others up at every look since then."""
+        """Ranks that have held the others up at every look since a gain was first promised."""
         self._seen_steps = 0.0
-        """For how long it was seen that relieving that rank is worth it, in steps that could be halved."""
+        """For how long it was seen that relieving them is worth it, in steps that could be halved."""
         self._settling_steps = 0
         self._patience_steps = _FIRST_PATIENCE_STEPS if begins_with_guess else _PATIENCE_STEPS
 
@@ -72,12 +72,13 @@ class Rebalancer:
         change = rules.rebalance(current, speeds, caps, self.min_gain)
         if change is None:
             self._slow = frozenset()
-        if change is not None and self._has_waited(change, rules.held_up_by(change, current, speeds), num_steps):
-            moves = [after - before for before, after in zip(current, change.shares, strict=True)]
-            self._doubts += _given_back(self._moved, moves)
-            self._moved = tuple(moved + move for moved, move in zip(self._moved, moves, strict=True))
-            return change
-        return None
+            return None
+        if not self._has_waited(change, rules.held_up_by(change, current, speeds), num_steps):
+            return None
+        moves = [after - before for before, after in zip(current, change.shares, strict=True)]
+        self._doubts += _given_back(self._moved, moves)
+        self._moved = tuple(moved + move for moved, move in zip(self._moved, moves, strict=True))
+        return change
 
     def _has_waited(self, change: Change, slow: frozenset[int], num_steps: int) -> bool:
         """Whether the gain was promised for long enough; from the next look on it has to be anew then."""

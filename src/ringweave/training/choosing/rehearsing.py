@@ -20,11 +20,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from ringweave.environment import WorkerEnvironment
 from ringweave.planning import balancing
 from ringweave.planning.balancing import Speed
 from ringweave.training import reducing, speed_test
 from ringweave.training.choosing import forecasting, trials
 from ringweave.training.control import Control
+from ringweave.training.rings import rehearsing as ring_rehearsing
+from ringweave.training.rings.preparing import servers_of
 from ringweave.training.rings.rehearsing import Exchanged
 
 _MEASURED = ("reducing_s", "balanced_s", "serving_s", "exchanging_s", "rehearsed_s")
@@ -50,6 +53,27 @@ class _Taken:
     """Seconds from the end of its computing to the end of the step."""
     problem: str = ""
     """Why it could not compute."""
+
+
+def rehearse_if_wanted(
+    said: list[dict[str, Any]],
+    triple: tuple[nn.Module, Optimizer, DataLoader],
+    messages: Control,
+    environment: WorkerEnvironment,
+    num_rings: int | None,
+    *,
+    is_open: bool,
+) -> list[dict[str, Any]]:
+    """What all ranks said, with what `rehearse` shows where that can change the mode; see there and `is_wanted`."""
+    if not is_wanted(said, num_rings, is_open=is_open):
+        return said
+    model, optimizer, loader = triple
+
+    def exchange() -> Exchanged:
+        servers = servers_of(environment, keeps=True)
+        return ring_rehearsing.rehearse(optimizer, said[0]["num_bytes"], messages.world_size, servers)
+
+    return rehearse(said, model, optimizer, loader, messages, exchange)
 
 
 def rehearse(
@@ -149,14 +173,13 @@ def _take_steps(
     clock: Callable[[], float],
 ) -> _Taken:
     """Who cannot compute takes part in what is summed nevertheless: the others would wait for it."""
-    taken, is_loaded_here = _Taken(), getattr(loader, "num_workers", 0) == 0
-    batch: Any = None
+    taken, batch = _Taken(), None
     with speed_test.leaving_no_trace(model):
         _sum(message)  # the first one makes connections
         for _ in range(num_steps):
             started_s = clock()
             try:
-                if batch is None or is_loaded_here:
+                if batch is None or loader.num_workers == 0:
                     batch = trials.first_batch(loader, max(1, share), model)
                 trials.try_out(model, batch)
             except Exception as error:  # the script's own code, at a size that it was not tried out with
@@ -166,29 +189,33 @@ def _take_steps(
             taken.samples_s.append((began_s - started_s) / max(1, share))
             taken.waits_s.append(clock() - began_s)
             step()
+            _wait_for(message.device)
             taken.steps_s.append(clock() - started_s)
     return taken
 
 
 def _twin_of(optimizer: Optimizer) -> Callable[[], object]:
     """The step of an optimizer of the same kind, of copies of the parameters; of very large ones, no step at all."""
-    copies = {
-        parameter: parameter.detach().clone()
+    groups = [
+        {name: value for name, value in group.items() if name != "param_names"}
+        | {"params": [each for each in group["params"] if each.requires_grad]}
         for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.requires_grad
-    }
-    if sum(each.nbytes for each in copies.values()) > _MOST_BYTES:
+    ]
+    if sum(each.nbytes for group in groups for each in group["params"]) > _MOST_BYTES:
         return lambda: None
-    for each in copies.values():
-        each.grad = torch.zeros_like(each)
-    kept = [{name: value for name, value in group.items() if name != "param_names"} for group in optimizer.param_groups]
-    groups = [{**group, "params": [copies[each] for each in group["params"] if each in copies]} for group in kept]
+    for group in groups:
+        group["params"] = [each.detach().clone() for each in group["params"]]
+        for each in group["params"]:
+            each.grad = torch.zeros_like(each)
     made: Any = type(optimizer)
     return made(groups).step
 
 
 def _sum(message: torch.Tensor) -> None:
     dist.all_reduce(message)
-    if message.device.type == "cuda":
-        torch.cuda.synchronize(message.device)
+    _wait_for(message.device)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
