@@ -120,10 +120,12 @@ def chosen_by_auto(options: argparse.Namespace) -> list[str]:
     own |= {"optimizer": type(optimizer).__name__, "cap": None, "batch_samples": reading.batch_samples}
     own["num_samples"] = reading.num_samples
     said = messages.gather_json(own)
-    said = rehearsing.rehearse_if_wanted(said, (model, optimizer, loader), messages, environment, None, is_open=True)
+    settings = Asynchronous(local_steps=ROWS[options.row].local_steps)
+    said = rehearsing.rehearse_if_wanted(
+        said, (model, optimizer, loader), messages, environment, settings, is_open=True
+    )
     decided = modes.decide(modes.AUTO, modes.AUTO, messages.world_size)
-    steps = ROWS[options.row].local_steps
-    return list(forecasting.decide(decided, said, None, is_open=True, local_steps=steps)[:2])
+    return list(forecasting.decide(decided, said, None, is_open=True, local_steps=settings.local_steps)[:2])
 
 
 def make(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer, Dataset[Any], TensorDataset]:

@@ -270,6 +270,9 @@ def test_peers_are_counted_when_they_come_and_no_more_once_they_have_hung_up(aut
         with connect(server, trust(authority, "worker", "0")), connect(server, trust(authority, "worker", "1")) as last:
             last.call(Echo(), [b""], timeout_s=60)  # so that the server has heard of it
             assert server.most_peers("worker") == 2
+            last.close(is_awaited=True)
+            server.count_peers_anew("worker")
+            assert server.most_peers("worker") == 1
 
 
 def test_what_a_peer_has_said_is_added_up_over_its_connections(authority: wire.Authority) -> None:

@@ -97,6 +97,14 @@ class Rehearse(wire.Message):
     setup: Setup
 
 
+class RehearsalOver(wire.Message):
+    """This process rehearses no more; the last one to say so frees the memory."""
+
+    kind: ClassVar[str] = "params.rehearsal_over"
+
+    term: Count
+
+
 class Pushed(wire.Message):
     """A push was applied: now, or when it came for the first time."""
 

@@ -117,6 +117,11 @@ class Server:
         with self._lock:
             return self._most.get(role, 0)
 
+    def count_peers_anew(self, role: str) -> None:
+        """From now on `most_peers` knows of those alone that are connected now, or later."""
+        with self._lock:
+            self._most[role] = self._num_here(role)
+
     def traffic(self) -> dict[Identity, Traffic]:
         """What went over all connections of each peer so far, those that have ended as well."""
         with self._lock:
@@ -214,6 +219,10 @@ class Server:
         if session.channel.is_hung_up and not has_others and not self._closing.is_set():
             self._hung_up(session.peer)
 
+    def _num_here(self, role: str) -> int:
+        """Processes of that role that are connected. With the lock held."""
+        return len({each.peer for each in self._sessions if each.peer.role == role and not each.has_ended})
+
     def _admit(self, raw: socket.socket, where: str) -> Session:
         keep_alive(raw, self.limits.patience_s)
         channel, peer = admission.admit(raw, where, self._trust, self.limits, self._roles)
@@ -222,8 +231,7 @@ class Server:
             has_room = len(self._sessions) < self.limits.max_connections
             if has_room:
                 self._sessions[session] = where
-                here = {each.peer for each in self._sessions if each.peer.role == peer.role and not each.has_ended}
-                self._most[peer.role] = max(len(here), self._most.get(peer.role, 0))
+                self._most[peer.role] = max(self._num_here(peer.role), self._most.get(peer.role, 0))
         if not has_room:  # others were let in while this one shook hands
             error = TurnedAwayError("full", self._full("max_connections"))
             admission.refuse(channel, error)

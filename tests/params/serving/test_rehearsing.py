@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 
-from ringweave.errors import TrainingError
+from ringweave.errors import RefusedError, TrainingError
 from ringweave.params.flat import Flat
-from ringweave.params.messages import Group, Pull, Rehearse, Rehearsed, Setup, Start, TensorSpec
+from ringweave.params.messages import Group, Pull, RehearsalOver, Rehearse, Rehearsed, Setup, Start, TensorSpec
 from ringweave.params.serving.optimizers import options_of
 from ringweave.params.serving.service import ParameterService
 from ringweave.wire import Answer, Call
@@ -23,17 +23,19 @@ def setup_of(rings: list[list[int]]) -> Setup:
 
 
 class Caller:
-    """The first rank, without a connection."""
+    """Ranks, without a connection."""
 
     def __init__(self) -> None:
         self.service = ParameterService()
         self._handlers = {each.message: each for each in self.service.handlers()}
 
-    def rehearse(self, rings: list[list[int]] | None = None, flat: Flat | None = None) -> tuple[Rehearsed, Flat]:
+    def rehearse(
+        self, rings: list[list[int]] | None = None, flat: Flat | None = None, rank: int = 0
+    ) -> tuple[Rehearsed, Flat]:
         """What the service has needed so far, and the parameters that it sends."""
         gradient = flat or Flat(SPECS, [torch.ones(50), torch.ones(3, dtype=torch.float64)])
         message = Rehearse(term=0, setup=setup_of([[0], [1]] if rings is None else rings))
-        answer = self.call(message, gradient)
+        answer = self.call(message, gradient, rank)
         assert isinstance(answer.message, Rehearsed)
         return answer.message, Flat.over(SPECS, answer.buffers)
 
@@ -43,9 +45,9 @@ class Caller:
         self.call(Start(term=0, setup=setup_of([[0], [1]])), first)
         return first
 
-    def call(self, message: Rehearse | Start | Pull, flat: Flat | None = None) -> Answer:
+    def call(self, message: Rehearse | RehearsalOver | Start | Pull, flat: Flat | None = None, rank: int = 0) -> Answer:
         buffers = flat.buffers() if flat else []
-        call = Call(peer=peer_of(0), message=message, buffers=buffers, deadline_s=time.monotonic() + 60)
+        call = Call(peer=peer_of(rank), message=message, buffers=buffers, deadline_s=time.monotonic() + 60)
         answer = self._handlers[type(message)].handle(call)
         return answer if isinstance(answer, Answer) else Answer(answer)
 
@@ -74,6 +76,18 @@ def test_another_setup_begins_anew():
     _, alone = caller.rehearse([[0]])
     caller.rehearse([[0], [1]])
     assert torch.equal(caller.rehearse([[0]])[1].pieces[0], alone.pieces[0])
+
+
+def test_the_last_one_to_end_frees_the_memory():
+    caller = Caller()
+    parameters = [caller.rehearse(rank=rank)[1].pieces[0] for rank in (0, 1, 1)]
+    caller.call(RehearsalOver(term=0), rank=1)
+    caller.call(RehearsalOver(term=0), rank=2)  # of one that had none
+    assert (caller.rehearse()[1].pieces[0] < parameters[-1]).all(), "the same model still"
+    caller.call(RehearsalOver(term=0))
+    assert torch.equal(caller.rehearse()[1].pieces[0], parameters[0]), "another one of zeros"
+    with pytest.raises(RefusedError, match="term"):
+        caller.call(RehearsalOver(term=1))
 
 
 def test_there_are_none_once_the_job_has_begun():

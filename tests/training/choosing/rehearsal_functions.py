@@ -1,5 +1,7 @@
 """What ranks do in tests of rehearsals."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,26 +32,39 @@ class Refusing(nn.Linear):
 
 def said() -> list[dict[str, Any]]:
     """As all ranks have heard it."""
-    common = {"batch_samples": BATCH, "num_bytes": 4 * 2**20, "cap": None}
+    common = {"batch_samples": BATCH, "num_bytes": 4 * 2**20, "cap": None, "rate": None, "uplinks": {}}
+    common |= {"server_rate": None, "server_uplinks": {}, "speed": 1.0}
     return [{"trial_s": [0.01 * slowness], **common} for slowness in SLOWNESS]
 
 
 def exchange() -> Exchanged:
     """As if there were a server."""
-    return Exchanged(serving_s=0.02, exchanging_s=0.03)
+    return Exchanged(serving_s=0.0, exchanging_s=0.0)
 
 
-def rehearse(most_of_rank_1: int) -> tuple[list[dict[str, Any]], bool, int]:
-    """What follows from it, whether the model is as it was, and how many samples this rank computed at once."""
+def server_of(calls: list[str]) -> rehearsing.Server:
+    """What ranks do with it is noted."""
+
+    @contextmanager
+    def rounds() -> Iterator[Callable[[], object]]:
+        calls.append("connected")
+        yield lambda: calls.append("once")
+        calls.append("closed")
+
+    return rehearsing.Server(exchange=exchange, rounds=rounds)
+
+
+def rehearse(most_of_rank_1: int) -> tuple[list[dict[str, Any]], bool, int, list[str]]:
+    """What follows from it, whether the model is as it was, the most samples that it had at once, and its calls."""
     torch.manual_seed(0)
-    model, sizes = Refusing(8, 2), []
+    model, sizes, calls = Refusing(8, 2), [], []
     if dist.get_rank() == 1:
         model.most_samples = most_of_rank_1
     model.register_forward_hook(lambda _module, inputs, _output: sizes.append(len(inputs[0])))
     before = [each.clone() for each in model.parameters()]
     optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.2}], momentum=0.9)
     loader = DataLoader(TensorDataset(torch.ones(30, 8)))
-    found = rehearsing.rehearse(said(), model, optimizer, loader, Control(), exchange)
+    found = rehearsing.rehearse(said(), (model, optimizer, loader), Control(), server_of(calls))
     is_same = all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
     is_same = is_same and not optimizer.state and all(each.grad is None for each in model.parameters())
-    return found, is_same, max(sizes, default=0)
+    return found, is_same, max(sizes, default=0), calls

@@ -11,7 +11,7 @@ import torch
 
 from ringweave import wire
 from ringweave.errors import TrainingError
-from ringweave.params.messages import Rehearse, Rehearsed
+from ringweave.params.messages import RehearsalOver, Rehearse, Rehearsed
 from ringweave.params.serving.service import ParameterService
 from ringweave.training.rings import rehearsing
 
@@ -24,10 +24,15 @@ class Server:
 
     def __init__(self, cores: float | None) -> None:
         self.calls: list[Rehearse] = []
+        self.num_ends = 0
         self._cores = cores
 
-    def call(self, message: Rehearse, content: Any, *, into: Any, timeout_s: float) -> Any:
-        """One exchange."""
+    def call(self, message: Any, content: Any = (), *, into: Any = (), timeout_s: float) -> Any:
+        """One exchange; or the end of them."""
+        if isinstance(message, RehearsalOver):
+            self.num_ends += 1
+            return SimpleNamespace(message=wire.Done())
+        assert self.num_ends == 0
         assert [len(each) for each in content] == [len(each) for each in into]
         self.calls.append(message)
         return SimpleNamespace(message=Rehearsed(processor_s=3 + 0.01 * (len(self.calls) - 1), cores=self._cores))
@@ -48,6 +53,7 @@ def test_a_part_of_a_processor_makes_it_longer_and_so_do_more_bytes(cores, num_b
     assert setup.rings == [[ring] for ring in range(8)]
     assert setup.groups[0].options["momentum"] == 0.9
     assert setup.tensors[0].shape == [max(1, min(num_bytes, 4 * MIB) // 4)]
+    assert server.num_ends == 1
 
 
 def test_a_slow_server_is_asked_twice_only():
@@ -84,6 +90,8 @@ def test_a_real_server_says_what_it_takes(tmp_path):
         port = own.recv()
         connect = [lambda: wire.Client.connect("127.0.0.1", port, trust, role="server")]
         found = rehearsing.rehearse(OPTIMIZER, MIB, 4, connect)
+        with rehearsing.rounds(OPTIMIZER, 2 * MIB, 4, connect) as once:
+            once()
         own.send("end")
         assert own.poll(60), "the server has ended"
         version = own.recv()

@@ -22,6 +22,7 @@ from ringweave.params.messages import (
     Push,
     Pushed,
     Regroup,
+    RehearsalOver,
     Rehearse,
     Rehearsed,
     Seated,
@@ -113,6 +114,10 @@ class RingClient:
             return said
 
         return self._call(once)
+
+    def end_rehearsal(self) -> None:
+        """Rehearse no more."""
+        self._call(lambda client, term: client.call(RehearsalOver(term=term), timeout_s=self._patience_s))
 
     def pull(self, after_sequence: int, into: Sequence[Buffer]) -> int:
         """Fetch the parameters; their version."""

@@ -59,7 +59,10 @@ class Process:
         self.pair = Pair(asked, trust, self._note_claim) if asked.other else None
         replica = self.pair.leadership if self.pair else Alone(asked.term)
         self.service = ParameterService(
-            replica=replica, most_peers=self._most_workers, shelf=self.pair.leadership.shelf if self.pair else None
+            replica=replica,
+            most_peers=self._most_workers,
+            count_peers_anew=lambda: self.server.count_peers_anew("worker"),
+            shelf=self.pair.leadership.shelf if self.pair else None,
         )
         if asked.resume:
             self.service.resume(snapshots.load(asked.resume))

@@ -6,31 +6,41 @@ from collections.abc import Callable
 
 from ringweave.errors import TrainingError, explain
 from ringweave.params.flat import Flat
-from ringweave.params.messages import Rehearse, Rehearsed
+from ringweave.params.messages import RehearsalOver, Rehearse, Rehearsed
 from ringweave.params.serving import job as jobs
 from ringweave.params.serving.model import GatheredModel
 from ringweave.topology import cgroups
-from ringweave.wire import Answer, Call, Handler
+from ringweave.wire import Answer, Call, Done, Handler, Identity
 
 
 class Rehearsal:
-    """A model of zeros that pushes are applied to until there is a real one."""
+    """A model of zeros that pushes are applied to while anybody rehearses, and until there is a real one."""
 
     def __init__(self, check_term: Callable[[int], None]) -> None:
         """`check_term` refuses a message that is meant for a server of another term."""
         self._check_term = check_term
         self._lock = threading.Lock()
         self._model: GatheredModel | None = None
+        self._peers: set[Identity] = set()
         self._is_over = False
 
     def handlers(self) -> list[Handler]:
         """What the wire's server has to know."""
-        return [Handler(message=Rehearse, handle=self._rehearse)]
+        return [Handler(message=Rehearse, handle=self._rehearse), Handler(message=RehearsalOver, handle=self._leave)]
 
     def end(self) -> None:
         """The job begins: its memory is the job's."""
         with self._lock:
             self._model, self._is_over = None, True
+
+    def _leave(self, call: Call) -> Done:
+        message: RehearsalOver = call.message
+        self._check_term(message.term)
+        with self._lock:
+            self._peers.discard(call.peer)
+            if not self._peers:
+                self._model = None
+        return Done()
 
     def _rehearse(self, call: Call) -> Answer:
         """As a push and the pull that follows it, in a job in which each ring has an equal part of a train step."""
@@ -45,6 +55,7 @@ class Rehearsal:
             if self._is_over:
                 got, do = "a job that has begun", "Rehearse before it begins"
                 raise TrainingError(explain("rehearsal", got=got, expected="none yet", do=do))
+            self._peers.add(call.peer)
             model = self._model
             if model is None or model.setup != setup:
                 self._model = None  # before there are two

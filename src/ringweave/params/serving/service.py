@@ -39,6 +39,7 @@ class ParameterService:
         *,
         replica: Replica | None = None,
         most_peers: Callable[[], int] = lambda: 0,
+        count_peers_anew: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         shelf: Shelf | None = None,
     ) -> None:
@@ -47,11 +48,13 @@ class ParameterService:
         Args:
             replica: Knows whether this server leads, and tells the standby; None means that there is none.
             most_peers: Most workers that were connected at once, for the counts.
+            count_peers_anew: Told when the job begins: who rehearsed before is none of its peers.
             clock: Gives seconds.
             shelf: Where state can be read; None makes one.
         """
         self.counts = Counts()
         self._replica, self._most_peers, self._clock = replica or Alone(), most_peers, clock
+        self._count_peers_anew = count_peers_anew
         self.changed = threading.Condition()
         """Guards all that changes, and tells who waits."""
         self._turn = threading.Lock()
@@ -151,6 +154,7 @@ class ParameterService:
                 # Received memory is the caller's connection's: kept, since nobody else has it.
                 self.job = jobs.begin(setup, Flat.over(setup.tensors, call.buffers), self._clock)
                 self.counts.received_bytes += sum(len(buffer) for buffer in call.buffers)
+                self._count_peers_anew()
             elif self.job.setup != setup:
                 raise TrainingError(
                     explain(

@@ -17,11 +17,12 @@ from ringweave.planning.balancing import Speed
 WORTH = 0.98
 """What a sample is worth that several rings train on, beside one of synchronous training: rehearsals in virtual time
 found losses 0 to 2 % behind after the same samples (docs/decisions/0021)."""
-MIN_GAIN = 0.1
-"""Rings must be predicted to be this much faster than one exact step of all to be taken in its place: predictions for
-rings on a part of a processor were up to a tenth short of what was measured (docs/decisions/0062)."""
-_MIN_GAIN_OF_RINGS = 0.05
-"""Likewise, rings than simpler rings."""
+MIN_GAIN = 0.05
+"""What is less simple must be this much faster to be taken: rings than simpler ones, and, where rounds of rings were
+rehearsed, than one exact step of all."""
+MIN_GAIN_UNREHEARSED = 0.1
+"""Likewise, where rings are known by the sum of their parts alone: in labs of parts of processors that was up to a
+tenth short of what was measured, and more (docs/decisions/0062, 0063)."""
 _DIFFERENT = 1.25
 """Rates that differ by less are of one kind."""
 
@@ -124,12 +125,34 @@ def stepped(forecasts: Sequence[Forecast], balanced_s: float) -> tuple[Forecast,
     return tuple(replace(each, step_s=balanced_s) if each.mode == modes.BALANCED else each for each in forecasts)
 
 
-def choose(forecasts: Sequence[Forecast]) -> Forecast:
-    """The fastest; one that is simpler, and so comes earlier, unless that is slower by more than the least gain."""
-    best_s = min(each.step_s for each in forecasts)
-    return next(
-        each for each in forecasts if each.step_s <= best_s * (1 + (_MIN_GAIN_OF_RINGS if each.rings else MIN_GAIN))
+def turned(forecasts: Sequence[Forecast], work: Work, round_sample_s: Sequence[float]) -> tuple[Forecast, ...]:
+    """The same, with each rank alone as fast as its rounds were in a rehearsal.
+
+    Forecasts of other rings are sums of the same parts: what those missed of each rank alone, they miss of them too.
+
+    Args:
+        forecasts: As `forecast` has them.
+        work: As there.
+        round_sample_s: Of each rank, mean seconds of a round divided by the round's samples.
+    """
+    alone = next((each for each in forecasts if each.mode == modes.PS), None)
+    if alone is None:
+        return tuple(forecasts)
+    step_s = work.batch_samples / math.fsum(1 / each_s for each_s in round_sample_s) / _worth(work)
+    return tuple(
+        replace(each, step_s=each.step_s * step_s / alone.step_s) if each.rings else each for each in forecasts
     )
+
+
+def choose(forecasts: Sequence[Forecast], least_gain: float = MIN_GAIN) -> Forecast:
+    """The fastest; one that is simpler, and so comes earlier, unless that is slower by more than the least gain.
+
+    Args:
+        forecasts: Simpler ones first.
+        least_gain: Of rings over one step of all.
+    """
+    best_s = min(each.step_s for each in forecasts)
+    return next(each for each in forecasts if each.step_s <= best_s * (1 + (MIN_GAIN if each.rings else least_gain)))
 
 
 def expected_slowest_s(values: Sequence[Sequence[float]]) -> float:
@@ -265,11 +288,20 @@ def _of_rings(rings: tuple[Ring, ...], shares: Sequence[int], workers: Sequence[
             rings, rounds_s, _waits(rounds_s, work), _crowding(rounds_s, ways, work), strict=True
         )
     )
-    # Who has just begun its part of the last batch keeps the others waiting at the end of the epoch.
-    worth = WORTH / (1 + work.batch_samples / work.epoch_samples / 2) if len(rings) > 1 else 1.0
+    worth = _worth(work) if len(rings) > 1 else 1.0
     mode = modes.PS if all(len(ring) == 1 for ring in rings) else modes.PS_HRA
     step_s = work.batch_samples / samples_per_s / worth
     return Forecast(mode=mode, step_s=step_s, computing_s=slowest_s, rings=rings)
+
+
+def _worth(work: Work) -> float:
+    """Of a sample in several rings, which meet at the end of an epoch: that takes as long as a step.
+
+    Who has just begun its part of the last batch keeps the others waiting, for half of one; parts become small towards
+    the end, but a round of few samples takes longer for each; and then all hear what all have done. Measured: 0.8 to
+    1.2 steps (docs/decisions/0063).
+    """
+    return WORTH / (1 + work.batch_samples / work.epoch_samples)
 
 
 def _crowding(rounds_s: Sequence[float], ways: Sequence[Mapping[str, float]], work: Work) -> list[float]:

@@ -41,6 +41,10 @@ class Outlook:
     """Measured in a rehearsal: an allreduce among all ranks; None if there was none."""
     serving_s: float | None = None
     """Likewise: what an exchange needs at the parameter server."""
+    least_gain: float = forecasts.MIN_GAIN
+    """Of rings over one step of all, for which they are taken."""
+    are_measured: bool = False
+    """What balanced takes, and each rank alone, was rehearsed whole."""
     untried: str = ""
     """Which rank could not try out the model, and why; with what follows from that."""
 
@@ -48,8 +52,10 @@ class Outlook:
     def reason(self) -> str:
         """In words, with the numbers."""
         others = "; ".join(map(str, self.forecasts))
-        least = forecasts.MIN_GAIN
-        said = f"predicted for the samples of a train step: {others}; rings are taken for a gain of {least:.0%} or more"
+        said = f"predicted for the samples of a train step: {others}"
+        if self.are_measured:
+            said += ", of which balanced and ps by rehearsed steps (measured)"
+        said += f"; rings are taken for a gain of {self.least_gain:.0%} or more"
         if self.reducing_s is not None:
             said += f"; a sum over all ranks took {self.reducing_s:.3g} s in a rehearsal (measured)"
         if self.serving_s is not None:
@@ -149,7 +155,7 @@ def reconsider(
         rings: The present ones.
         local_steps: As `decide` has it.
     """
-    of_trials = {"rehearsed_s": None, "balanced_s": None, "arrival": None}
+    of_trials = {"rehearsed_s": None, "balanced_s": None, "rounds_s": None, "arrival": None}
     measured = [
         {**each, **of_trials, "trial_s": list(own_s), "speed": 1 / statistics.median(own_s)}
         for each, own_s in zip(said, recent_s, strict=True)
@@ -190,8 +196,8 @@ def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]
             relative, by the cluster file; `rate`, bytes per second or None; `batch_samples`; `num_bytes`;
             `num_samples` of an epoch, if known; `server_rate`; `uplinks` of the switches above it, and
             `server_uplinks`, bytes per second by name;
-            `reducing_s`, `balanced_s`, `serving_s`, `exchanging_s` and `rehearsed_s` as `rehearsing.rehearse` says
-            them, or none.
+            `reducing_s`, `balanced_s`, `serving_s`, `exchanging_s`, `rehearsed_s` and `rounds_s` as
+            `rehearsing.rehearse` says them, or none.
         rings: Ways to form rings; none where no server is there, or the script does not go with one.
         local_steps: As `decide` has it.
     """
@@ -225,9 +231,22 @@ def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]
     found = forecasts.forecast(workers, work, rings)
     if are_tried and said[0].get("balanced_s"):
         found = forecasts.stepped(found, said[0]["balanced_s"])
+    are_measured = are_tried and all(each.get("rounds_s") for each in said)
+    if are_measured:
+        rounds_s = trials.spread([each["rounds_s"] for each in said])
+        found = forecasts.turned(found, work, [statistics.fmean(own_s) for own_s in rounds_s])
+    least_gain = forecasts.MIN_GAIN if are_measured else forecasts.MIN_GAIN_UNREHEARSED
     # Balanced is sync while all are equally fast, and follows when they are not.
-    chosen = forecasts.choose([each for each in found if each.mode != modes.SYNC])
-    return Outlook(forecasts=found, chosen=chosen, reducing_s=reducing_s, serving_s=serving_s, untried=_untried(said))
+    chosen = forecasts.choose([each for each in found if each.mode != modes.SYNC], least_gain)
+    return Outlook(
+        forecasts=found,
+        chosen=chosen,
+        reducing_s=reducing_s,
+        serving_s=serving_s,
+        least_gain=least_gain,
+        are_measured=are_measured,
+        untried=_untried(said),
+    )
 
 
 def sample_s(said: Sequence[Mapping[str, Any]]) -> list[float]:

@@ -6,7 +6,8 @@ it sends, and to decrypt what comes.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch.optim import Optimizer
@@ -57,30 +58,62 @@ def rehearse(
         WireError: None of them can be reached, or it refuses.
         TrainingError: The server cannot run this optimizer.
     """
-    pushed_bytes = max(4, min(num_bytes, _MOST_BYTES))
-    setup = _setup_of(optimizer, pushed_bytes // 4, num_rings)
-    gradient, parameters = Flat(setup.tensors), Flat(setup.tensors)
-    for piece in gradient.pieces:
-        piece.zero_()
-    client = RingClient(servers, 0, reconnect_s=START_S)
-    try:
-
-        def exchange() -> Rehearsed:
-            return client.rehearse(setup, gradient.buffers(), parameters.buffers())
-
+    pushed_bytes = min(num_bytes, _MOST_BYTES)
+    with _exchanges(optimizer, pushed_bytes, num_rings, servers) as (_, exchange):
         first = last = exchange()  # the first one makes the connection, and memory
         began_s, count = clock(), 0
         while not count or (count < _MOST_EXCHANGES and clock() - began_s < BUDGET_S):
             last, count = exchange(), count + 1
         took_s = (clock() - began_s) / count
-    finally:
-        client.close()
     of_one_s = (last.processor_s - first.processor_s) / count
-    in_proportion = max(1.0, num_bytes / pushed_bytes)
+    in_proportion = max(1.0, num_bytes / max(1, pushed_bytes))
     return Exchanged(
         serving_s=of_one_s / min(1.0, last.cores or 1.0) * in_proportion,
         exchanging_s=max(0.0, took_s - of_one_s) * in_proportion,
     )
+
+
+@contextmanager
+def rounds(
+    optimizer: Optimizer, num_bytes: int, num_rings: int, servers: Sequence[Callable[[], wire.Client]]
+) -> Iterator[Callable[[], object]]:
+    """What a rank that is a ring alone does after computing, for every rank at once: it takes samples, and exchanges.
+
+    Args:
+        optimizer: As `rehearse` has it.
+        num_bytes: Of the parameters, all of which are exchanged.
+        num_rings: All ranks.
+        servers: As `rehearse` has them.
+
+    Raises:
+        WireError: None of them can be reached, or it refuses.
+        TrainingError: The server cannot run this optimizer.
+    """
+    with _exchanges(optimizer, num_bytes, num_rings, servers) as (client, exchange):
+
+        def once() -> None:
+            client.status()  # as short a call as that for samples, of which there are none before the job begins
+            exchange()
+
+        once()  # the first one makes the connection, and memory
+        yield once
+
+
+@contextmanager
+def _exchanges(
+    optimizer: Optimizer, num_bytes: int, num_rings: int, servers: Sequence[Callable[[], wire.Client]]
+) -> Iterator[tuple[RingClient, Callable[[], Rehearsed]]]:
+    """A connection, and what sends parameters of zero there and back."""
+    setup = _setup_of(optimizer, max(1, num_bytes // 4), num_rings)
+    gradient, parameters = Flat(setup.tensors), Flat(setup.tensors)
+    for piece in gradient.pieces:
+        piece.zero_()
+    client = RingClient(servers, 0, reconnect_s=START_S)
+    try:
+        yield client, lambda: client.rehearse(setup, gradient.buffers(), parameters.buffers())
+        client.end_rehearsal()
+    finally:
+        client.close()
 
 
 def _setup_of(optimizer: Optimizer, num_elements: int, num_rings: int) -> Setup:
