@@ -99,6 +99,7 @@ comma := ,
 chaos: setup
 	failed=; run() { echo "== $$*"; "$$@" || failed="$$failed $$2"; }; \
 	run $(FAULTS)/kills.py $(if $(SHORT),--kills 10,--kills 50); \
+	run $(FAULTS)/kills.py --mode balanced $(if $(SHORT),--kills 5,--kills 20); \
 	run $(FAULTS)/kills.py --coordinators $(if $(SHORT),--kills 5,--kills 20); \
 	run $(FAULTS)/ring_kills.py $(if $(SHORT),--kills 10,--kills 50); \
 	run $(FAULTS)/ring_servers.py $(if $(SHORT),--kills 6,--kills 20); \

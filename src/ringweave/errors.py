@@ -75,6 +75,10 @@ class TrainingError(RingweaveError):
     """Training cannot be prepared, or cannot go on, as it was asked for."""
 
 
+class CapacityError(TrainingError):
+    """The workers that there are have not enough memory for a batch."""
+
+
 class MembershipError(RingweaveError, RuntimeError):
     """This worker is no member of its elastic job any more, or the job is over; it must change nothing and end."""
 

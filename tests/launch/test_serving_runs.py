@@ -77,11 +77,14 @@ def test_every_worker_may_be_a_ring(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * TIMEOUT_S)
-def test_the_mode_may_be_left_to_the_planner(tmp_path):
-    done = run(tmp_path, SCRIPT, "--workers", "2", "--mode", "auto")
+@pytest.mark.parametrize("workers", ["2", "1,1"])
+def test_the_mode_may_be_left_to_the_planner(tmp_path, workers):
+    """Workers of one node have no server, and nothing is open; on two nodes there is one, and modes are rehearsed."""
+    done = run(tmp_path, SCRIPT, "--workers", workers, "--mode", "auto")
     assert done.returncode == 0, done.stderr
     training = json.loads((tmp_path / "run" / "run.json").read_text())["training"]
     assert (training["asked"], training["exact"]) == ("auto", True)
+    assert ("(measured)" in training["reason"]) is ("," in workers)
     said = f"ringweave: trained in mode {training['mode']}: {training['reason'].rstrip('.')}. 390 samples in 3 epochs"
     assert said in done.stderr
 

@@ -17,6 +17,7 @@ import ringweave
 from ringweave.errors import DisagreementError
 from ringweave.planning.balancing import Change
 from ringweave.training import SharedLoader
+from ringweave.training.reducing import SampleWeights
 from ringweave.training.timing import HostTimeline
 
 FEATURES = 6
@@ -128,6 +129,12 @@ def distance_from_one_process(case: Case, shares: list[tuple[int, ...]], every: 
     assert_same_everywhere(together)
     assert accounts
     return ((together - alone).abs().max() / alone.abs().max()).item(), all(accounts)
+
+
+def distance_without_weights(case: Case, shares: list[tuple[int, ...]]) -> tuple[float, bool]:
+    """As `distance_from_one_process`, if each rank's gradient counted the same, however many samples it had."""
+    SampleWeights.factor = property(lambda _: 1.0)  # pyrefly: ignore - in this process alone
+    return distance_from_one_process(case, shares)
 
 
 def watch_accounts(loader: SharedLoader) -> list[bool]:

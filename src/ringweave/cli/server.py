@@ -5,12 +5,14 @@ import sys
 
 import click
 
+from ringweave.params.rules.succession import LEASE_S
+
 _MAIN = "ringweave.params.serving.main"
 
 
 @click.command()
 @click.option("--host", required=True, help="Address to listen at.")
-@click.option("--port", type=int, default=0, help="Port to listen at. Default: a free one.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port to listen at. Default: a free one.")
 @click.option(
     "--credentials",
     required=True,
@@ -28,7 +30,9 @@ _MAIN = "ringweave.params.serving.main"
 @click.option("--other", metavar="HOST:PORT", help="The other one of two servers, one of which is a standby.")
 @click.option("--index", type=click.IntRange(0, 1), default=0, help="Which of the two this is; 0 leads at the start.")
 @click.option("--claims", metavar="DIR", help="Where both of them register who leads.")
-@click.option("--lease-s", type=float, default=2.0, help="Silence of the other that is too long. Default: 2.")
+@click.option(
+    "--lease-s", type=float, default=LEASE_S, help=f"Silence of the other that is too long. Default: {LEASE_S:g}."
+)
 def command(**given: object) -> int:
     """Hold the parameters of a job in mode ps-hra, and apply what its rings push.
 

@@ -47,6 +47,8 @@ _HANDED_ON = (
     "send",
 )
 """Every method of torch's ProcessGroup that starts a collective or a message, in torch 2.12 and 2.13, but allreduce."""
+_MESSAGES = frozenset({"recv", "recv_anysource", "send"})
+"""They cannot be waited for in slices: a wait that times out closes their connection."""
 
 
 class NamingWork(Work):
@@ -141,7 +143,7 @@ class HostedProcessGroup(dist.ProcessGroup):
         self._gloo: Any = self._register_hosts()
         self._is_host_cut = self._is_left_behind = False
         self._under_way = weakref.WeakSet[NamingWork]()
-        """Allreduces on the processor that somebody may wait for."""
+        """Collectives on the processor that somebody may wait for."""
 
     def fail(self, failure: TransferFailedError, doing: str) -> CommunicationError:
         """End the group because of a failed transfer, and return the error that names who is to blame."""
@@ -158,11 +160,11 @@ class HostedProcessGroup(dist.ProcessGroup):
     def allreduce_by_gloo(
         self, tensor: Tensor, opts: Any, doing: str, after: Callable[[], object] | None = None
     ) -> NamingWork:
-        """An allreduce of a contiguous tensor on the processor; arguments as those of `named`.
+        """An allreduce of a contiguous tensor on the processor; arguments as those of `named`."""
+        return self.named_of_gloo(self._gloo.allreduce([tensor], opts), doing, after)
 
-        Of all that the host library does, these are what a job that outlives its members waits for.
-        """
-        work = self._gloo.allreduce([tensor], opts)
+    def named_of_gloo(self, work: Work, doing: str, after: Callable[[], object] | None = None) -> NamingWork:
+        """As `named`, of a collective of Gloo's, which ends soon once the group was cut, whatever has come of it."""
 
         def wait(timeout: timedelta | None) -> bool:
             try:
@@ -224,7 +226,9 @@ def _handed_on(name: str) -> Callable[..., Work]:
 
     def collective(self: HostedProcessGroup, *args: Any, **kwargs: Any) -> Work:
         self.count_host(_num_bytes(args[:1]))
-        return self.named(getattr(self.plain, name)(*args, **kwargs), name.strip("_"))
+        work, doing = getattr(self.plain, name)(*args, **kwargs), name.strip("_")
+        is_of_gloo = name not in _MESSAGES and (not torch.cuda.is_available() or _is_on_host(args[:1]))
+        return self.named_of_gloo(work, doing) if is_of_gloo else self.named(work, doing)
 
     collective.__name__ = name
     collective.__doc__ = "See torch.distributed.ProcessGroup."
@@ -234,6 +238,13 @@ def _handed_on(name: str) -> Callable[..., Work]:
 for _name in _HANDED_ON:
     if hasattr(dist.ProcessGroup, _name):
         setattr(HostedProcessGroup, _name, _handed_on(_name))
+
+
+def _is_on_host(value: Any) -> bool:
+    """Whether there are tensors in nested lists, and all of them on the processor; a barrier has none."""
+    if isinstance(value, Tensor):
+        return value.device.type == "cpu"
+    return isinstance(value, list | tuple) and bool(value) and all(map(_is_on_host, value))
 
 
 def _num_bytes(value: Any) -> int:

@@ -21,7 +21,7 @@ from ringweave.launch.elastic import entry
 from ringweave.launch.elastic.coordinating import JobCoordinators
 from ringweave.launch.elastic.places import with_further
 from ringweave.launch.elastic.restarting import Attempts, Restarts
-from ringweave.launch.elastic.rolls import Roll, roll
+from ringweave.launch.elastic.rolls import PutOut, Roll, roll
 from ringweave.launch.elastic.scaling import Desk, Limits
 from ringweave.launch.elastic.supervising import ElasticSupervisor, name_member
 from ringweave.launch.launcher import WorkerState
@@ -175,6 +175,7 @@ def _supervise(
         death_of=lambda state: _death(launcher, group, state) if _is_bad(state) else None,
         roll=lambda: _roll(request.run_dir),
         desk=_desk(request, request.elastic, group, stderr),
+        put_out=PutOut(request.run_dir.events).look,
     )
     return supervisor.run(
         interrupts,

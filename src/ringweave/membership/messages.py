@@ -25,6 +25,8 @@ LOBBY = "lobby"
 """Where members meet before they are told which part they belong to."""
 PLACE = r"^[!-~]{1,255} [0-9]{1,5}$"
 """`HOST PORT`, as a regular expression."""
+MEMBER = r"[0-9]{1,9}\.[0-9]{1,9}"
+"""`SLOT.INCARNATION`, likewise."""
 
 
 def _bounded(standing: Standing) -> Standing:
@@ -33,6 +35,8 @@ def _bounded(standing: Standing) -> Standing:
         text = getattr(standing, what)
         if len(text) > most:
             raise ValueError(f"a {what} of {len(text)} characters, expected at most {most}")
+    if not re.fullmatch(MEMBER, standing.member):
+        raise ValueError(f"a member {standing.member[:80]!r}, expected SLOT.INCARNATION")
     if standing.place and not re.fullmatch(PLACE, standing.place):
         raise ValueError(f"a place of {standing.place[:80]!r}, expected HOST PORT")
     return standing
@@ -50,6 +54,8 @@ def _bounded_rejoining(rejoining: Rejoining) -> Rejoining:
     for what in ("lost_s", "patience_s"):
         if not 0 <= getattr(rejoining, what) < math.inf:
             raise ValueError(f"{what} of {getattr(rejoining, what)}, expected seconds")
+    if rejoining.decree and not rejoining.decree.standings:
+        raise ValueError("an epoch without members, expected one at least")
     known = (*rejoining.decree.standings, *rejoining.decree.finished) if rejoining.decree else ()
     for each in (rejoining.standing, *known):
         _bounded(each)

@@ -215,6 +215,16 @@ class Regroup(wire.Message):
     """Of all ranks that there are; the first of each is its representative."""
 
 
+class Speak(wire.Message):
+    """This process is the ring's representative, in that epoch of its membership; whoever was before is not heard."""
+
+    kind: ClassVar[str] = "params.speak"
+
+    term: Count
+    ring: Count
+    ballot: tuple[Count, Count]
+
+
 class Pause(wire.Message):
     """The ring has lost a member and forms anew: until it pushes or pulls again, nobody waits for it."""
 

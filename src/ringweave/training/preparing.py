@@ -128,6 +128,7 @@ def _prepare_lasting(
         "seed": orders.seed_of(loader),
         "cap": asked.max_samples,
         "optimizer": optimizers.name_of(optimizer),
+        "loses_state": not settings.local_steps and optimizers.has_moved(optimizer.state.values()),
         **forecasting.own_prospects(
             model,
             loader,

@@ -29,10 +29,13 @@ class SampleWeights:
     """On this rank."""
     num_total: int = 0
     """Over all ranks; 0 before the first batch, when all ranks count the same."""
+    batch_part: float = 1.0
+    """The train steps that these make. In rings it is less than one, and the server counts what a ring pushes for just
+    that: so a sum of losses is divided by it, to be one of a whole step, as a mean is."""
 
-    def set(self, num_samples: int, num_total: int) -> None:
+    def set(self, num_samples: int, num_total: int, batch_part: float = 1.0) -> None:
         """The batch that the next passes compute."""
-        self.num_samples, self.num_total = num_samples, num_total
+        self.num_samples, self.num_total, self.batch_part = num_samples, num_total, batch_part
 
     @property
     def fraction(self) -> float:
@@ -45,7 +48,7 @@ class SampleWeights:
         if self.num_total == 0:
             return 1.0
         if not self.is_mean:
-            return float(self.num_ranks if self.num_samples else 0)
+            return self.num_ranks / self.batch_part if self.num_samples else 0.0
         return self.num_ranks * self.num_samples / self.num_total
 
     @unserializable_hook
@@ -81,10 +84,15 @@ class GradientReducer:
 def attach(
     model: nn.Module, weights: SampleWeights, reducer: GradientReducer, ddp_options: dict[str, Any]
 ) -> DistributedDataParallel:
-    """The model under DDP, its gradients weighed and its buckets reduced by us; one under DDP is kept as it is."""
+    """The model under DDP, its gradients weighed and its buckets reduced by us; one under DDP stays in it.
+
+    Buffers, and which parameters were used, are DDP's own to communicate: in the reducer's group from here on.
+    """
     parallel = model
     if not isinstance(parallel, DistributedDataParallel):
         parallel = DistributedDataParallel(model, process_group=reducer.process_group, **ddp_options)
+    elif reducer.process_group is not None:
+        parallel._update_process_group(reducer.process_group)
     weigh(parallel, weights)
     parallel.register_comm_hook(reducer, _reduce)
     return parallel

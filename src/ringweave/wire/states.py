@@ -34,7 +34,7 @@ class Piece(Message):
     kind: ClassVar[str] = "state.piece"
 
     name: str
-    num_bytes: int
+    num_bytes: pydantic.NonNegativeInt
     check: int
     """xxh3 of its bytes."""
 

@@ -107,6 +107,7 @@ def supervise(
     says: Mapping[int, str] = {},
     given_up: list[tuple[int, str]] | None = None,
     desk: "Asked | None" = None,
+    put_out: Callable[[], Collection[str]] = frozenset,
 ) -> list[WorkerState]:
     specs = tuple(WorkerSpec(global_rank=slot, local_rank=slot, node="a", environ={}) for slot in range(num_slots))
     group = WorkerGroup(argv=("python",), workers=specs)
@@ -125,6 +126,7 @@ def supervise(
         death_of=death_of,
         roll=lambda: Roll(members=cast(frozenset[str], members), trained=cast(frozenset[str], members)),
         desk=cast(Desk, desk),
+        put_out=put_out,
         clock=lambda: workers.now_s,
     )
     found = supervisor.run(
@@ -162,6 +164,22 @@ def test_who_dies_while_another_is_started_again_comes_back_too() -> None:
     assert workers.stops == []
     assert [member for _, member in workers.started] == ["0.1", "1.1"]
     assert [state.global_rank for state in states] == [0, 1]
+
+
+def test_who_was_put_out_and_does_not_end_is_killed_and_started_again() -> None:
+    """Stopped, or in a call that never ends; one that hears of it ends by itself."""
+    workers = Workers(3, [(25.0, 2, 1), (200.0, 0, None), (200.0, 1, None), (200.0, 2, None)])
+    names = {10.0: {"1.0"}, 20.0: {"1.0", "2.0"}, 100.0: {"1.0", "2.0", "1.1"}, 110.0: {"1.0", "2.0"}}
+
+    def put_out() -> set[str]:
+        return next((found for since_s, found in reversed(names.items()) if workers.now_s >= since_s), set())
+
+    supervise(workers, 3, put_out=put_out)
+    (killed,) = workers.asked
+    assert 70.0 <= killed[0] < 80.0
+    assert killed[1:] == (1, signal.SIGKILL), "and nobody who came back as a member"
+    assert [member for _, member in workers.started] == ["2.1", "1.1"]
+    assert workers.stops == []
 
 
 OVER = "ringweave.errors.MembershipError: job is over: 1 workers are left, expected at least 2."

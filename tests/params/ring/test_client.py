@@ -7,7 +7,7 @@ import pytest
 
 from ringweave import wire
 from ringweave.errors import ConnectionLostError, DeadlineError
-from ringweave.params.messages import Ask, Status
+from ringweave.params.messages import Ask, Leave, Speak, Status
 from ringweave.params.ring.client import RingClient
 
 RECONNECT_S, PATIENCE_S = 20.0, 100.0
@@ -112,3 +112,30 @@ def test_connections_that_break_again_and_again_end_with_patience():
     with pytest.raises(ConnectionLostError):
         world.client().status()
     assert world.now_s <= PATIENCE_S + RECONNECT_S + 2
+
+
+def test_who_represents_a_ring_says_so_to_each_server_and_in_each_epoch():
+    said: list[Any] = []
+
+    class Server:
+        def __init__(self, breaks: bool) -> None:
+            self._breaks = breaks
+
+        def call(self, message: Any, *, timeout_s: float) -> wire.Answer:
+            said.append(message)
+            if self._breaks and isinstance(message, Leave):
+                raise ConnectionLostError("broken")
+            return wire.Answer(wire.Done())
+
+        def close(self, *, is_awaited: bool = False) -> None: ...
+
+    servers, ballots = iter([Server(True), Server(False)]), [(1, 1)]
+    connect = cast("Callable[[], wire.Client]", lambda: next(servers))
+    client = RingClient([connect], 2, ballot=lambda: ballots[-1], sleep=lambda _: None)
+    client.pause()
+    client.leave(is_for_good=False)
+    client.leave(is_for_good=False)
+    ballots.append((1, 2))
+    client.leave(is_for_good=False)
+    kinds = [each.ballot if isinstance(each, Speak) else type(each).__name__ for each in said]
+    assert kinds == ["Pause", (1, 1), "Leave", (1, 1), "Leave", "Leave", (1, 2), "Leave"]

@@ -22,6 +22,7 @@ from ringweave.params.messages import (
     Seated,
     Seek,
     Setup,
+    Speak,
     Start,
     Take,
     TensorSpec,
@@ -298,3 +299,56 @@ def test_whoever_dies_after_whatever_call_each_push_counts_once_and_each_sample_
     assert sorted(drawn) == list(range(num_samples))
     assert job.service.version == len(tickets)
     assert sum(job.service.counts.pushes.values()) == len(tickets)
+
+
+def test_a_representative_that_the_ring_has_gone_on_without_changes_nothing_when_it_wakes():
+    """It was stopped as it had pushed, and asks for the parameters when another one computes on them already."""
+    job = Job()
+    job.start()
+    job.call("0.0", Speak(term=0, ring=0, ballot=(1, 3)))
+    base = job.call("0.0", Pull(term=0, ring=0, after_sequence=0)).version
+    job.push("0.0", 0, 1, base)
+    job.call("3.0", Speak(term=0, ring=0, ballot=(1, 4)))
+    base = job.call("3.0", Pull(term=0, ring=0, after_sequence=1)).version
+    other = job.call("1.0", Pull(term=0, ring=1, after_sequence=0)).version
+    job.push("1.0", 1, 1, other)
+    late = [
+        Speak(term=0, ring=0, ballot=(1, 3)),
+        Pull(term=0, ring=0, after_sequence=1),
+        Leave(term=0, ring=0, is_for_good=False),
+        Take(term=0, ring=0, number=1, epoch=0, num_samples=4, least=1, epoch_samples=8),
+        Meet(term=0, ring=0, number=1, epoch=0, said=""),
+    ]
+    for message in late:
+        with pytest.raises(RefusedError, match=r"representative of ring 0: '0.0', expected 3.0"):
+            job.call("0.0", message)
+    with pytest.raises(RefusedError, match="representative of ring 0"):
+        job.push("0.0", 0, 2, base)
+    assert job.push("3.0", 0, 2, base).staleness_versions == 1
+    job.call("0.1", Seek(term=0, slot=0, begins=True))
+    job.call("0.1", Speak(term=0, ring=0, ballot=(1, 1)))
+    job.call("0.1", Pull(term=0, ring=0, after_sequence=2))
+
+
+def test_one_that_waits_for_parameters_is_not_given_them_once_another_one_speaks():
+    job = Job()
+    job.start()
+    job.call("0.0", Speak(term=0, ring=0, ballot=(1, 3)))
+    failed = []
+
+    def wait() -> None:
+        try:
+            job.call("0.0", Pull(term=0, ring=0, after_sequence=1))  # a push that never comes
+        except DeadlineError as error:
+            failed.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    found = job.service.job
+    assert found is not None
+    while found.pulled_after.get(0) != 1:
+        time.sleep(0.01)
+    job.call("3.0", Speak(term=0, ring=0, ballot=(2, 1)))
+    thread.join(LONG_S / 2)
+    assert not thread.is_alive()
+    assert "nobody who waits" in failed[0]

@@ -26,6 +26,13 @@ def test_one_slow_worker_makes_all_wait_unless_it_gets_less():
     assert forecasts.choose(tuple(found.values())).mode == "balanced"
 
 
+def test_who_has_little_memory_gets_no_more_than_it_takes():
+    work = dataclasses.replace(WORK, caps=(800,) * 7 + (10,))
+    found = by_mode(forecasts.forecast([FAST] * 8, work, [tuple((rank,) for rank in range(8))]))
+    assert found["balanced"].step_s == pytest.approx(0.113)
+    assert found["ps"].computing_s == pytest.approx(0.113)
+
+
 def test_equal_workers_train_in_the_simplest_way():
     found = forecasts.forecast([FAST] * 8, WORK, [((0, 1, 2, 3), (4, 5, 6, 7))])
     assert [each.mode for each in found] == ["sync", "balanced", "ps-hra"]

@@ -57,6 +57,7 @@ def server_of(calls: list[str]) -> rehearsing.Server:
 def rehearse(most_of_rank_1: int) -> tuple[list[dict[str, Any]], bool, int, list[str]]:
     """What follows from it, whether the model is as it was, the most samples that it had at once, and its calls."""
     torch.manual_seed(0)
+    rehearsing._HOPE = 1e9  # whatever steps as short as these seem to take
     model, sizes, calls = Refusing(8, 2), [], []
     if dist.get_rank() == 1:
         model.most_samples = most_of_rank_1

@@ -110,7 +110,22 @@ def test_rings_that_are_asked_for_are_more_where_ranks_stall():
     assert sorted(map(len, found or ())) == [4, 4]
 
 
-@pytest.mark.parametrize("others", [{"is_served": False}, {"optimizer": "LBFGS"}])
+def test_a_number_of_rings_that_is_asked_for_is_one_of_the_ways():
+    asked = said([[0.01] * 7 + [0.04]] * 8, num_bytes=1000)
+    mode, reason, rings = forecasting.decide(OPEN, asked, 2, is_open=True)
+    assert (mode, sorted(map(len, rings or ()))) == ("ps-hra", [4, 4])
+    assert "ps " not in reason, "no other number is looked at"
+    assert forecasting.decide(OPEN, said([[0.01] * 8] * 8, num_bytes=1000), 2, is_open=True)[0] == "balanced"
+    assert forecasting.decide((modes.PS_HRA, "asked"), asked, 2, is_open=False)[2] is None
+
+
+def test_ranks_that_load_ahead_unequally_are_balanced():
+    heard = said([[0.01] * 7 + [0.04]] * 8, num_bytes=1000)
+    heard[3]["num_prefetched"] = 4
+    assert forecasting.decide(OPEN, heard, None, is_open=True) == (*OPEN, None)
+
+
+@pytest.mark.parametrize("others", [{"is_served": False}, {"optimizer": "LBFGS"}, {"loses_state": True}])
 def test_without_a_server_nothing_is_open(others):
     found = forecasting.decide(OPEN, said([[0.001]] * 2, **others), None, is_open=True)
     assert found == (*OPEN, None)

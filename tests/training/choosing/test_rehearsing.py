@@ -76,19 +76,17 @@ def test_the_last_to_come_says_what_a_sum_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("others", "num_rings", "is_open", "expected"),
+    ("others", "is_open", "expected"),
     [
-        ({}, None, True, True),
-        ({}, 2, True, False),
-        ({}, None, False, False),
-        ({"is_served": False}, None, True, False),
+        ({}, True, True),
+        ({}, False, False),
+        ({"is_served": False}, True, False),
+        ({"loses_state": True}, True, False),
     ],
 )
-def test_only_what_may_change_the_mode_is_rehearsed(
-    others: dict[str, bool], num_rings: int | None, is_open: bool, expected: bool
-) -> None:
+def test_only_what_may_change_the_mode_is_rehearsed(others: dict[str, bool], is_open: bool, expected: bool) -> None:
     heard = said([[0.01]] * 2, **others)
-    assert rehearsing.is_wanted(heard, num_rings, is_open=is_open) is expected
+    assert rehearsing.is_wanted(heard, is_open=is_open) is expected
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ringweave
 from ringweave.environment import CREDENTIALS, MODE, SERVER
+from ringweave.errors import DisagreementError, TrainingError
 from ringweave.planning.balancing import Speed, SpeedEstimator
 from ringweave.training import Asynchronous
 from ringweave.training.choosing import forecasting, trials
@@ -97,6 +99,82 @@ def clip_in_two_rings(port: int, keys: str, num_epochs: int, max_norm: float) ->
     moved = (weights_of(model) - before).norm().item()
     shared._parts.places.leave()
     return moved, len(shared), all(accounts)
+
+
+def sum_in_two_rings(port: int, keys: str) -> tuple[float, int]:
+    """(how far the weights went beside where sums of gradients lead in any order, rings); with an uneven last batch.
+
+    The loss is linear: gradients are the same wherever they are computed. What is late counts a little less.
+    """
+    meet_server(port, keys)
+    torch.manual_seed(0)
+    x = torch.randn(100, 6, dtype=torch.float64)
+    model = nn.Linear(6, 1, bias=False, dtype=torch.float64)
+    before, whole = model.weight.detach().clone(), 2 * 0.01 * x.sum(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(TensorDataset(x), batch_size=16, shuffle=True)
+    settings = Asynchronous(rings=2)
+    model, optimizer, shared = ringweave.prepare(
+        model, optimizer, loader, mode="ps-hra", reduction="sum", asynchronous=settings
+    )
+    num_rings = len(shared._parts.places.seat.rings)
+    for _ in range(2):
+        for (inputs,) in shared:
+            optimizer.zero_grad()
+            model(inputs).sum().backward()
+            optimizer.step()
+    shared._parts.places.leave()
+    moved = before - model.module.weight.detach()
+    return ((moved * whole).sum() / whole.square().sum()).item(), num_rings
+
+
+def refusals(port: int, keys: str) -> list[str]:
+    """What is said where the optimizer has a state, or loads one; and where ranks load ahead unequally."""
+    meet_server(port, keys)
+    found = []
+
+    def note(do: Callable[[], object]) -> None:
+        try:
+            do()
+        except TrainingError as error:
+            found.append(str(error))
+
+    model, optimizer, loader = make_regression(48, 8)
+    take_step(model, optimizer, torch.ones(2, 6), torch.ones(2, 2))  # SGD without momentum has no state
+    stateful = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    take_step(model, stateful, torch.ones(2, 6), torch.ones(2, 2))
+    note(lambda: ringweave.prepare(model, stateful, loader, mode="ps-hra"))
+    workers = DataLoader(loader.dataset, batch_size=8, num_workers=dist.get_rank())
+    try:
+        ringweave.prepare(model, optimizer, workers, mode="ps-hra")
+    except DisagreementError as error:
+        found.append(str(error))
+    fresh = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    _, prepared, shared = ringweave.prepare(model, fresh, loader, mode="ps-hra")
+    prepared.load_state_dict(fresh.state_dict())
+    note(lambda: prepared.load_state_dict(stateful.state_dict()))
+    shared._parts.places.leave()
+    return found
+
+
+def wrapped_before(port: int, keys: str) -> tuple[int, bool]:
+    """Two rings of a model with buffers that the script has put under DDP: groups of ranks that it is left in."""
+    meet_server(port, keys)
+    model, _, loader = make_regression(240, 24, nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.02)
+    parallel, optimizer, shared = ringweave.prepare(
+        wrapped, optimizer, loader, mode="ps-hra", asynchronous=Asynchronous(rings=2)
+    )
+    if dist.get_rank() == 0:
+        time.sleep(1.0)  # the other ring has more of the batches
+    for _ in range(2):
+        for x, y in shared:
+            take_step(parallel, optimizer, x, y)
+    assert shared.account is not None
+    is_exact = shared.account.is_exact
+    shared._parts.places.leave()
+    return dist.get_world_size(parallel.process_group), is_exact
 
 
 def make_regression(

@@ -32,6 +32,25 @@ def test_in_one_ring_weights_equal_those_of_one_process(tmp_path, case):
     assert max(run(tmp_path, ring_training.distance_in_one_ring, 2, case)) < 1e-9
 
 
+def test_in_two_rings_sums_are_sums_of_whole_batches(tmp_path):
+    for part, num_rings in run(tmp_path, ring_training.sum_in_two_rings, 2):
+        assert num_rings == 2
+        assert 0.8 < part < 1 + 1e-9
+
+
+def test_what_the_server_would_go_on_without_is_refused(tmp_path):
+    state = "state of the optimizer: 'of steps that it has taken', expected none: in this mode the optimizer is the"
+    ahead = "batches that rank 1 loads ahead (num_workers x prefetch_factor): 2, expected 0 as on rank 0"
+    for first, second, third in run(tmp_path, ring_training.refusals, 2):
+        assert first.startswith(state)
+        assert second.startswith(ahead)
+        assert third == first
+
+
+def test_a_model_that_was_under_ddp_belongs_to_its_ring(tmp_path):
+    assert run(tmp_path, ring_training.wrapped_before, 2) == [(1, True)] * 2
+
+
 def test_a_scaler_leaves_a_step_out_on_all_ranks_of_a_ring(tmp_path):
     assert max(run(tmp_path, ring_training.distance_with_scaler, 2, 12)) < 1e-9
 

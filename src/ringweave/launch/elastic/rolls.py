@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
-from ringweave.telemetry import Event
+from ringweave.membership.rules.reasons import FINISHED, LEFT
+from ringweave.telemetry import Event, Tail
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,3 +29,21 @@ def roll(events: Iterable[Event]) -> Roll:
         elif event["kind"] == "members_level":
             trained |= set(event["members"])
     return Roll(members=frozenset(members), trained=frozenset(trained))
+
+
+class PutOut:
+    """Whom the others have put out, as the event log tells it: a process that lives hears so and ends by itself."""
+
+    def __init__(self, path: Path) -> None:
+        """What the log has by now is of attempts before."""
+        self._tail, self._names = Tail(path), set[str]()
+        self._tail.new()
+
+    def look(self) -> frozenset[str]:
+        """Names of processes; returns at once."""
+        for event in self._tail.new():
+            if event["kind"] == "member_lost" and event["reason"] not in {FINISHED, LEFT}:
+                self._names.add(event["member"])
+            elif event["kind"] == "epoch_begun":  # of a coordinator that had not heard of it
+                self._names -= set(event["members"])
+        return frozenset(self._names)

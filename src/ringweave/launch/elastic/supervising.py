@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from ringweave import environment
@@ -23,6 +23,11 @@ _LEAVE_S = 300.0
 """Between SIGTERM and SIGKILL for a worker that is not asked for any more: its train step may be long, or a newcomer
 be about to become level, for which the others wait before somebody goes."""
 
+_HUNG_S = 60.0
+"""So long a process may live that was put out: it hears so at once, or within half a minute where it is cut off. One
+that is stopped, or in a call that never ends, hears nothing."""
+_HUNG_LOOK_S = 5.0
+
 
 def name_member(worker: WorkerSpec, incarnation: int) -> WorkerSpec:
     """The worker as a member of its job; one that is started again is another member."""
@@ -36,7 +41,7 @@ def _member(slot: int, incarnation: int) -> str:
 class ElasticSupervisor:
     """Watches workers, starts again those that died, and ends all when the run is over or has no hope."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what it decides about, and what it asks, each once
         self,
         launcher: LocalLauncher,
         group: WorkerGroup,
@@ -45,6 +50,7 @@ class ElasticSupervisor:
         death_of: Callable[[WorkerState], Death | None],
         roll: Callable[[], Roll],
         desk: Desk | None = None,
+        put_out: Callable[[], Collection[str]] = frozenset,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begins with workers that have been started.
@@ -56,12 +62,15 @@ class ElasticSupervisor:
             death_of: How a worker died.
             roll: Who has been a member so far; before the first, a worker that fails ends the run as any does.
             desk: Where another number of workers is asked for; None where nobody can.
+            put_out: Names of those whom the others have put out so far.
             clock: Must be the launcher's.
         """
         self._launcher, self._group, self._restarts = launcher, group, restarts
         self._death_of, self._roll, self._clock = death_of, roll, clock
         self._desk, self._wanted = desk, desk.workers if desk else group.world_size
         self._supervision = Supervision(Patience(interrupt_s=INTERRUPT_S))
+        self._put_out, self._looked_s = put_out, clock()
+        self._hung_since_s: dict[str, float] = {}
         self._started_s = dict.fromkeys(range(self._wanted), clock())
         self._incarnations = dict.fromkeys(range(self._wanted), 0)
         self._leaving: dict[int, float] = {}
@@ -104,6 +113,7 @@ class ElasticSupervisor:
                     on_give_up(state, self._restarts.why_given_up(state.global_rank))
             may_start = not interrupts and not self._failed
             self._look_at_desk(states, now_s, is_ending=not may_start)
+            self._end_hung(states, now_s)
             due = self._restarts.take_due(now_s) if may_start else ()
             for slot in due:
                 on_start(self._start_again(slot, now_s))
@@ -171,6 +181,17 @@ class ElasticSupervisor:
         for slot in absent:
             self._restarts.begin(slot, now_s)
         self._desk.grant(workers, starting=absent, leaving=leaving)
+
+    def _end_hung(self, states: Sequence[WorkerState], now_s: float) -> None:
+        """Have those end that were put out and do not: else nobody could be started in their place."""
+        if now_s - self._looked_s < _HUNG_LOOK_S:
+            return
+        self._looked_s, put_out = now_s, self._put_out()
+        running = {self._name(each.global_rank): each.global_rank for each in states if not each.exit}
+        hung = {name: self._hung_since_s.get(name, now_s) for name in put_out if name in running}
+        for name in [name for name, since_s in hung.items() if now_s - since_s >= _HUNG_S]:
+            self._launcher.ask(running[name], signal.SIGKILL)
+        self._hung_since_s = hung
 
     def _why_not(self, *, is_ending: bool) -> str:
         """Why workers can neither come nor go now; empty where they can."""

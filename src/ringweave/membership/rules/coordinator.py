@@ -22,6 +22,8 @@ _STILL_S = 0.5
 """A training that stands still for so long while all wait may be broken."""
 _REST_S = 1.2
 """After a coordinator was lost: so long who has not asked the other one is waited for while training stands still."""
+_FIRST_FACTOR = 2.0
+"""Times its own patience: so long a member that has asked another coordinator may say nothing at first."""
 _MOST_ACCUSATIONS = 3
 """Without a reduction in between."""
 
@@ -133,7 +135,9 @@ class Coordinator:
         if self.is_active and rejoining.decree is not None and not is_known:
             self._refuse(member, "it lost its connection to the coordinator, and the others went on")
             return
-        self._presence.enter(member, now_s)
+        # How long answers may take where it runs is known to it: it need not be waited for as a process that starts.
+        first_s = _FIRST_FACTOR * rejoining.patience_s if rejoining.patience_s else None
+        self._presence.enter(member, now_s, first_s)
         self._presence.beat(member, rejoining.beat, now_s)
         self._election.vote(rejoining, now_s)
         self._note_level(rejoining.standing)
@@ -409,7 +413,7 @@ class Coordinator:
         self._reign, self._proposal, self._waiting_since_s = proposal.ballot[0], None, None
         for each in standings:
             if each not in staying:
-                self._lose(each.member, "it has left")
+                self._lose(each.member, reasons.LEFT)
         self._presence.silent.clear()
         self._consider_change(now_s, is_broken=self._is_too_few(num_left))
 

@@ -55,13 +55,14 @@ class Presence:
         waiting = sorted((each for each in self.here if each not in members), key=slot_of)
         return waiting[: max(0, room)]
 
-    def enter(self, member: str, now_s: float) -> None:
+    def enter(self, member: str, now_s: float, first_s: float | None = None) -> None:
         """It has come; at most once. Those of its slot before it have ended: only then is another one started.
 
-        And only if they were not through: a script that fails in its own way may have said so.
+        And only if they were not through: a script that fails in its own way may have said so. `first_s` is as `Signs`
+        has it.
         """
         if not self.knows(member):
-            self.here[member] = Signs(now_s, self._silence)
+            self.here[member] = Signs(now_s, self._silence, first_s)
             self.silent = {each for each in self.silent if not _is_followed(each, [member])}
             failed = [each for each in self._finished if _is_followed(each, [member])]
             self._gone.update(failed)

@@ -66,8 +66,11 @@ class Delays:
 class Rhythm:
     """Gaps between signs of one kind from one member, and the deadline that follows."""
 
-    def __init__(self, tolerance: Tolerance, now_s: float) -> None:
+    def __init__(self, tolerance: Tolerance, now_s: float, first_s: float | None = None) -> None:
+        """Until enough is learnt the deadline is `first_s`, within the bounds; None is the longest."""
         self._tolerance = tolerance
+        first_s = tolerance.most_s if first_s is None else first_s
+        self._first_s = min(tolerance.most_s, max(tolerance.least_s, first_s))
         self._num_gaps, self._longest_s = 0, 0.0
         self._last_s = now_s
 
@@ -86,7 +89,7 @@ class Rhythm:
         """Seconds after the last sign from which its absence is no longer usual."""
         tolerance = self._tolerance
         if self._num_gaps < _ENOUGH:
-            return tolerance.most_s
+            return self._first_s
         return min(tolerance.most_s, max(tolerance.least_s, tolerance.factor * self._longest_s))
 
     @property

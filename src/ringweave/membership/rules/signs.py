@@ -29,8 +29,9 @@ class Beat:
 class Signs:
     """What is known of one member's life."""
 
-    def __init__(self, now_s: float, silence: Tolerance = SILENCE) -> None:
-        self._beats = Rhythm(silence, now_s)
+    def __init__(self, now_s: float, silence: Tolerance = SILENCE, first_s: float | None = None) -> None:
+        """`first_s` is the deadline of heartbeats until their rhythm is known; None is a long one."""
+        self._beats = Rhythm(silence, now_s, first_s)
         self._steps = Rhythm(STANDSTILL, now_s)
         self._last = Beat()
         self._looked_s = now_s

@@ -28,6 +28,7 @@ from ringweave.params.messages import (
     Seated,
     Seek,
     Setup,
+    Speak,
     Start,
     Status,
     Take,
@@ -68,12 +69,13 @@ class RingClient:
     further servers, one of them may lead when the first does not answer any more; calls are repeated there.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - whom it speaks to and for, and how long it waits
         self,
         servers: Sequence[Callable[[], wire.Client]],
         ring: int,
         *,
         term: int = 0,
+        ballot: Callable[[], tuple[int, int]] | None = None,
         patience_s: float = 1800.0,
         reconnect_s: float = 20.0,
         clock: Callable[[], float] = time.monotonic,
@@ -85,6 +87,8 @@ class RingClient:
             servers: Each connects to one server of the job; the one that leads at the start comes first.
             ring: Index of the ring.
             term: Of the server, where there is but one.
+            ballot: Of the epoch of the ring's membership in which this process represents it; the server hears nobody
+                of an earlier one. None where rings lose no members.
             patience_s: How long an answer may take; a pull also waits for the slowest ring.
             reconnect_s: How long the server may be out of reach, counted from when a connection broke that had stood
                 for as long, or from the first failure of a call.
@@ -95,6 +99,9 @@ class RingClient:
         self._patience_s, self._reconnect_s = patience_s, reconnect_s
         self._clock, self._sleep = clock, sleep
         self._num_tickets = 0
+        self._ballot = ballot
+        self._spoken: tuple[wire.Client, tuple[int, int]] | None = None
+        """To whom it was said who speaks, and of which epoch."""
 
     def start(self, setup: Setup, parameters: Sequence[Buffer]) -> None:
         """Begin the job; rank 0 does so."""
@@ -126,7 +133,7 @@ class RingClient:
             message = Pull(term=term, ring=self._ring, after_sequence=after_sequence)
             return _version(client.call(message, timeout_s=self._patience_s, into=into))
 
-        return self._call(once)
+        return self._call_spoken(once)
 
     def exchange(self, round_: Round, content: Sequence[Buffer], into: Sequence[Buffer]) -> tuple[Pushed, int]:
         """Push, and fetch the parameters that follow, in one round trip.
@@ -147,7 +154,7 @@ class RingClient:
             assert isinstance(pushed, Pushed), "the class of the reply"
             return pushed, _version(pulling.wait())
 
-        return self._call(once)
+        return self._call_spoken(once)
 
     def push(self, round_: Round, content: Sequence[Buffer]) -> Pushed:
         """Push, and fetch nothing: the ring rests afterwards."""
@@ -157,7 +164,7 @@ class RingClient:
             assert isinstance(pushed, Pushed), "the class of the reply"
             return pushed
 
-        return self._call(once)
+        return self._call_spoken(once)
 
     def take(
         self,
@@ -191,7 +198,7 @@ class RingClient:
             assert isinstance(taken, Taken), "the class of the reply"
             return taken.first, taken.num_samples
 
-        return self._call(once)
+        return self._call_spoken(once)
 
     def pause(self) -> None:
         """The ring forms anew: nobody waits for it until it pushes or pulls."""
@@ -209,7 +216,7 @@ class RingClient:
             assert isinstance(met, Met), "the class of the reply"
             return {int(ring): each for ring, each in met.said.items()}
 
-        return self._call(once)
+        return self._call_spoken(once)
 
     def seek(self, slot: int, *, begins: bool = False) -> Seated:
         """The rings, once the job has begun, and where that slot's ring stands; `begins`: it has nothing under way."""
@@ -296,7 +303,7 @@ class RingClient:
             message = Leave(term=term, ring=self._ring, is_for_good=is_for_good)
             return client.call(message, timeout_s=self._patience_s)
 
-        self._call(once)
+        self._call_spoken(once)
         if is_for_good:
             self.close()
 
@@ -321,6 +328,22 @@ class RingClient:
             epoch=round_.epoch,
             spans=list(round_.spans),
         )
+
+    def _call_spoken(self, do: Callable[[wire.Client, int], _T]) -> _T:
+        """As `_call`, after the server has heard who speaks for the ring.
+
+        Raises:
+            WireError: As there; RemoteError also where the ring has gone on with another representative.
+        """
+
+        def once(client: wire.Client, term: int) -> _T:
+            spoken = (client, self._ballot()) if self._ballot else None
+            if spoken is not None and spoken != self._spoken:
+                client.call(Speak(term=term, ring=self._ring, ballot=spoken[1]), timeout_s=self._patience_s)
+                self._spoken = spoken
+            return do(client, term)
+
+        return self._call(once)
 
     def _call(self, do: Callable[[wire.Client, int], _T]) -> _T:
         """Do it, again on a new connection if one breaks.

@@ -71,6 +71,12 @@ class PushedOptimizer(Optimizer):
         return self._inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What `state_dict` gave."""
+        """What `state_dict` gave.
+
+        Raises:
+            TrainingError: It is the state of an optimizer that has taken steps, which the server's would not have.
+        """
+        if not self._local_steps:
+            optimizers.check_fresh(state_dict["state"].values())
         self._inner.load_state_dict(state_dict)
         self.param_groups = self._inner.param_groups

@@ -5,6 +5,7 @@ from ringweave.params.rules.ledger import Holding, Ledger, Receipt
 from ringweave.params.rules.meetings import Answer, Meetings
 from ringweave.params.rules.positions import Position, Resumed, Span, Spans
 from ringweave.params.rules.progress import Progress
+from ringweave.params.rules.speakers import Speakers
 from ringweave.params.rules.staleness import StalenessPolicy
 from ringweave.params.rules.tempo import Tempo
 from ringweave.params.rules.tickets import Ticket, TicketOffice
@@ -21,6 +22,7 @@ __all__ = [
     "Resumed",
     "Span",
     "Spans",
+    "Speakers",
     "StalenessPolicy",
     "Tempo",
     "Ticket",

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from ringweave.errors import DeadlineError, RefusedError, explain
-from ringweave.params.messages import Meet, Met, Pause, Seated, Seek
+from ringweave.params.messages import Meet, Met, Pause, Seated, Seek, Speak
 from ringweave.params.rules import Answer
 from ringweave.params.serving.job import Job
 from ringweave.params.serving.replicas import Replica
@@ -27,6 +27,10 @@ class Desk(Protocol):
         """The job, if that peer may speak for that ring."""
         ...
 
+    def find_spoken(self, term: int, ring: int, peer: Identity) -> Job:
+        """Likewise, if the ring has not gone on with another representative since."""
+        ...
+
 
 class Attendance:
     """Handles what rings say of themselves beside pushing and pulling."""
@@ -38,6 +42,7 @@ class Attendance:
     def handlers(self) -> list[Handler]:
         """What the wire's server has to know."""
         return [
+            Handler(message=Speak, handle=self._speak),
             Handler(message=Pause, handle=self._pause),
             Handler(message=Meet, handle=self._meet),
             Handler(message=Seek, handle=self._seek),
@@ -85,6 +90,14 @@ class Attendance:
         job.tickets.away(ring)
         job.away_s[ring] = self._clock()
 
+    def _speak(self, call: Call) -> Done:
+        speak: Speak = call.message
+        job = self._desk.find(speak.term, speak.ring, call.peer)
+        with self._desk.changed:
+            job.speakers.speak(speak.ring, speak.ballot, call.peer.name)
+            self._desk.changed.notify_all()  # whoever spoke before waits for nothing any more
+        return Done()
+
     def _pause(self, call: Call) -> Done:
         pause: Pause = call.message
         job = self._desk.find(pause.term, pause.ring, call.peer)
@@ -96,7 +109,7 @@ class Attendance:
 
     def _meet(self, call: Call) -> Met:
         meet: Meet = call.message
-        job = self._desk.find(meet.term, meet.ring, call.peer)
+        job = self._desk.find_spoken(meet.term, meet.ring, call.peer)
         with self._desk.changed:
             job.book_meeting(meet)
             self._desk.changed.notify_all()
@@ -140,6 +153,7 @@ class Attendance:
                 return Seated(rings=rings)
             if seek.begins:  # what others had announced for the ring nobody waits for any more
                 job.pulled_after.pop(ring, None)
+                job.speakers.forget(ring)
             last = job.ledger.pushed.get(ring)
             ticket = next((each for each in job.tickets.last if each.ring == ring), None)
             num_meetings, epoch = job.meetings.place(ring)

@@ -15,6 +15,7 @@ from ringweave.params.rules import (
     Meetings,
     Position,
     Resumed,
+    Speakers,
     StalenessPolicy,
     Tempo,
     Ticket,
@@ -62,6 +63,8 @@ class Job:
     """Rings whose connection broke as their representative's end does, and when; until they are heard of again."""
     pulled_after: dict[int, int] = field(default_factory=dict)
     """After which push each ring has asked last: who asks after an earlier one has been given up."""
+    speakers: Speakers = field(default_factory=Speakers)
+    """Who represents each ring."""
     is_announced: bool = False
     """It is a job that outlives this server, if it has a standby: whoever asks may be told of its rings."""
     position: Position = field(default_factory=Position)

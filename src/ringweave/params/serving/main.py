@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ringweave import wire
-from ringweave.errors import RingweaveError
+from ringweave.errors import RingweaveError, UsageError, explain
 from ringweave.params.messages import Status
 from ringweave.params.rules.succession import LEASE_S, Claim
 from ringweave.params.serving import optimizers, snapshots
@@ -190,6 +190,11 @@ def main(argv: Sequence[str]) -> int:
     except RingweaveError as error:
         print(f"ringweave server: error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except OSError as error:
+        do = "Look at --host, --port, --credentials, --resume and --run-dir"
+        text = explain("parameter server", got=str(error), expected="an address, and files that it can use", do=do)
+        print(f"ringweave server: error: {text}", file=sys.stderr, flush=True)
+        return UsageError.exit_code
     return 0
 
 

@@ -1,6 +1,6 @@
 """Optimizers of torch that the server runs, and their options as they travel."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,31 @@ def check_name(name: str) -> str:
         do = closest(name, NAMES) or "Use one of them, or mode balanced, which takes any"
         raise TrainingError(explain("optimizer", got=name, expected=f"one of {', '.join(NAMES)}", do=do))
     return name
+
+
+def has_moved(states: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether an optimizer with this state of its parameters has taken steps: Adagrad makes its state before."""
+    return any(
+        float(state["step"]) > 0 if "step" in state else any(value is not None for value in state.values())
+        for state in states
+    )
+
+
+def check_fresh(states: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse what the server's optimizer would silently go on without.
+
+    Raises:
+        TrainingError: It has taken steps.
+    """
+    if has_moved(states):
+        raise TrainingError(
+            explain(
+                "state of the optimizer",
+                got="of steps that it has taken",
+                expected="none: in this mode the optimizer is the parameter server's, which begins anew",
+                do="Go on from a checkpoint of ringweave.Checkpoints, which has the server's, or use mode balanced",
+            )
+        )
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Option]:

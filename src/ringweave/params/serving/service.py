@@ -173,7 +173,7 @@ class ParameterService:
 
     def _room(self, incoming: Incoming) -> Sequence[memoryview]:
         message: Push = incoming.message
-        job = self.find(message.term, message.ring, incoming.peer)
+        job = self.find_spoken(message.term, message.ring, incoming.peer)
         return self.room_of(job, message, incoming.sizes)
 
     def room_of(self, job: Job, push: Push, sizes: Sequence[int]) -> Sequence[memoryview]:
@@ -188,7 +188,7 @@ class ParameterService:
 
     def _push(self, call: Call) -> Pushed:
         push: Push = call.message
-        job = self.find(push.term, push.ring, call.peer)
+        job = self.find_spoken(push.term, push.ring, call.peer)
         with self.changed:
             job.tempo.end(push.ring, self._clock())
             self.counts.received_bytes += sum(len(buffer) for buffer in call.buffers)
@@ -239,7 +239,7 @@ class ParameterService:
 
     def _pull(self, call: Call) -> Answer:
         pull: Pull = call.message
-        job = self.find(pull.term, pull.ring, call.peer)
+        job = self.find_spoken(pull.term, pull.ring, call.peer)
         is_between_pushes = job.setup.compensation > 0
         with self.changed:
             job.pulled_after[pull.ring] = max(pull.after_sequence, job.pulled_after.get(pull.ring, 0))
@@ -281,7 +281,8 @@ class ParameterService:
     def _is_wanted(job: Job, call: Call) -> bool:
         """Whether the caller still waits for these parameters, and has not asked for later ones."""
         pull: Pull = call.message
-        return not call.cancelled.is_set() and pull.after_sequence == job.pulled_after.get(pull.ring)
+        is_heard = job.speakers.is_heard(pull.ring, call.peer.name)
+        return is_heard and not call.cancelled.is_set() and pull.after_sequence == job.pulled_after.get(pull.ring)
 
     def _sending_room(self, job: Job, pull: Pull) -> list[memoryview] | None:
         """Memory for the answer; None as long as the ring may not go on, or all of it is on its way to others."""
@@ -289,7 +290,7 @@ class ParameterService:
 
     def _take(self, call: Call) -> Taken:
         take: Take = call.message
-        job = self.find(take.term, take.ring, call.peer)
+        job = self.find_spoken(take.term, take.ring, call.peer)
         with self._ticketing:
             with self.changed:
                 ticket = job.tickets.take(
@@ -307,7 +308,7 @@ class ParameterService:
 
     def _leave(self, call: Call) -> Done:
         leave: Leave = call.message
-        job = self.find(leave.term, leave.ring, call.peer)
+        job = self.find_spoken(leave.term, leave.ring, call.peer)
         with self.changed:
             job.leave(leave.ring, is_for_good=leave.is_for_good)
             self.changed.notify_all()
@@ -342,4 +343,11 @@ class ParameterService:
         attending.check_speaker(job, ring, peer)
         with self.changed:
             job.heard(ring)
+        return job
+
+    def find_spoken(self, term: int, ring: int, peer: wire.Identity) -> Job:
+        """Likewise, if the ring has not gone on with another representative since."""
+        job = self.find(term, ring, peer)
+        with self.changed:
+            job.speakers.check(ring, peer.name)
         return job

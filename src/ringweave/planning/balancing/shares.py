@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ringweave.errors import TrainingError, explain
+from ringweave.errors import CapacityError, TrainingError, explain
 from ringweave.planning.balancing.speeds import Speed
 
 MIN_GAIN = 0.08
@@ -79,7 +79,8 @@ def apportion(
         Shares whose sum is `num_samples`; equals go to the lower rank first.
 
     Raises:
-        TrainingError: The batch is too small or too large for these ranks.
+        TrainingError: The batch is too small for these ranks.
+        CapacityError: It is too large for their memory.
 
     Cost: O(n log n) for n ranks, whatever the size of the batch.
     """
@@ -182,7 +183,7 @@ def _check(num_samples: int, caps: Sequence[int], floors: Sequence[int]) -> None
             )
         )
     if any(cap < floor for cap, floor in zip(caps, floors, strict=True)) or num_samples > sum(caps):
-        raise TrainingError(
+        raise CapacityError(
             explain(
                 "samples that fit into the memory of the ranks",
                 got=list(caps),

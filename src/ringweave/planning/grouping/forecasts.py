@@ -59,6 +59,8 @@ class Work:
 
     batch_samples: int
     """Over all workers."""
+    caps: Sequence[int] | None = None
+    """The most samples of a batch that each worker's memory takes; None where there is no limit."""
     num_bytes: float
     """Of the gradients, and of the parameters."""
     server_bytes_per_s: float = math.inf
@@ -103,8 +105,9 @@ def forecast(workers: Sequence[Worker], work: Work, rings: Sequence[Sequence[Rin
         rings: Ways to form rings that are looked at; none means that there is no parameter server.
     """
     everyone = tuple(range(len(workers)))
-    equal = balancing.apportion(work.batch_samples, [Speed(s_per_sample=1.0)] * len(workers))
-    shares = balancing.apportion(work.batch_samples, [Speed(s_per_sample=each.mean_s) for each in workers])
+    speeds = [Speed(s_per_sample=each.mean_s) for each in workers]
+    equal = balancing.apportion(work.batch_samples, [Speed(s_per_sample=1.0)] * len(workers), work.caps)
+    shares = balancing.apportion(work.batch_samples, speeds, work.caps)
     reducing_s = allreduce_s(workers, work.num_bytes)  # in both modes: among the same ranks
     found = [
         Forecast(mode=mode, step_s=computing_s + reducing_s, computing_s=computing_s)

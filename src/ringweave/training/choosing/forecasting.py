@@ -17,7 +17,7 @@ from ringweave.comm import joining
 from ringweave.environment import WorkerEnvironment
 from ringweave.params.rules import StalenessPolicy
 from ringweave.params.serving import optimizers
-from ringweave.planning import grouping, modes
+from ringweave.planning import balancing, grouping, modes
 from ringweave.planning.grouping import forecasts
 from ringweave.planning.grouping.forecasts import Forecast, Ring, Work, Worker
 from ringweave.training.choosing import trials
@@ -104,9 +104,13 @@ def _arrival(referee: Referee) -> int | None:
 
 
 def goes_with_server(said: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a parameter server is there on all ranks, and takes the model and its optimizer."""
-    return all(
-        each["is_served"] and each["optimizer"] in optimizers.NAMES and each["num_bytes"] <= MOST_BYTES for each in said
+    """Whether a parameter server is there on all ranks, and takes the model, its optimizer, and how data are loaded."""
+    return len({each.get("num_prefetched", 0) for each in said}) == 1 and all(
+        each["is_served"]
+        and each["optimizer"] in optimizers.NAMES
+        and not each.get("loses_state")
+        and each["num_bytes"] <= MOST_BYTES
+        for each in said
     )
 
 
@@ -123,14 +127,17 @@ def decide(
     Args:
         decided: Mode and reason without a forecast.
         said: What all ranks said.
-        num_rings: How many rings the script wants.
+        num_rings: How many rings the script wants, if it has any.
         is_open: The mode may be chosen; else only its rings.
         local_steps: Those that the script wants between two pushes.
     """
     mode, reason = decided
-    if not goes_with_server(said) or num_rings is not None or not (is_open or mode == modes.PS_HRA):
+    is_number_said = num_rings is not None and not is_open
+    if not goes_with_server(said) or is_number_said or not (is_open or mode == modes.PS_HRA):
         return mode, reason, None
     ways = _ways(said, modes.AUTO if is_open else mode)
+    if num_rings is not None:
+        ways = [rings_of(speeds_of(said), modes.PS_HRA, num_rings, queue=queue_of(said))]
     outlook = look_ahead(said, ways, local_steps)
     if is_open:
         return outlook.chosen.mode, outlook.reason, outlook.chosen.rings or None
@@ -193,11 +200,10 @@ def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]
 
     Args:
         said: Of each rank: `trial_s`, seconds of a sample in trials or None, then with a `trial_problem`; `speed`,
-            relative, by the cluster file; `rate`, bytes per second or None; `batch_samples`; `num_bytes`;
-            `num_samples` of an epoch, if known; `server_rate`; `uplinks` of the switches above it, and
-            `server_uplinks`, bytes per second by name;
-            `reducing_s`, `balanced_s`, `serving_s`, `exchanging_s`, `rehearsed_s` and `rounds_s` as
-            `rehearsing.rehearse` says them, or none.
+            relative, by the cluster file; `rate`, bytes per second or None; `batch_samples`; `cap`, the most of them
+            that it takes, or none; `num_bytes`; `num_samples` of an epoch, if known; `server_rate`; `uplinks` of the
+            switches above it, and `server_uplinks`, bytes per second by name; `reducing_s`, `balanced_s`, `serving_s`,
+            `exchanging_s`, `rehearsed_s` and `rounds_s` as `rehearsing.rehearse` says them, or none.
         rings: Ways to form rings; none where no server is there, or the script does not go with one.
         local_steps: As `decide` has it.
     """
@@ -220,6 +226,7 @@ def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]
     # Where computing is known in relation only, transfers cannot be told beside it: computing alone decides.
     work = Work(
         batch_samples=said[0]["batch_samples"],
+        caps=balancing.limits(said[0]["batch_samples"], (each.get("cap") for each in said)),
         num_bytes=said[0]["num_bytes"] if are_tried else 0,
         server_bytes_per_s=server_bytes_per_s,
         server_uplinks=said[0]["server_uplinks"],

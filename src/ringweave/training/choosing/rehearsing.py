@@ -82,7 +82,7 @@ def rehearse_if_wanted(
     is_open: bool,
 ) -> list[dict[str, Any]]:
     """What all ranks said, with what `rehearse` shows where that can change the mode; see there and `is_wanted`."""
-    if not is_wanted(said, settings.rings, is_open=is_open):
+    if not is_wanted(said, is_open=is_open):
         return said
     optimizer = triple[1]
     asked = optimizer, said[0]["num_bytes"], messages.world_size, servers_of(environment, keeps=True)
@@ -162,15 +162,14 @@ def rehearse(
     return [{**each, "rounds_s": of_rank["samples_s"][1:]} for each, of_rank in zip(found, heard, strict=True)]
 
 
-def is_wanted(said: Sequence[Mapping[str, Any]], num_rings: int | None, *, is_open: bool) -> bool:
+def is_wanted(said: Sequence[Mapping[str, Any]], *, is_open: bool) -> bool:
     """Whether what it shows can change the mode.
 
     Args:
         said: What all ranks said.
-        num_rings: How many rings the script wants.
         is_open: The mode may be chosen.
     """
-    return is_open and num_rings is None and forecasting.goes_with_server(said)
+    return is_open and forecasting.goes_with_server(said)
 
 
 def _num_rounds(said: Sequence[Mapping[str, Any]], local_steps: int) -> int:

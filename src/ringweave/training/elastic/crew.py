@@ -12,6 +12,7 @@ from ringweave.membership.rules.records import Decree
 from ringweave.planning.balancing import Change, Speed, SpeedEstimator
 from ringweave.training import control
 from ringweave.training.elastic.books import Books
+from ringweave.training.elastic.joining.reading import Reading
 from ringweave.training.elastic.loader import Place
 from ringweave.training.elastic.rosters import Rosters
 from ringweave.training.elastic.rows import Commit, Row
@@ -215,10 +216,10 @@ class JobCrew:
                 self._means.shelf.withdraw(name)
                 del self._offered[name]
 
-    def pull(self, place: str, name: str, pace: Pace | None = None) -> None:
+    def pull(self, place: str, name: str, reading: Reading, pace: Pace | None = None) -> None:
         """Read the state of the member that listens there."""
         host, port = place.split()
-        self._state.pull(host, int(port), self._means.trust, name, timeout_s=PULL_S, pace=pace)
+        self._state.pull(host, int(port), self._means.trust, name, timeout_s=PULL_S, pace=pace, reading=reading)
 
 
 def _speed(words: Sequence[float]) -> Speed:

@@ -209,6 +209,8 @@ class Spread:
     def start(self, group: dist.ProcessGroup | None = None) -> None:
         """The members of an epoch are together, in that group: the first one fetches, unless it has before."""
         self._began, self._group = self._generation(), group
+        if self._fetched.is_set() and self._error is not None:  # in an epoch that is over, where nobody waited for it
+            self._fetched, self._error, self._thread = threading.Event(), None, None
         if self._thread is None and dist.get_rank() == 0:
             self._thread = threading.Thread(target=self._run, name="ringweave representative", daemon=True)
             self._thread.start()

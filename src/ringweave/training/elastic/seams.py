@@ -9,6 +9,7 @@ from ringweave.comm.transport.seam import TransferFailedError
 from ringweave.errors import MembershipError, RingweaveError, TrainingError, explain
 from ringweave.membership.rules.follower import Out
 from ringweave.membership.rules.records import Decree
+from ringweave.training.elastic.joining.reading import Reading
 from ringweave.training.elastic.rows import Commit, Row
 from ringweave.wire.pacing import Pace
 
@@ -65,7 +66,7 @@ class Crew(Protocol):
         """The state is about to change."""
         ...
 
-    def pull(self, place: str, name: str, pace: Pace | None = None) -> None:
+    def pull(self, place: str, name: str, reading: Reading, pace: Pace | None = None) -> None:
         """Read the state of the member that listens there; called without the lock."""
         ...
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ringweave.comm.regrouping import EpochGroups
 from ringweave.membership.agent import Agent
+from ringweave.membership.rules import reasons
 from ringweave.membership.rules.follower import Out
 from ringweave.membership.rules.records import Decree, Standing
 from ringweave.membership.rules.signs import Beat
@@ -191,7 +192,7 @@ class Session:
         if footing.agent is not None:
             footing.agent.leave(is_finished=False)
         if is_following:
-            self.end(Out(reason="it has left", is_end=False))
+            self.end(Out(reason=reasons.LEFT, is_end=False))
 
     @property
     def is_out(self) -> bool:

@@ -12,6 +12,7 @@ from typing_extensions import Buffer
 
 from ringweave import wire
 from ringweave.errors import TrainingError, WireError, explain
+from ringweave.training.elastic.joining.reading import Reading
 from ringweave.wire import states
 from ringweave.wire.framing import frames
 from ringweave.wire.pacing import Pace
@@ -106,7 +107,15 @@ class JobState:
             each.load_state_dict(rest["carried"][name])
 
     def pull(
-        self, host: str, port: int, trust: wire.Trust, name: str, *, timeout_s: float, pace: Pace | None = None
+        self,
+        host: str,
+        port: int,
+        trust: wire.Trust,
+        name: str,
+        *,
+        timeout_s: float,
+        pace: Pace | None = None,
+        reading: Reading | None = None,
     ) -> int:
         """Read all of it from a peer, and take it over once all of it is there and right.
 
@@ -117,6 +126,7 @@ class JobState:
             name: Under which the peer offers it, now or soon.
             timeout_s: Seconds for all of it.
             pace: How fast; None means as fast as the link lets it.
+            reading: What may be given up meanwhile; None means that nobody does.
 
         Returns:
             Bytes that were read.
@@ -126,15 +136,18 @@ class JobState:
             TrainingError: It is of another model or optimizer.
         """
         memory: dict[str, memoryview] = {}
+        reading = reading or Reading()
 
         def place(description: Description) -> dict[str, memoryview]:
             self._check(description)
+            reading.begin()
             memory.update({each.name: memoryview(bytearray(each.num_bytes)) for each in description.pieces})
             return memory
 
         with wire.Client.connect(host, port, trust, role="worker") as client:
+            reading.attend(client)
             states.pull(client, name, place, timeout_s=timeout_s, wait_s=_WAIT_S, pace=pace)
-        self.load(memory)
+        reading.take_over(lambda: self.load(memory))
         return sum(view.nbytes for view in memory.values())
 
     def _check(self, description: Description) -> None:

@@ -214,8 +214,9 @@ class RingLoader(ServedLoader):
             if batch is _NO_MORE:
                 return
             first, own = self._tickets.given.popleft()
-            parts.weights.set(len(own.indices), own.num_total)
-            parts.samples.add(own.num_total, self._share(first, own.num_total))
+            batch_part = self._share(first, own.num_total)
+            parts.weights.set(len(own.indices), own.num_total, batch_part)
+            parts.samples.add(own.num_total, batch_part)
             parts.samples.note(self._num_passes, self._epoch, lifted(self._done, first, own.num_total))
             parts.shares.give(len(own.indices))
             yield batch, own
@@ -242,7 +243,8 @@ class RingLoader(ServedLoader):
     def _draw(self, number: int, indices: Indices) -> tuple[int, Portion] | None:
         parts = self._parts
         shares = parts.shares.of_ring
-        first, count = parts.places.take(number, sum(shares), len(indices), least_of(shares))
+        with parts.shares.asking():
+            first, count = parts.places.take(number, sum(shares), len(indices), least_of(shares))
         if count == 0:
             return None
         parts.shares.drawn()

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from ringweave import wire
 from ringweave.environment import WorkerEnvironment
-from ringweave.errors import TrainingError, UsageError, explain
+from ringweave.errors import DisagreementError, TrainingError, UsageError, explain
 from ringweave.params import flat
 from ringweave.params.flat import Flat
 from ringweave.params.messages import Group, Setup
@@ -69,8 +69,11 @@ def prepare(
     Raises:
         UsageError: There is no server.
         TrainingError: The optimizer or the data do not fit this mode.
+        DisagreementError: Ranks load different numbers of batches ahead.
     """
     (model, optimizer, loader), (environment, control, recorder) = triple, surroundings
+    check_state(optimizer, asked.settings)
+    _check_prefetched(said)
     servers = servers_of(environment)
     speeds = speeds_of(said)
     formed = form(asked, speeds, said)
@@ -222,6 +225,35 @@ def setup_of(module: nn.Module, optimizer: Optimizer, rings: Sequence[Sequence[i
         overlaps=overlaps,
         compensation=0.0 if overlaps else asked.settings.compensation,
     )
+
+
+def check_state(optimizer: Optimizer, settings: Asynchronous) -> None:
+    """Refuse an optimizer that has taken steps where its state is the server's: that begins without it.
+
+    Raises:
+        TrainingError: It has.
+    """
+    if not settings.local_steps:
+        optimizers.check_fresh(optimizer.state.values())
+
+
+def _check_prefetched(said: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse load workers of unequal number: members of a ring draw tickets together, as far ahead as each loads.
+
+    Raises:
+        DisagreementError: Ranks load different numbers of batches ahead.
+    """
+    ahead = [each["num_prefetched"] for each in said]
+    odd = next((rank for rank, each in enumerate(ahead) if each != ahead[0]), None)
+    if odd is not None:
+        raise DisagreementError(
+            explain(
+                f"batches that rank {odd} loads ahead (num_workers x prefetch_factor)",
+                got=ahead[odd],
+                expected=f"{ahead[0]} as on rank 0, since the members of a ring draw samples together",
+                do="Give the DataLoader the same num_workers and prefetch_factor on all ranks, or use mode balanced",
+            )
+        )
 
 
 def check_size(num_bytes: int) -> None:

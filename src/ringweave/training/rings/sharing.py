@@ -4,7 +4,8 @@ In a ring, where all wait for the slowest, shares change at the borders of steps
 each other only where all of them meet, so what a whole ring takes changes there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from ringweave.planning.balancing import Change, Rebalancer, Speed
@@ -61,6 +62,13 @@ class RingShares:
     def drawn(self) -> None:
         """A ticket was drawn for the ring; with workers that load ahead, long before it is computed."""
         self._num_drawn += 1
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """A ticket is asked for: the server's time, and the representative's, is not this rank's."""
+        self._timer.open()
+        yield
+        self._timer.close_wait()
 
     def begin(self) -> None:
         """The next batch is asked for; what was computed before is over."""

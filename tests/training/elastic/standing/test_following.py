@@ -12,6 +12,7 @@ from ringweave.errors import ConnectionLostError, RingweaveError, TrainingError
 from ringweave.membership.rules.records import Decree, Standing
 from ringweave.training.elastic import rows
 from ringweave.training.elastic.joining import catching, layouts
+from ringweave.training.elastic.joining.reading import Reading
 from ringweave.training.elastic.rows import Commit, Row
 from ringweave.training.elastic.session import Session
 
@@ -212,6 +213,73 @@ def test_an_epoch_that_takes_it_for_a_follower_when_it_is_none_any_more_is_refus
     assert session.start(agent).ballot == (1, 2)
     assert coordinator.accused == [(1, 1)]
     session.close()
+
+
+def test_who_reads_from_one_that_is_put_out_begins_anew_at_once(groups: Groups) -> None:
+    """It is stopped: its connection stands, and nothing comes."""
+    is_over = threading.Event()
+
+    def hang_once(number: int) -> None:
+        if number == 1:
+            is_over.wait(60)
+
+    crew = Crew(hang_once)
+    session, coordinator = joined(groups, crew)
+    agent: Any = coordinator
+    thread = threading.Thread(target=session.start, args=(agent,))
+    thread.start()
+    wait_until(lambda: crew.num_pulls == 1)
+    session.freeze(is_urgent=True)
+    other = Standing(member="2.0", has_state=True, committed=4, note=NOTE, layout=LAYOUT)
+    own = Standing(member=OWN, is_following=True, committed=4, note=NOTE)
+    session.form(Decree(ballot=(1, 2), standings=(own, other)))
+    thread.join(30)
+    assert not thread.is_alive()
+    assert coordinator.accused == [(1, 2)]
+    assert [(each.has_state, each.is_following) for each in coordinator.stood] == [(False, False)]
+    assert crew.num_pulls == 2
+    is_over.set()
+    session.close()
+
+
+@pytest.mark.parametrize("epochs_end", ["as it reads", "before the donor offers it"])
+def test_a_reading_that_is_given_up_takes_nothing_over(epochs_end: str) -> None:
+    now_s, taken, is_there = [0.0], [], threading.Event()
+    reading = Reading(clock=lambda: now_s[0])
+
+    def pull() -> None:
+        is_there.wait(60)
+        with pytest.raises(ConnectionLostError, match="state of the job"):
+            reading.take_over(lambda: taken.append(1))
+        is_there.clear()
+
+    def end() -> None:
+        if epochs_end == "as it reads":
+            reading.give_up()
+        else:
+            reading.hurry()
+            now_s[0] = 6.0
+
+    threading.Timer(0.1, end).start()
+    with pytest.raises(ConnectionLostError, match="that is to give it and does not"):
+        reading.run(pull)
+    is_there.set()
+    wait_until(lambda: not is_there.is_set())
+    assert taken == []
+
+
+def test_a_donor_that_has_begun_is_not_hurried() -> None:
+    now_s, taken = [0.0], []
+    reading = Reading(clock=lambda: now_s[0])
+
+    def pull() -> None:
+        reading.begin()
+        reading.hurry()
+        now_s[0] = 60.0
+        reading.take_over(lambda: taken.append(1))
+
+    reading.run(pull)
+    assert taken == [1]
 
 
 @pytest.mark.parametrize(

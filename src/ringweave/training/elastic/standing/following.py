@@ -9,6 +9,7 @@ from ringweave.training.elastic.joining import catching
 from ringweave.training.elastic.joining.backlog import Backlog, Begun
 from ringweave.training.elastic.joining.catching import Catching
 from ringweave.training.elastic.joining.entering import Entrance
+from ringweave.training.elastic.joining.reading import Reading
 from ringweave.training.elastic.standing.footing import Footing
 
 _MOST_FAILURES = 5
@@ -21,6 +22,9 @@ class Following:
     def __init__(self, footing: Footing, *, is_mean: bool) -> None:
         self._footing, self._is_mean = footing, is_mean
         self._num_failures = 0
+        self._donor = ""
+        """Of whom the state is read, or was."""
+        self._reading: Reading | None = None
 
     # The thread that trains.
 
@@ -79,6 +83,11 @@ class Following:
     def begin(self, begun: Begun, entrance: Entrance) -> None:
         """The epoch stands: for the script now, or after what is kept for it."""
         footing = self._footing
+        if self._reading is not None:
+            if self._donor in begun.decree.members:
+                self._reading.hurry()
+            else:
+                self._reading.give_up()
         committed = max(begun.decree.committed, footing.where.committed)
         if begun.is_newcomer and entrance.layout:
             footing.catching = Catching(footing.member, footing.crew, Backlog(entrance.layout, committed))
@@ -92,12 +101,13 @@ class Following:
 
     def read(self, begun: Begun, donor: int, name: str) -> None:
         """Begin to read the state of that member as it was when this epoch was formed."""
-        place = begun.decree.standings[donor].place
+        giver, crew, reading = begun.decree.standings[donor], self._footing.crew, Reading()
         with self._footing.lock:
             own = self._footing.catching
+            self._donor, self._reading = giver.member, reading
         if own is not None:
             own.read(
-                lambda pace: self._footing.crew.pull(place, name, pace),
+                lambda pace: reading.run(lambda: crew.pull(giver.place, name, reading, pace)),
                 lambda error: self._begin_to_redo(own) if error is None else self._start_over(own, error),
             )
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from ringweave.comm.regrouping import EpochGroups
-from ringweave.errors import MembershipError, RingweaveError
+from ringweave.errors import CapacityError, MembershipError, RingweaveError
 from ringweave.membership.agent import Agent
 from ringweave.membership.rules.follower import Out
 from ringweave.membership.rules.records import Decree, Standing
@@ -138,6 +138,10 @@ class Footing:
         """Saves the state where the job's end is raised, if this member is to."""
         try:
             yield
+        except CapacityError as reason:  # all who are left raise it, in the same epoch
+            if self.ordered is None or self.ordered.teller != self.member or self.save_last is None:
+                raise
+            raise CapacityError(f"{reason} {self.save_last()}") from None
         except (MembershipError, SystemExit) as reason:
             if self.out is None or self.out.heir != self.member or self.save_last is None:
                 raise

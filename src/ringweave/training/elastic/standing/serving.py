@@ -8,6 +8,7 @@ from ringweave.errors import MembershipError, RingweaveError, TrainingError
 from ringweave.membership.rules.records import Decree
 from ringweave.training.elastic.joining.backlog import Begun
 from ringweave.training.elastic.joining.entering import Entrance
+from ringweave.training.elastic.joining.reading import Reading
 from ringweave.training.elastic.standing import notes
 from ringweave.training.elastic.standing.counting import Counting
 from ringweave.training.elastic.standing.following import Following
@@ -95,7 +96,9 @@ class Serving:
         place, is_apart = told[0]["store"], bool(entrance.followers)
         self._footing.groups.form(place, name, rank, len(decree.members), num_aborts, is_apart=is_apart)
         if begun.is_newcomer and not entrance.layout:
-            crew.pull(decree.standings[entrance.donor(rank)].place, name)
+            donor = decree.standings[entrance.donor(rank)].place
+            reading = Reading(lambda: num_aborts != self._footing.groups.num_aborts)
+            reading.run(lambda: crew.pull(donor, name, reading))
 
     def _begin(self, begun: Begun, entrance: Entrance, generation: int) -> bool:
         """The epoch stands, unless another order came first; whether it does."""

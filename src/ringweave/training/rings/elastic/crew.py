@@ -11,6 +11,7 @@ from ringweave.params.rules.positions import lifted
 from ringweave.planning.balancing.epochs import Indices
 from ringweave.training.elastic.books import Books, slice_of
 from ringweave.training.elastic.crew import JobCrew
+from ringweave.training.elastic.joining.reading import Reading
 from ringweave.training.elastic.loader import Place
 from ringweave.training.elastic.rosters import Roster, Rosters
 from ringweave.training.elastic.rows import Commit, Row
@@ -97,6 +98,11 @@ class RingCrew:
         place.num_drawn += 1
         place.num_since_commit += 1
 
+    @property
+    def batch_part(self) -> float:
+        """The train steps that the batch makes which was drawn last."""
+        return self._open[-1].batch_share if self._open else 1.0
+
     def open_epoch(self, number: int) -> None:
         """A new epoch of the data, from its begin."""
         self._crew.place.epoch, self.is_whole = number, True
@@ -181,6 +187,6 @@ class RingCrew:
         """The state is about to change."""
         self._crew.withdraw()
 
-    def pull(self, place: str, name: str, pace: Pace | None = None) -> None:
+    def pull(self, place: str, name: str, reading: Reading, pace: Pace | None = None) -> None:
         """Read the state of the member that listens there."""
-        self._crew.pull(place, name, pace)
+        self._crew.pull(place, name, reading, pace)

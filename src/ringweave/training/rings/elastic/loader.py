@@ -149,7 +149,7 @@ class KeptRingLoader(ServedLoader):
         try:
             for batch in self._source:
                 own = self._tickets.given
-                parts.weights.set(len(own.indices), own.num_total)
+                parts.weights.set(len(own.indices), own.num_total, parts.crew.batch_part)
                 parts.timer.give(len(own.indices))
                 parts.session.sign()
                 yield batch

@@ -268,7 +268,8 @@ class RingMember:
     def _client_of(self) -> RingClient:
         with self._lock:
             if self._client is None:
-                self._client = RingClient(self._servers, self._crew().ring_place.ring)
+                ballot = lambda: self._session().decree.ballot  # noqa: E731 - each epoch has another
+                self._client = RingClient(self._servers, self._crew().ring_place.ring, ballot=ballot)
             return self._client
 
     def _inbox_of(self) -> Flat:

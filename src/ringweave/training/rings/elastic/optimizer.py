@@ -35,6 +35,12 @@ class KeptOptimizer(Optimizer):
         return self._inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What `state_dict` gave."""
+        """What `state_dict` gave.
+
+        Raises:
+            TrainingError: It is the state of an optimizer that has taken steps, which the server's would not have.
+        """
+        if self._member.changes is None:
+            optimizers.check_fresh(state_dict["state"].values())
         self._inner.load_state_dict(state_dict)
         self.param_groups = self._inner.param_groups

@@ -133,6 +133,7 @@ def prepare(
 
 def _read(triple: tuple[nn.Module, Optimizer, DataLoader], asked: KeptAsked) -> _Given:
     model, optimizer, loader = triple
+    rings_preparing.check_state(optimizer, asked.settings)
     reading = orders.read(loader)
     check_reading(reading)
     alike = {
@@ -239,7 +240,7 @@ def _enlist(given: _Given, asked: KeptAsked, reach: _Reach, timer: StepTimer, se
         groups,
         crew,
         buffers=lambda: elastic.buffers_of(given.model),
-        is_mean=asked.elastic.reduction == "mean",
+        is_mean=True,  # weights make a whole step's gradient of a sum too: what a lost part was of it is made up for
         num_parameters=given.alike["num_parameters"],
     )
     enter = Enter(part=messages.ring_part(seat.ring), expected=len(seat.slots))
