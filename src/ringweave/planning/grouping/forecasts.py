@@ -18,11 +18,12 @@ WORTH = 0.98
 """What a sample is worth that several rings train on, beside one of synchronous training: rehearsals in virtual time
 found losses 0 to 2 % behind after the same samples (docs/decisions/0021)."""
 MIN_GAIN = 0.05
-"""What is less simple must be this much faster to be taken: rings than simpler ones, and, where rounds of rings were
-rehearsed, than one exact step of all."""
+"""Rings must be this much faster than one exact step of all to be taken, where rounds of rings were rehearsed."""
 MIN_GAIN_UNREHEARSED = 0.1
 """Likewise, where rings are known by the sum of their parts alone: in labs of parts of processors that was up to a
 tenth short of what was measured, and more (docs/decisions/0062, 0063)."""
+_MIN_GAIN_OF_RINGS = 0.01
+"""Likewise, rings than simpler rings, whose forecasts have the same errors."""
 _DIFFERENT = 1.25
 """Rates that differ by less are of one kind."""
 
@@ -155,7 +156,9 @@ def choose(forecasts: Sequence[Forecast], least_gain: float = MIN_GAIN) -> Forec
         least_gain: Of rings over one step of all.
     """
     best_s = min(each.step_s for each in forecasts)
-    return next(each for each in forecasts if each.step_s <= best_s * (1 + (MIN_GAIN if each.rings else least_gain)))
+    return next(
+        each for each in forecasts if each.step_s <= best_s * (1 + (_MIN_GAIN_OF_RINGS if each.rings else least_gain))
+    )
 
 
 def expected_slowest_s(values: Sequence[Sequence[float]]) -> float:
