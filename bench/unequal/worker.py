@@ -121,10 +121,8 @@ def chosen_by_auto(options: argparse.Namespace) -> list[str]:
     own["num_samples"] = reading.num_samples
     said = messages.gather_json(own)
     settings = Asynchronous(local_steps=ROWS[options.row].local_steps)
-    said = rehearsing.rehearse_if_wanted(
-        said, (model, optimizer, loader), messages, environment, settings, is_open=True
-    )
-    decided = modes.decide(modes.AUTO, modes.AUTO, messages.world_size)
+    decided, triple = modes.decide(modes.AUTO, modes.AUTO, messages.world_size), (model, optimizer, loader)
+    said = rehearsing.rehearse_if_wanted(said, triple, messages, environment, settings, decided[0], is_open=True)
     return list(forecasting.decide(decided, said, None, is_open=True, local_steps=settings.local_steps)[:2])
 
 

@@ -142,7 +142,7 @@ def _prepare_lasting(
     said = messages.gather_json({**dataclasses.asdict(reading), **own})
     control.check_alike(said, _ALIKE)
     recorder = Recorder(environment, rank)
-    said = rehearsing.rehearse_if_wanted(said, triple, messages, environment, settings, is_open=is_open)
+    said = rehearsing.rehearse_if_wanted(said, triple, messages, environment, settings, decided[0], is_open=is_open)
     chosen, reason, rings = forecasting.decide(
         decided, said, settings.rings, is_open=is_open, local_steps=settings.local_steps
     )

@@ -51,8 +51,8 @@ def test_rings_must_promise_more_than_predictions_are_good_for():
         return forecasts.choose([balanced, pairs, alone], least_gain).mode
 
     assert chosen(1.09, 2.0, 1.0) == "balanced"
-    assert chosen(1.11, 1.005, 1.0) == "ps-hra", "as good as equal"
-    assert chosen(1.11, 1.02, 1.0) == "ps", "rings beside rings have the same errors"
+    assert chosen(1.11, 1.02, 1.0) == "ps-hra", "as good as equal"
+    assert chosen(1.11, 1.04, 1.0) == "ps", "rings beside rings have the same errors"
     assert chosen(1.06, 2.0, 1.0, least_gain=0.05) == "ps"
 
 

@@ -76,34 +76,39 @@ def test_the_last_to_come_says_what_a_sum_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("others", "is_open", "expected"),
+    ("others", "mode", "num_rings", "is_open", "expected"),
     [
-        ({}, True, True),
-        ({}, False, False),
-        ({"is_served": False}, True, False),
-        ({"loses_state": True}, True, False),
+        ({}, "balanced", None, True, True),
+        ({}, "balanced", 2, True, True),
+        ({}, "balanced", None, False, False),
+        ({}, "ps-hra", None, False, True),
+        ({}, "ps-hra", 2, False, False),
+        ({}, "ps", None, False, False),
+        ({"is_served": False}, "balanced", None, True, False),
+        ({"loses_state": True}, "balanced", None, True, False),
     ],
 )
-def test_only_what_may_change_the_mode_is_rehearsed(others: dict[str, bool], is_open: bool, expected: bool) -> None:
+def test_only_what_may_change_the_mode_or_the_rings_is_rehearsed(
+    others: dict[str, bool], mode: str, num_rings: int | None, is_open: bool, expected: bool
+) -> None:
     heard = said([[0.01]] * 2, **others)
-    assert rehearsing.is_wanted(heard, is_open=is_open) is expected
+    assert rehearsing.is_wanted(heard, mode, num_rings, is_open=is_open) is expected
 
 
 @pytest.mark.parametrize(
-    ("others", "local_steps", "expected"),
+    ("others", "expected"),
     [
-        ({}, 0, 12),
-        ({}, 4, 0),
-        ({"balanced_s": None}, 0, 0),
-        ({"balanced_s": 0.09}, 0, 0),
-        ({"num_bytes": 2**30}, 0, 0),
-        ({"batch_samples": 8000, "balanced_s": 1.0}, 0, 4),
-        ({"batch_samples": 16000, "balanced_s": 2.0}, 0, 0),
+        ({}, 12),
+        ({"balanced_s": None}, 0),
+        ({"balanced_s": 0.09}, 0),
+        ({"num_bytes": 2**30}, 0),
+        ({"batch_samples": 8000, "balanced_s": 1.0}, 4),
+        ({"batch_samples": 16000, "balanced_s": 2.0}, 0),
     ],
 )
 def test_rounds_are_rehearsed_where_they_may_be_the_fastest_and_are_short(
-    others: dict[str, float | None], local_steps: int, expected: int
+    others: dict[str, float | None], expected: int
 ) -> None:
     """Of one rank alone, predicted: 0.102 s for a hundred samples."""
     heard = said([[0.001]] * 8, **{"num_bytes": 4000, "balanced_s": 0.1, **others})
-    assert rehearsing._num_rounds(heard, local_steps) == expected
+    assert rehearsing._num_rounds(heard) == expected

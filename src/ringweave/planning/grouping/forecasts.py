@@ -22,7 +22,7 @@ MIN_GAIN = 0.05
 MIN_GAIN_UNREHEARSED = 0.1
 """Likewise, where rings are known by the sum of their parts alone: in labs of parts of processors that was up to a
 tenth short of what was measured, and more (docs/decisions/0062, 0063)."""
-_MIN_GAIN_OF_RINGS = 0.01
+_MIN_GAIN_OF_RINGS = 0.03
 """Likewise, rings than simpler rings, whose forecasts have the same errors."""
 _DIFFERENT = 1.25
 """Rates that differ by less are of one kind."""

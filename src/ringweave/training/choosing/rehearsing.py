@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ringweave.environment import WorkerEnvironment
-from ringweave.planning import balancing
+from ringweave.planning import balancing, modes
 from ringweave.planning.balancing import Speed
 from ringweave.training import reducing, speed_test
 from ringweave.training.choosing import forecasting, trials
@@ -54,8 +54,9 @@ class Server:
 
     exchange: Callable[[], Exchanged]
     """Exchanges with it while nobody else does; `rings.rehearsing.rehearse`."""
-    rounds: Callable[[], AbstractContextManager[Callable[[], object]]]
-    """Connects a rank to it; then what that does in each round, but computing; `rings.rehearsing.rounds`."""
+    rounds: Callable[[], AbstractContextManager[Callable[[], object]]] | None = None
+    """Connects a rank to it; then what that does in each round, but computing; `rings.rehearsing.rounds`. None where
+    each rank alone is no way to train, or rounds have several steps."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -78,19 +79,20 @@ def rehearse_if_wanted(
     messages: Control,
     environment: WorkerEnvironment,
     settings: Asynchronous,
+    mode: str,
     *,
     is_open: bool,
 ) -> list[dict[str, Any]]:
-    """What all ranks said, with what `rehearse` shows where that can change the mode; see there and `is_wanted`."""
-    if not is_wanted(said, is_open=is_open):
+    """What all ranks said, with what `rehearse` shows where that can change anything; see there and `is_wanted`."""
+    if not is_wanted(said, mode, settings.rings, is_open=is_open):
         return said
     optimizer = triple[1]
     asked = optimizer, said[0]["num_bytes"], messages.world_size, servers_of(environment, keeps=True)
     server = Server(
         exchange=lambda: ring_rehearsing.rehearse(*asked),
-        rounds=lambda: ring_rehearsing.rounds(*asked),
+        rounds=(lambda: ring_rehearsing.rounds(*asked)) if is_open and not settings.local_steps else None,
     )
-    return rehearse(said, triple, messages, server, settings.local_steps)
+    return rehearse(said, triple, messages, server)
 
 
 def rehearse(
@@ -98,7 +100,6 @@ def rehearse(
     triple: tuple[nn.Module, Optimizer, DataLoader],
     messages: Control,
     server: Server,
-    local_steps: int = 0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[dict[str, Any]]:
     """What all ranks said, and what was measured, in seconds; None where that is not known.
@@ -115,7 +116,6 @@ def rehearse(
             as they were.
         messages: Among all ranks.
         server: The exchange is called on the first rank, while the others wait; rounds on all of them.
-        local_steps: As `forecasting.decide` has it. Only rounds of one step are rehearsed.
         clock: Seconds that only grow.
 
     Raises:
@@ -150,8 +150,8 @@ def rehearse(
         "rounds_s": None,
     }
     found = [{**each, **common, "rehearsed_s": steps_s} for each, steps_s in zip(said, rehearsed_s, strict=True)]
-    num_rounds = _num_rounds(found, local_steps)
-    if not num_rounds:
+    num_rounds = _num_rounds(found)
+    if server.rounds is None or not num_rounds:
         return found
     with server.rounds() as once:
         messages.gather_json({})  # connections take some ranks longer than others
@@ -162,25 +162,27 @@ def rehearse(
     return [{**each, "rounds_s": of_rank["samples_s"][1:]} for each, of_rank in zip(found, heard, strict=True)]
 
 
-def is_wanted(said: Sequence[Mapping[str, Any]], *, is_open: bool) -> bool:
-    """Whether what it shows can change the mode.
+def is_wanted(said: Sequence[Mapping[str, Any]], mode: str, num_rings: int | None, *, is_open: bool) -> bool:
+    """Whether what it shows can change the mode, or the rings.
 
     Args:
         said: What all ranks said.
+        mode: Where it is not open.
+        num_rings: How many rings the script wants.
         is_open: The mode may be chosen.
     """
-    return is_open and forecasting.goes_with_server(said)
+    are_open = is_open or (mode == modes.PS_HRA and num_rings is None)
+    return are_open and forecasting.goes_with_server(said)
 
 
-def _num_rounds(said: Sequence[Mapping[str, Any]], local_steps: int) -> int:
+def _num_rounds(said: Sequence[Mapping[str, Any]]) -> int:
     """How many rounds of each rank alone are worth rehearsing: none where that cannot make it the fastest way.
 
     Args:
         said: As `rehearse` returns it, without rounds.
-        local_steps: As there.
     """
     balanced_s = said[0]["balanced_s"]
-    if balanced_s is None or local_steps or said[0]["num_bytes"] > _MOST_ROUND_BYTES:
+    if balanced_s is None or said[0]["num_bytes"] > _MOST_ROUND_BYTES:
         return 0
     alone = tuple((rank,) for rank in range(len(said)))
     *_, found = forecasting.look_ahead(said, [alone]).forecasts

@@ -21,6 +21,7 @@ def made(epoch: int) -> KeptRingLoader:
     place = SimpleNamespace(epoch=epoch, num_drawn=0, is_latecomer=False)
     nothing = lambda *_, **__: None  # noqa: E731 - what the ring hears of it
     crew = SimpleNamespace(
+        batch_part=1.0,
         place=place,
         rosters=SimpleNamespace(of=lambda _: Roster(first_batch=0, members=("0.0",), shares=(4,))),
         end_step=nothing,
