@@ -39,7 +39,9 @@ def to_text(rows: Sequence[dict[str, Any]], asked: Iterable[tuple[str, int]], *,
     found = missed(rows, asked, is_short=is_short)
     lines.append(f"Bars missed: {'; '.join(found)}." if found else "Every bar was met.")
     lines.append(f"x is times DDP; in the row `changed` a fraction of the ideal from {WITHIN_STEPS} steps after the ")
-    lines[-1] += f"change on. A number below its bar has an *. It took {took_s:.0f} s; at {', '.join(commits)}."
+    batches = " or ".join(str(each) for each in sorted({run["batch"] for run in rows}))
+    lines[-1] += f"change on. A step has {batches} samples. A number below its bar has an *. "
+    lines[-1] += f"It took {took_s:.0f} s; at {', '.join(commits)}."
     return "\n".join(lines)
 
 

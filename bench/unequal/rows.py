@@ -28,9 +28,10 @@ class Row:
     """So many times fewer epochs, where a train step takes seconds."""
     local_steps: int = 0
     """Of ps-hra; 0 is the default."""
-    batch: int = 3072
-    """Samples of a train step of all together: one of equal workers is to take ten periods of the quotas, since pauses
-    that are nobody's speed are too large a part of a shorter one."""
+    batch: int | None = None
+    """Samples of a train step of all together; None goes by the machine, see `sizing`."""
+    steps: int = 8
+    """Of an epoch."""
 
 
 ROWS = {
@@ -47,6 +48,7 @@ ROWS = {
         local_steps=4,
         epochs_divided=3,
         batch=2048,
+        steps=12,
     ),
     "changed": Row(later_speeds=(1.0,) * 6 + (0.25,) * 2, ideal=3.25, bars=(0.85, 0.8)),
 }

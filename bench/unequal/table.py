@@ -15,6 +15,7 @@ import argparse
 import json
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import report
+import sizing
 import torch
 from rows import CONTENDERS, CORES, GLOO, ROWS, SERVER_CORES, Row
 from worker import READY, TURNED
@@ -34,8 +36,7 @@ from ringweave.telemetry import read
 
 RATE_BITS_PER_S = 400e6
 RUN_TIMEOUT_S = 3600
-SIZES = {"samples": 24576, "channels": 64}
-"""The batch is the row's."""
+CHANNELS = 64
 EPOCHS = {False: 6, True: 4}
 """By whether it is short. The long one goes on until the loss hardly changes, since the end is what is compared. An
 epoch is some train steps: at its end all meet, which takes 0.2 s in these labs however short it was."""
@@ -50,18 +51,25 @@ def main() -> None:
     parser.add_argument("--rows", default=",".join(ROWS), help="which, separated by commas")
     parser.add_argument("--seeds", help="separated by commas; 0,1,2, or 0 with --short")
     parser.add_argument("--short", action="store_true", help="one seed, few epochs")
-    for name in ("epochs", "batch", *SIZES):
+    for name in ("epochs", "batch", "channels"):
         parser.add_argument(f"--{name}", type=int, help="in the place of the table's own")
     parser.add_argument("--out", type=Path, default=Path("bench/results/unequal"), help="folder for results")
     parser.add_argument("--runs", type=Path, default=Path("runs/unequal"), help="folder for what the jobs leave behind")
     options = parser.parse_args()
+    for how in (signal.SIGINT, signal.SIGTERM):  # also where it runs behind a shell, which has it ignore the first
+        signal.signal(how, lambda number, _: sys.exit(128 + number))  # so that the job ends, and its lab goes down
     options.out = options.out / "short" if options.short else options.out
     options.out.mkdir(parents=True, exist_ok=True)
-    sizes = {"epochs": EPOCHS[options.short], **SIZES}
-    sizes |= {name: value for name in ("batch", *sizes) if (value := getattr(options, name))}
+    epochs, channels = options.epochs or EPOCHS[options.short], options.channels or CHANNELS
     seeds, names = (options.seeds or SEEDS[options.short]).split(","), options.rows.split(",")
     asked = [(name, int(seed)) for seed in seeds for name in names]
+    is_open = not options.batch and any(ROWS[name].batch is None for name in names)
+    of_machine = machines_batch(options.out, channels) if is_open else None
     for name, seed in asked:
+        row = ROWS[name]
+        batch = options.batch or row.batch or of_machine or 0
+        sizes = {"batch": batch, "samples": row.steps * batch, "channels": channels}
+        sizes["epochs"] = max(LEAST_EPOCHS, epochs // row.epochs_divided)
         measure(name, seed, sizes, options.runs.absolute(), options.out / f"{name}-{seed}.json")
     rows = [json.loads(path.read_text()) for path in sorted(options.out.glob("*-*.json"))]
     if not rows:
@@ -74,13 +82,24 @@ def main() -> None:
         raise SystemExit(1)
 
 
+def machines_batch(out: Path, channels: int) -> int:
+    """Samples in a step of those rows that go by the machine: as in what has been measured already, if anything has."""
+    for path in sorted(out.glob("*-*.json")):
+        found = json.loads(path.read_text())
+        if ROWS[found["row"]].batch is None:
+            return found["batch"]
+    sample_s = sizing.core_s_per_sample(channels)
+    batch = sizing.batch_of(sample_s)
+    print(f"{sample_s * 1e6:.1f} us of a core a sample (measured): {batch} samples in a step", file=sys.stderr)
+    return batch
+
+
 def measure(name: str, seed: int, sizes: dict[str, int], root: Path, path: Path) -> None:
     """Measure what of a row is missing in its file; a job that fails is told of, and the others run nevertheless."""
-    epochs = max(LEAST_EPOCHS, sizes["epochs"] // ROWS[name].epochs_divided)
 
     def run(contenders: Sequence[str]) -> dict[str, Any]:
         started_s = time.monotonic()
-        found = run_row(name, seed, {"batch": ROWS[name].batch, **sizes, "epochs": epochs}, contenders, root)
+        found = run_row(name, seed, sizes, contenders, root)
         found |= {"took_s": round(time.monotonic() - started_s, 1), "machine": machine()}
         print(f"{name}, seed {seed}: {', '.join(contenders)}: {found['took_s']} s", file=sys.stderr, flush=True)
         return found
