@@ -65,12 +65,13 @@ def test_gradients_count_by_samples(is_mean: bool, num_samples: int, factor: flo
 
 
 SCRIPT = """
-import torch, ringweave
+import gc, torch, ringweave
 from torch.utils.data import DataLoader, TensorDataset
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(torch.ones(6, 2)), batch_size=3)
 model, optimizer, loader = ringweave.prepare(model, optimizer, loader)
+assert len(gc.get_objects()) < 5000 < gc.get_freeze_count()
 for (x,) in loader:
     optimizer.zero_grad()
     model(x).sum().backward()
@@ -81,6 +82,7 @@ print(loader.account.is_exact, loader.account.total.num_samples)
 
 @pytest.mark.slow
 def test_a_script_that_nobody_launched_trains_alone_and_ends_in_silence() -> None:
+    """And whole collections of garbage go through what came after `prepare` alone."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "True 6\n", "")
 

@@ -1,6 +1,7 @@
 """`ringweave.prepare`: three lines of a script that trains alone, and it trains on all workers."""
 
 import dataclasses
+import gc
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -95,7 +96,19 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
         mode=mode, reduction=reduction, max_samples=max_samples, ddp=dict(ddp or {}), carried=dict(carried or {})
     )
     way = _prepare_elastic if environment.coordinators else _prepare_lasting
-    return way((model, optimizer, loader), asked, settings, environment)
+    found = way((model, optimizer, loader), asked, settings, environment)
+    _spare_collections()
+    return found
+
+
+def _spare_collections() -> None:
+    """Leave what is there by now out of garbage collections from here on.
+
+    A whole one goes through the objects of all modules: a tenth of a second of a processor with torch. Who has a
+    twentieth of one takes two seconds, in the midst of a step that all others wait in (docs/decisions/0064).
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _prepare_elastic(

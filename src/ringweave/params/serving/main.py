@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import gc
 import signal
 import sys
 import threading
@@ -186,6 +187,8 @@ def main(argv: Sequence[str]) -> int:
         process = Process(parse(argv))
         for how in (signal.SIGTERM, signal.SIGINT):
             signal.signal(how, process.stop)
+        gc.collect()
+        gc.freeze()  # whole collections keep all rings waiting, and would go through all of torch: see decision 0064
         process.run()
     except RingweaveError as error:
         print(f"ringweave server: error: {error}", file=sys.stderr, flush=True)
