@@ -95,8 +95,9 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
     asked = Wanted(
         mode=mode, reduction=reduction, max_samples=max_samples, ddp=dict(ddp or {}), carried=dict(carried or {})
     )
-    way = _prepare_elastic if environment.coordinators else _prepare_lasting
-    found = way((model, optimizer, loader), asked, settings, environment)
+    if environment.coordinators:
+        return _prepare_elastic((model, optimizer, loader), asked, settings, environment)
+    found = _prepare_lasting((model, optimizer, loader), asked, settings, environment)
     _spare_collections()
     return found
 
