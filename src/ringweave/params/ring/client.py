@@ -1,5 +1,7 @@
 """A ring's connection to the parameter server: pushes once, pulls, and takes samples, also across lost connections."""
 
+# Longer than a file should be: every call that a ring has for the server is one short method here.
+
 import threading
 import time
 from collections.abc import Callable, Sequence

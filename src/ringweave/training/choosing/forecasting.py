@@ -41,8 +41,6 @@ class Outlook:
     """Measured in a rehearsal: an allreduce among all ranks; None if there was none."""
     serving_s: float | None = None
     """Likewise: what an exchange needs at the parameter server."""
-    least_gain: float = forecasts.MIN_GAIN
-    """Of rings over one step of all, for which they are taken."""
     are_measured: bool = False
     """What balanced takes, and each rank alone, was rehearsed whole."""
     untried: str = ""
@@ -55,7 +53,8 @@ class Outlook:
         said = f"predicted for the samples of a train step: {others}"
         if self.are_measured:
             said += ", of which balanced and ps by rehearsed steps (measured)"
-        said += f"; rings are taken for a gain of {self.least_gain:.0%} or more"
+        least = _least_gain(are_measured=self.are_measured)
+        said += f"; rings are taken for a gain of {least:.0%} or more"
         if self.reducing_s is not None:
             said += f"; a sum over all ranks took {self.reducing_s:.3g} s in a rehearsal (measured)"
         if self.serving_s is not None:
@@ -242,15 +241,15 @@ def look_ahead(said: Sequence[Mapping[str, Any]], rings: Sequence[Sequence[Ring]
     if are_measured:
         rounds_s = trials.spread([each["rounds_s"] for each in said])
         found = forecasts.turned(found, work, [statistics.fmean(own_s) for own_s in rounds_s])
-    least_gain = forecasts.MIN_GAIN if are_measured else forecasts.MIN_GAIN_UNREHEARSED
     # Balanced is sync while all are equally fast, and follows when they are not.
-    chosen = forecasts.choose([each for each in found if each.mode != modes.SYNC], least_gain)
+    chosen = forecasts.choose(
+        [each for each in found if each.mode != modes.SYNC], _least_gain(are_measured=are_measured)
+    )
     return Outlook(
         forecasts=found,
         chosen=chosen,
         reducing_s=reducing_s,
         serving_s=serving_s,
-        least_gain=least_gain,
         are_measured=are_measured,
         untried=_untried(said),
     )
@@ -268,6 +267,11 @@ def _times_s(said: Sequence[Mapping[str, Any]]) -> list[list[float]]:
     if all(each["trial_s"] for each in said):
         return trials.settle([each["trial_s"] for each in said])
     return [[1 / each["speed"]] for each in said]
+
+
+def _least_gain(*, are_measured: bool) -> float:
+    """Of rings over one step of all, for which they are taken."""
+    return forecasts.MIN_GAIN if are_measured else forecasts.MIN_GAIN_UNREHEARSED
 
 
 def _rehearsed(said: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:

@@ -124,12 +124,7 @@ def rehearse(
     """
     if len(said) < 2 or not all(each["trial_s"] for each in said):
         return [{**each, **dict.fromkeys(_MEASURED)} for each in said]
-    times_s = [Speed(s_per_sample=sum(own) / len(own)) for own in trials.settle([each["trial_s"] for each in said])]
-    batch_samples = said[0]["batch_samples"]
-    caps = balancing.limits(batch_samples, (each["cap"] for each in said))
-    shares = balancing.apportion(batch_samples, times_s, caps)
-    step_s = max(share * speed.s_per_sample for share, speed in zip(shares, times_s, strict=True))
-    num_steps = max(1, min(_MOST_STEPS, int(BUDGET_S / step_s))) if step_s > 0 else _MOST_STEPS
+    shares, num_steps = _plan(said)
     model, optimizer, loader = triple
     inner = reducing.inside(model)
     num_bytes = said[0]["num_bytes"]
@@ -150,7 +145,7 @@ def rehearse(
         "rounds_s": None,
     }
     found = [{**each, **common, "rehearsed_s": steps_s} for each, steps_s in zip(said, rehearsed_s, strict=True)]
-    num_rounds = _num_rounds(found)
+    num_rounds = _num_rounds(found) if server.rounds is not None else 0
     if server.rounds is None or not num_rounds:
         return found
     with server.rounds() as once:
@@ -173,6 +168,20 @@ def is_wanted(said: Sequence[Mapping[str, Any]], mode: str, num_rings: int | Non
     """
     are_open = is_open or (mode == modes.PS_HRA and num_rings is None)
     return are_open and forecasting.goes_with_server(said)
+
+
+def _plan(said: Sequence[Mapping[str, Any]]) -> tuple[Sequence[int], int]:
+    """Each rank's samples in a step, by trials, and how many steps fit.
+
+    Args:
+        said: As `rehearse` has it.
+    """
+    times_s = [Speed(s_per_sample=sum(own) / len(own)) for own in trials.settle([each["trial_s"] for each in said])]
+    batch_samples = said[0]["batch_samples"]
+    caps = balancing.limits(batch_samples, (each["cap"] for each in said))
+    shares = balancing.apportion(batch_samples, times_s, caps)
+    step_s = max(share * speed.s_per_sample for share, speed in zip(shares, times_s, strict=True))
+    return shares, max(1, min(_MOST_STEPS, int(BUDGET_S / step_s))) if step_s > 0 else _MOST_STEPS
 
 
 def _num_rounds(said: Sequence[Mapping[str, Any]]) -> int:

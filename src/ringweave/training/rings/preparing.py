@@ -89,9 +89,7 @@ def prepare(
     timing.watch(timer, parallel, optimizer)  # the script's own: it steps where there are local steps
     setup = setup_of(parallel.module, optimizer, rings, asked)
     _begin(setup, parameters, RingClient(servers, index, reconnect_s=START_S), control)
-    places = Seating(servers, control, setup, parameters, groups)
-    places.seat.member.refresh()
-    atexit.register(places.leave)
+    places = _seated(Seating(servers, control, setup, parameters, groups))
     samples = Samples()
     pushed = PushedOptimizer(optimizer, places.seat.member, samples, asked.settings.local_steps)
     shares = _shares_of(reading.batch_samples, speeds, said, timer, control, recorder)
@@ -283,6 +281,13 @@ def share_rest(model: nn.Module, trained: Sequence[torch.Tensor], control: Contr
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor not in known:
             tensor.copy_(control.broadcast(tensor.detach().cpu().contiguous()))
+
+
+def _seated(places: Seating) -> Seating:
+    """With the server's parameters, until the process ends."""
+    places.seat.member.refresh()
+    atexit.register(places.leave)
+    return places
 
 
 @torch.no_grad()
