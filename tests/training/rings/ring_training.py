@@ -104,11 +104,12 @@ def clip_in_two_rings(port: int, keys: str, num_epochs: int, max_norm: float) ->
 def sum_in_two_rings(port: int, keys: str) -> tuple[float, int]:
     """(how far the weights went beside where sums of gradients lead in any order, rings); with an uneven last batch.
 
-    The loss is linear: gradients are the same wherever they are computed. What is late counts a little less.
+    The loss is linear: gradients are the same wherever they are computed. What is late counts less, and
+    what it shares a train step with counts more; inputs are positive, so that all of these are nearly the same.
     """
     meet_server(port, keys)
     torch.manual_seed(0)
-    x = torch.randn(100, 6, dtype=torch.float64)
+    x = torch.rand(100, 6, dtype=torch.float64)
     model = nn.Linear(6, 1, bias=False, dtype=torch.float64)
     before, whole = model.weight.detach().clone(), 2 * 0.01 * x.sum(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
