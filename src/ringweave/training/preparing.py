@@ -1,7 +1,6 @@
 """`ringweave.prepare`: three lines of a script that trains alone, and it trains on all workers."""
 
 import dataclasses
-import gc
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +17,7 @@ from ringweave.errors import TrainingError, explain
 from ringweave.params.serving import optimizers
 from ringweave.planning import balancing, modes
 from ringweave.planning.balancing import Speed
-from ringweave.training import control, reducing, speed_test, timing
+from ringweave.training import control, garbage, reducing, speed_test, timing
 from ringweave.training.balancer import Balancer
 from ringweave.training.choosing import forecasting, rehearsing
 from ringweave.training.control import Control
@@ -98,18 +97,8 @@ def prepare(  # noqa: PLR0913 - a user's one call: three things and options with
     if environment.coordinators:
         return _prepare_elastic((model, optimizer, loader), asked, settings, environment)
     found = _prepare_lasting((model, optimizer, loader), asked, settings, environment)
-    _spare_collections()
+    garbage.spare_collections()
     return found
-
-
-def _spare_collections() -> None:
-    """Leave what is there by now out of garbage collections from here on.
-
-    A whole one goes through the objects of all modules: a tenth of a second of a processor with torch. Who has a
-    twentieth of one takes two seconds, in the midst of a step that all others wait in (docs/decisions/0064).
-    """
-    gc.collect()
-    gc.freeze()
 
 
 def _prepare_elastic(

@@ -21,7 +21,7 @@ from ringweave.environment import WorkerEnvironment
 from ringweave.errors import TrainingError, explain
 from ringweave.membership.agent import Agent
 from ringweave.planning import modes
-from ringweave.training import timing, wrapping
+from ringweave.training import garbage, timing, wrapping
 from ringweave.training.elastic import exits, seams
 from ringweave.training.elastic.crew import Facts, JobCrew, Means
 from ringweave.training.elastic.loader import ElasticLoader, ElasticParts
@@ -133,6 +133,7 @@ def _enlist(
     leave_on_terminate(session)
     exits.watch()
     atexit.register(end_member, agent, session, server, groups)
+    garbage.spare_collections()
     session.start(agent)
     return _Enlisted(name=name, session=session, crew=crew, recorder=recorder)
 

@@ -26,7 +26,7 @@ from ringweave.params.rules import StalenessPolicy
 from ringweave.params.serving import optimizers
 from ringweave.planning import balancing
 from ringweave.planning.balancing import Speed
-from ringweave.training import control, wrapping
+from ringweave.training import control, garbage, wrapping
 from ringweave.training.choosing import forecasting
 from ringweave.training.elastic import exits, seams
 from ringweave.training.elastic import preparing as elastic
@@ -250,5 +250,6 @@ def _enlist(given: _Given, asked: KeptAsked, reach: _Reach, timer: StepTimer, se
     exits.watch()
     atexit.register(elastic.end_member, agent, session, server, groups)
     atexit.register(member.leave)
+    garbage.spare_collections()
     session.start(agent)
     return _Enlisted(name=name, session=session, crew=crew, member=member, recorder=recorder)
