@@ -41,6 +41,7 @@ def _member(slot: int, incarnation: int) -> str:
 class ElasticSupervisor:
     """Watches workers, starts again those that died, and ends all when the run is over or has no hope."""
 
+    # Longer than a constructor should be: it only keeps what it is given, and what is known of each slot so far.
     def __init__(  # noqa: PLR0913 - what it decides about, and what it asks, each once
         self,
         launcher: LocalLauncher,

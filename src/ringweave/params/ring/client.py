@@ -71,6 +71,7 @@ class RingClient:
     further servers, one of them may lead when the first does not answer any more; calls are repeated there.
     """
 
+    # Longer than a constructor should be: most of it says what each argument is; it only keeps them.
     def __init__(  # noqa: PLR0913 - whom it speaks to and for, and how long it waits
         self,
         servers: Sequence[Callable[[], wire.Client]],

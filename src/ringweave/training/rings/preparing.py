@@ -78,8 +78,7 @@ def prepare(
     speeds = speeds_of(said)
     formed = form(asked, speeds, said)
     rings = formed.rings
-    groups = groups_of(rings, control.rank)
-    index = index_of(rings, control.rank)
+    groups, index = groups_of(rings, control.rank), index_of(rings, control.rank)
     weights = SampleWeights(num_ranks=len(rings[index]), is_mean=asked.is_mean)
     timer = StepTimer(timing.timeline_of(model))
     reducer = GradientReducer(process_group=groups[0], timer=timer)
