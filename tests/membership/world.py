@@ -17,6 +17,8 @@ SAYS_S = 5.0
 """How long a member that is through tries to say so."""
 SEARCH_S = 30.0
 """How long one that cannot go on looks for a coordinator."""
+NUM_FIRST_SIGNS = 8
+"""Of a member that starts."""
 Letter = Callable[[], None]
 
 
@@ -146,7 +148,8 @@ class World:
             self._send(member, lambda each, now_s: each.join(member.name, now_s))
         if member.rejoining is not None and not member.is_heard:
             self._ask_back(member, member.rejoining)
-        beat = Beat(progress=member.num_signs, is_waiting=member.is_waiting)
+        is_starting = member.standing.is_following or member.num_signs < NUM_FIRST_SIGNS
+        beat = Beat(progress=member.num_signs, is_waiting=member.is_waiting, is_starting=is_starting)
         self._send(member, lambda each, now_s: each.beat(member.name, beat, now_s))
         if member.through_s is not None and member.is_heard:
             self._say_through(member)

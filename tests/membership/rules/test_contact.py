@@ -41,6 +41,16 @@ def test_who_gets_the_processor_late_itself_blames_nobody() -> None:
     assert busy.patience_s == pytest.approx(3 * 0.8 + 4 * (0.4 - BEAT_S))
 
 
+def test_a_start_makes_nobody_patient_for_later() -> None:
+    contact, now_s = Contact(0.0), 0.0
+    for is_starting, every_s in [*[(True, 1.5)] * 10, *[(False, BEAT_S)] * 2]:
+        now_s += every_s
+        contact.look(Beat(is_starting=is_starting), now_s)
+        contact.note_answer(now_s, decides=True)
+        assert contact.patience_s == pytest.approx(0.8) or is_starting
+    assert contact.left_s(now_s + 0.9) == 0
+
+
 def test_another_coordinator_is_not_blamed_for_the_silence_of_the_one_before() -> None:
     contact, now_s = answered(0.2, 10.0)
     contact.begin(now_s + 5.0)

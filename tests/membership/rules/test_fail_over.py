@@ -159,20 +159,23 @@ def test_where_training_goes_on_who_is_missing_must_be_there_and_has_more_time()
     assert table.coordinator.order_for("0.0") == Order(ballot=decree.ballot, decree=decree), "nothing has happened"
 
 
-def test_who_comes_far_apart_is_waited_for_longer_though_training_stands_still() -> None:
+def test_who_comes_far_apart_is_waited_for_longer_though_training_stands_still_unless_nobody_can_come() -> None:
     decree = Table(4).begin("0.0", "1.0", "2.0", "3.0")
-    table = Table(4, index=1, is_standby=True)
     beat = Beat(is_waiting=True, still_s=1.0)
-    for member in ("1.0", "2.0", "3.0"):
-        table.pass_time(0.5)
-        rejoining = Rejoining(standing=holder(member), decree=decree, promised=decree.ballot, lost_s=1.0, beat=beat)
-        table.coordinator.rejoin(rejoining, table.now_s)
-    table.stand(holder("1.0"), holder("2.0"), holder("3.0"))
-    table.pass_time(0.9)
-    assert table.coordinator.decree == decree
-    table.pass_time(0.2)
-    assert table.coordinator.decree is not None
-    assert table.coordinator.decree.members == ("1.0", "2.0", "3.0")
+    for is_unreachable in (False, True):
+        table = Table(4, index=1, is_standby=True)
+        for member in ("1.0", "2.0", "3.0"):
+            table.pass_time(0.5)
+            rejoining = Rejoining(standing=holder(member), decree=decree, promised=decree.ballot, lost_s=1.0, beat=beat)
+            table.coordinator.rejoin(rejoining, table.now_s)
+        if is_unreachable:
+            table.coordinator.hear_unreachable("0.0", table.now_s)
+        table.stand(holder("1.0"), holder("2.0"), holder("3.0"))
+        table.pass_time(0.9)
+        assert (table.coordinator.decree == decree) == (not is_unreachable)
+        table.pass_time(0.2)
+        assert table.coordinator.decree is not None
+        assert table.coordinator.decree.members == ("1.0", "2.0", "3.0")
 
 
 def test_a_coordinator_that_hears_of_a_greater_term_is_a_standby_from_then_on() -> None:

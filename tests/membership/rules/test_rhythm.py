@@ -1,4 +1,6 @@
-from ringweave.membership.rules.rhythm import SILENCE, STANDSTILL, Rhythm
+import pytest
+
+from ringweave.membership.rules.rhythm import BEAT_S, SILENCE, STANDSTILL, Delays, Rhythm
 from ringweave.membership.rules.signs import Beat, Signs
 
 
@@ -60,3 +62,29 @@ def test_who_waits_for_others_is_never_stuck() -> None:
     for index in range(1000):
         signs.observe(Beat(progress=20, is_waiting=True, cpu_s=now_s / 2), now_s + index * 0.1)
         assert not signs.is_stuck(now_s + index * 0.1)
+
+
+def test_what_is_learnt_from_a_member_that_starts_is_forgotten_when_its_training_gets_on() -> None:
+    for is_starting in (True, False):
+        signs, now_s = Signs(0.0), 0.0
+        for _ in range(20):
+            now_s += 2.0
+            signs.observe(Beat(is_starting=is_starting), now_s)
+        for _ in range(3):
+            now_s += BEAT_S
+            signs.observe(Beat(), now_s)
+        assert not signs.is_silent(now_s + SILENCE.least_s - 0.1)
+        assert signs.is_silent(now_s + SILENCE.least_s + 0.1) == is_starting
+        assert signs.is_silent(now_s + 6.1), "three times the longest gap"
+
+
+def test_one_s_own_delays_are_remembered_for_a_dozen_seconds_however_often_it_looks() -> None:
+    for usual_s in (0.05, BEAT_S):
+        delays, now_s = Delays(0.0, usual_s), usual_s + 0.5
+        delays.observe(now_s)
+        assert delays.grace_s == pytest.approx(4 * 0.5)
+        for after_s, grace_s in ((11.5, 2.0), (12.5, 0.0)):
+            while now_s < usual_s + 0.5 + after_s:
+                now_s += usual_s
+                delays.observe(now_s)
+            assert delays.grace_s == pytest.approx(grace_s, abs=1e-9)

@@ -12,11 +12,15 @@ class Contact:
     def __init__(self, now_s: float) -> None:
         self._answers, self._delays = Rhythm(ANSWERS, now_s), Delays(now_s, BEAT_S)
         self._heard_s = now_s
-        self._progress, self._still_since_s = -1, now_s
+        self._progress, self._still_since_s, self._is_starting = -1, now_s, False
 
     def look(self, beat: Beat, now_s: float) -> Beat:
         """Note how late this process looks, and what it gets done; its beat, with how long it has stood still."""
         self._delays.observe(now_s)
+        if self._is_starting and not beat.is_starting:
+            self._answers.forget()
+            self._delays.forget()
+        self._is_starting = beat.is_starting
         if beat.progress != self._progress or not beat.is_waiting:
             self._progress, self._still_since_s = beat.progress, now_s
         return replace(beat, still_s=now_s - self._still_since_s)

@@ -322,11 +322,11 @@ class Coordinator:
         is_broken = lost_s > ANSWERS.least_s and self._presence.stands_still(_STILL_S)
         if (self._election.take_unsettled() or is_broken) and self._proposal is None:
             self._propose(now_s, is_urgent=True)
-        busy, least_s = max(1.0, self._election.patience_s / ANSWERS.least_s), self._settings.silence.least_s
-        if not self._election.is_hopeless(self._presence.here):
-            least_s = busy * max(_REST_S, least_s)
-        least_s += self._delays.grace_s
-        is_early = self._proposal is None or lost_s <= least_s or not self._election.has_rested(now_s)
+        is_hopeless, least_s = self._election.is_hopeless(self._presence.here), self._settings.silence.least_s
+        if not is_hopeless:
+            least_s = max(1.0, self._election.patience_s / ANSWERS.least_s) * max(_REST_S, least_s)
+        has_rested = is_hopeless or self._election.has_rested(now_s)
+        is_early = self._proposal is None or lost_s <= least_s + self._delays.grace_s or not has_rested
         return is_early or self._is_waiting_for_state(now_s)
 
     def _is_waiting_for_state(self, now_s: float) -> bool:

@@ -9,8 +9,8 @@ is missed before 0.9 s."""
 _DECAY = 0.997
 """Of the longest gap, with each that follows: of heartbeats it is half forgotten after a minute. A machine that was
 busy will be so again."""
-_LOOKS = 256
-"""That are remembered of one's own: a dozen seconds."""
+_WINDOW_S = 12.0
+"""For so long one's own delays are remembered."""
 _ENOUGH = 8
 """Gaps before anything counts as learnt."""
 
@@ -45,7 +45,7 @@ class Delays:
 
     def __init__(self, now_s: float, usual_s: float = _USUAL_S) -> None:
         """It looks every `usual_s` where it gets the processor when it wants to."""
-        self._delays: deque[float] = deque(maxlen=_LOOKS)
+        self._delays: deque[tuple[float, float]] = deque()
         self._usual_s = usual_s
         self.last_s = now_s
         """When it looked last."""
@@ -53,14 +53,21 @@ class Delays:
     def observe(self, now_s: float) -> float:
         """It looks; seconds since it did so last."""
         delay_s = max(0.0, now_s - self.last_s)
-        self._delays.append(min(delay_s, _LONGEST_S))
+        self._delays.append((now_s, min(delay_s, _LONGEST_S)))
+        while now_s - self._delays[0][0] > _WINDOW_S:
+            self._delays.popleft()
         self.last_s = now_s
         return delay_s
+
+    def forget(self) -> None:
+        """What was observed so far is not usual."""
+        self._delays.clear()
 
     @property
     def grace_s(self) -> float:
         """What is added to every deadline."""
-        return _GRACE_FACTOR * max(0.0, max(self._delays, default=0.0) - self._usual_s)
+        longest_s = max((delay_s for _, delay_s in self._delays), default=0.0)
+        return _GRACE_FACTOR * max(0.0, longest_s - self._usual_s)
 
 
 class Rhythm:
@@ -79,6 +86,10 @@ class Rhythm:
         self._num_gaps += 1
         self._longest_s = max(now_s - self._last_s, _DECAY * self._longest_s)
         self._last_s = max(now_s, self._last_s)
+
+    def forget(self) -> None:
+        """What was observed so far is not usual: what is comes from the gaps that follow."""
+        self._longest_s = 0.0
 
     def excuse(self, now_s: float) -> None:
         """What has passed since the last sign does not count."""

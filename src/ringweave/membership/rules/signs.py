@@ -24,6 +24,8 @@ class Beat:
     """Seconds that the process has computed, or wanted to. Who evaluates or saves makes no progress, but is at work."""
     still_s: float = 0.0
     """For so long it has waited for the other members without getting on."""
+    is_starting: bool = False
+    """It imports, plans, or follows the others: how long its signs take now says nothing of later ones."""
 
 
 class Signs:
@@ -53,6 +55,8 @@ class Signs:
             self._sure_s = now_s + SURE_AFTER_S
         self._heard_s = now_s
         self._beats.observe(now_s)
+        if self._last.is_starting and not beat.is_starting:
+            self._beats.forget()
         used_s, passed_s = beat.cpu_s - self._last.cpu_s, now_s - self._looked_s
         if beat.progress != self._last.progress:
             self._steps.observe(now_s)

@@ -26,6 +26,8 @@ from ringweave.training.elastic.standing.footing import Footing
 from ringweave.training.elastic.standing.serving import Serving
 
 _CLOSE_S = 5.0
+_NUM_FIRST = 4
+"""Reductions after which a member has imported, planned and allocated what its training needs."""
 
 
 class Session:
@@ -215,7 +217,12 @@ class Session:
         """A sign of life. Who reads the state waits for its donor, and is not stuck."""
         footing = self._footing
         is_reading = footing.catching is not None and not footing.catching.is_loaded
-        return Beat(progress=footing.num_signs, is_waiting=footing.is_waiting or is_reading, cpu_s=cpu_s)
+        return Beat(
+            progress=footing.num_signs,
+            is_waiting=footing.is_waiting or is_reading,
+            cpu_s=cpu_s,
+            is_starting=footing.catching is not None or footing.num_counted < _NUM_FIRST,
+        )
 
     # The agent's thread.
 

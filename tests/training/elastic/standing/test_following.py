@@ -187,6 +187,19 @@ def test_its_script_does_what_counted_before_it_had_the_state_and_then_is_level(
     session.close()
 
 
+def test_a_member_says_that_it_starts_until_it_has_taken_part_in_its_first_steps(groups: Groups) -> None:
+    session, coordinator = joined(groups, Crew(lambda _: None))
+    agent: Any = coordinator
+    session.start(agent)
+    said = []
+    for _ in range(7):
+        said.append((session.standing().is_following, session.beat(0.0).is_starting))
+        session.border(lambda: None)
+        backward(session, groups)
+    session.close()
+    assert said == [(True, True), *[(False, True)] * 4, *[(False, False)] * 2]
+
+
 def test_who_could_not_read_the_state_is_a_newcomer_again(groups: Groups) -> None:
     def fail_once(number: int) -> None:
         if number == 1:

@@ -190,6 +190,7 @@ class Counting:
         footing.reduction = None
         footing.where = replace(footing.where, committed=commit.number, is_prepared=False)
         footing.num_signs += 1
+        footing.num_counted += 1
         footing.is_waiting = False  # the script goes on when it is settled, and is not woken before
 
     def _keep(self, prepared: _Prepared, reduction: Reduction) -> None:

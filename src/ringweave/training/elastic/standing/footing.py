@@ -29,7 +29,8 @@ class Footing:
     who takes the lock again looks first whether `generation` is still the one that it began with.
 
     Without the lock are read: `decree` and `where` on the session's own thread; `catching` and `out`, by which the
-    thread that trains goes one way or the other; and what only tells how far this member is, which may be a moment old.
+    thread that trains goes one way or the other; and what only tells how far this member is, such as `num_counted`,
+    which may be a moment old.
     `num_signs` is counted without it too, and may miss one; `agent` and `save_last` are set once.
     """
 
@@ -53,6 +54,8 @@ class Footing:
         self.catching: Catching | None = None
         """Until the script has done all that was kept for it; it alone ends that."""
         self.num_signs, self.is_waiting = 0, False
+        self.num_counted = 0
+        """Reductions that its script has had the results of when they counted."""
         self.save_last: Callable[[], str] | None = None
 
     # With the lock held.
