@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch import kept_secrets
 from tests.launch.small_training import SUM, epoch, prepared
 
 TIMEOUT_S = 600.0
@@ -19,15 +20,6 @@ for _ in range(3):
     schedule.step()
 {SUM}"""
 
-KEEPS_SECRETS = """
-import os, pathlib
-from ringweave.wire import Credentials
-own = os.environ["RINGWEAVE_CREDENTIALS"]
-pathlib.Path("secrets").mkdir(exist_ok=True)
-Credentials.from_descriptor(os.dup(int(own.removeprefix("fd:")))).save(pathlib.Path("secrets", os.environ["RANK"]))
-"""
-"""Before the script: what was given to the worker, for the test to look for."""
-
 
 def run(folder: Path, script: str, *options: str) -> "subprocess.CompletedProcess[str]":
     (folder / "train.py").write_text(script)
@@ -38,7 +30,7 @@ def run(folder: Path, script: str, *options: str) -> "subprocess.CompletedProces
 @pytest.mark.slow
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_a_run_in_rings(tmp_path):
-    done = run(tmp_path, KEEPS_SECRETS + SCRIPT, "--workers", "3", "--mode", "ps-hra")
+    done = run(tmp_path, kept_secrets.TELLS + SCRIPT, "--workers", "3", "--mode", "ps-hra")
     assert done.returncode == 0, done.stderr
     sums = {line.split()[-1] for line in done.stdout.splitlines() if " sum " in line}
     assert len(sums) == 1  # all rings have the same parameters at the end of an epoch
@@ -56,7 +48,8 @@ def test_a_run_in_rings(tmp_path):
     assert 2 <= counted["most_peers"] <= max(len(event["rings"]) for event in formed)
     assert set(counted["wire"]) == set(counted["pushes"])
     assert all(each["calls"] > 0 and each["latency_mean_s"] > 0 for each in counted["wire"].values())
-    check_no_secrets(tmp_path / "run", tmp_path / "secrets")
+    names = {"run.json", "events.jsonl", "server.log", "rank-0.log"}
+    kept_secrets.check_none(tmp_path / "run", tmp_path / "secrets", num_told=3, names=names)
 
 
 @pytest.mark.slow
@@ -87,22 +80,6 @@ def test_the_mode_may_be_left_to_the_planner(tmp_path, workers):
     assert ("(measured)" in training["reason"]) is ("," in workers)
     said = f"ringweave: trained in mode {training['mode']}: {training['reason'].rstrip('.')}. 390 samples in 3 epochs"
     assert said in done.stderr
-
-
-def check_no_secrets(run_dir: Path, secrets: Path) -> None:
-    """Nothing that the job's processes kept from others is in any file of the run, and no file is for all to write."""
-    told = [json.loads(path.read_text()) for path in secrets.iterdir()]
-    assert len(told) == 3
-    keys = [line for each in told for line in each["key_pem"].splitlines() if line and "-----" not in line]
-    hidden = {each["token"] for each in told} | set(keys)
-    assert len(hidden) > 3
-    files = [path for path in run_dir.rglob("*") if path.is_file()]
-    assert {"run.json", "events.jsonl", "server.log", "rank-0.log"} <= {path.name for path in files}
-    for path in files:
-        content = path.read_text(errors="replace")
-        assert "PRIVATE KEY" not in content
-        assert not [secret for secret in hidden if secret in content], path
-        assert path.stat().st_mode & 0o022 == 0, path
 
 
 @pytest.mark.slow
