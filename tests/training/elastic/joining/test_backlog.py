@@ -92,6 +92,10 @@ def test_once_there_was_no_room_the_others_wait_until_it_is_level() -> None:
     handed_in(catching)
     assert catching.is_level
     assert catching.has_room()
+    catching.begin(begun(8))
+    assert catching.has_room(), "its script waits as before, and has not been told of the epoch yet"
+    assert not catching.is_behind()
+    assert catching.has_room()
 
 
 def test_the_script_does_what_the_others_did_in_their_order_with_their_sums() -> None:

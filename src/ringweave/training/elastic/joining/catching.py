@@ -51,8 +51,12 @@ class Catching:
 
     @property
     def is_level(self) -> bool:
-        """The script has done all that counts, and waits for the reduction that all others wait for."""
-        return self.is_loaded and not self._backlog and self._replay is not None and self._replay.is_whole
+        """The script has done all that counts, and waits for the reduction that all others wait for.
+
+        An epoch that has begun meanwhile changes nothing in that, whether the script has been told of it or not: it
+        is told when it is woken, which wakes nobody who waits for this.
+        """
+        return self.is_loaded and not self._backlog.num_kept and self._replay is not None and self._replay.is_whole
 
     @property
     def is_at_border(self) -> bool:
