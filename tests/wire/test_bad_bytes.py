@@ -1,18 +1,32 @@
 """What a peer that belongs to the job, or talks without encryption, can do with bytes."""
 
+import contextlib
 import random
 import socket
 import threading
 import tracemalloc
-from collections.abc import Callable
 
 import pytest
 
 from ringweave import wire
-from ringweave.errors import WireError
+from ringweave.errors import MessageError, RemoteError, TrainingError, WireError
 from ringweave.wire.framing import frames
 from ringweave.wire.framing.frames import FrameKind
-from tests.wire.parts import Add, Echo, Events, Sum, connect, frame, introduce, read_frame, serving, trust, wait_until
+from tests.wire.mutations import damaged, host, mutated, raw_peer, send_damaged
+from tests.wire.parts import (
+    Add,
+    Echo,
+    Events,
+    Sum,
+    Wait,
+    connect,
+    frame,
+    packed,
+    read_frame,
+    serving,
+    trust,
+    wait_until,
+)
 
 LIMITS = wire.Limits(
     max_message_bytes=1 << 20, max_body_bytes=4096, max_bytes_in_flight=1 << 22, patience_s=60.0, handshake_s=60.0
@@ -22,15 +36,6 @@ GOOD_NUMBER = 77_777_777
 
 def plain(role: str) -> wire.Plain:
     return wire.Plain(wire.Identity(job="job1", role=role, name="0"), "token")
-
-
-def raw_peer(server: wire.Server, trusted: wire.Trust) -> socket.socket:
-    """A socket on which the peer has been let in."""
-    raw = socket.create_connection(("127.0.0.1", server.port), timeout=60)
-    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock = trusted.wrap(raw, serves=False)
-    introduce(sock, trusted)
-    return sock
 
 
 def refusal(sock: socket.socket) -> str:
@@ -57,8 +62,8 @@ def test_too_much_is_refused_before_memory_is_taken(
     server_trust = trust(authority, "server", "0") if secure else plain("server")
     peer_trust = trust(authority, "worker", "0") if secure else plain("worker")
     data = frames.pack(FrameKind.CALL, call=1, name="test.add", **announced)[: frames.PREFIX_BYTES]
-    with serving(server_trust, limits=LIMITS, record=events) as server, raw_peer(server, peer_trust) as sock:
-        with raw_peer(server, peer_trust) as first:  # brings what any refusal needs once
+    with serving(server_trust, limits=LIMITS, record=events) as server, raw_peer(server.port, peer_trust) as sock:
+        with raw_peer(server.port, peer_trust) as first:  # brings what any refusal needs once
             first.sendall(data)
             assert text in refusal(first)
         tracemalloc.start()
@@ -94,7 +99,10 @@ def test_nothing_but_hello_comes_first(events: Events) -> None:
 @pytest.mark.parametrize("kept", [10, frames.PREFIX_BYTES, frames.PREFIX_BYTES + 5, -1, -9])
 def test_a_frame_that_stops_halfway_is_given_up_in_time(events: Events, kept: int) -> None:
     limits = wire.Limits(patience_s=0.5)
-    with serving(plain("server"), limits=limits, record=events) as server, raw_peer(server, plain("worker")) as sock:
+    with (
+        serving(plain("server"), limits=limits, record=events) as server,
+        raw_peer(server.port, plain("worker")) as sock,
+    ):
         sock.sendall(frame(Add(), 1, b"abcdefgh")[:kept])
         assert (
             "time for a message: 'used up in the middle of a frame; the connection is cut'"
@@ -106,7 +114,7 @@ def test_a_frame_that_stops_halfway_is_given_up_in_time(events: Events, kept: in
 @pytest.mark.parametrize("kept", [10, frames.PREFIX_BYTES, -1])
 def test_a_peer_that_hangs_up_halfway_leaves_nothing(kept: int) -> None:
     with serving(plain("server"), limits=LIMITS) as server:
-        with raw_peer(server, plain("worker")) as sock:
+        with raw_peer(server.port, plain("worker")) as sock:
             sock.sendall(frame(Add(), 1, b"abcdefgh")[:kept])
         wait_until(lambda: not server.peers())
         assert server.held_bytes == 0
@@ -114,7 +122,10 @@ def test_a_peer_that_hangs_up_halfway_leaves_nothing(kept: int) -> None:
 
 def test_a_peer_that_trickles_is_cut_though_bytes_keep_coming(events: Events) -> None:
     limits = wire.Limits(patience_s=0.5, slowest_bytes_per_s=100_000)
-    with serving(plain("server"), limits=limits, record=events) as server, raw_peer(server, plain("worker")) as sock:
+    with (
+        serving(plain("server"), limits=limits, record=events) as server,
+        raw_peer(server.port, plain("worker")) as sock,
+    ):
         data, stop = frame(Add(), 1, bytes(50_000)), threading.Event()
 
         def trickle() -> None:
@@ -128,37 +139,14 @@ def test_a_peer_that_trickles_is_cut_though_bytes_keep_coming(events: Events) ->
 
 
 def test_a_repeated_call_is_cut_off(events: Events) -> None:
-    with serving(plain("server"), limits=LIMITS, record=events) as server, raw_peer(server, plain("worker")) as sock:
+    with (
+        serving(plain("server"), limits=LIMITS, record=events) as server,
+        raw_peer(server.port, plain("worker")) as sock,
+    ):
         sock.sendall(frame(Add(), 5))
         read_frame(sock)
         sock.sendall(frame(Add(), 5))
         assert "number of a call: 5, expected more than 5. A message was repeated" in refusal(sock)
-
-
-def mutated(rng: random.Random, good: bytes) -> bytes:
-    """The frame with something wrong: bits, bytes, lengths, cut, doubled, shuffled or made up."""
-    data = bytearray(good)
-    match rng.randrange(7):
-        case 0:
-            for _ in range(rng.randint(1, 8)):
-                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        case 1:
-            at = rng.randrange(len(data))
-            data[at : at + rng.randint(1, 64)] = rng.randbytes(rng.randint(0, 64))
-        case 2:
-            at = rng.choice((6, 8, 10, 12, 16, 20, 28))  # a field of the prefix
-            data[at : at + 2] = rng.choice((b"\xff\xff", b"\x00\x80", rng.randbytes(2)))
-        case 3:
-            del data[rng.randrange(len(data)) :]
-        case 4:
-            at = rng.randrange(len(data))
-            data[at:at] = data[at : at + rng.randint(1, 100)]
-        case 5:
-            first, second = sorted(rng.sample(range(len(data)), 2))
-            data = data[first:second] + data[:first] + data[second:]
-        case _:
-            data = bytearray(rng.randbytes(rng.randint(1, 300)))
-    return bytes(data)
 
 
 class Taken:
@@ -172,71 +160,97 @@ class Taken:
         return Sum(total=0, peer="")
 
 
-def attack(open_peer: Callable[[], socket.socket], num_messages: int, seed: int) -> int:
-    """Send mutated calls, each on a connection of its own; how many really differ from good ones."""
-    rng, sent = random.Random(seed), 0
-    while sent < num_messages:
-        good = frame(Add(number=GOOD_NUMBER, words=("a", "b")), 1, b"parameters" * 20, b"", b"\x01")
-        data = mutated(rng, good)
-        if data.startswith(good):
-            continue
-        with open_peer() as sock:
-            try:
-                sock.sendall(data)
-                socket.socket.shutdown(sock, socket.SHUT_WR)
-                while sock.recv(65536):
-                    pass
-            except OSError:
-                pass  # cut off while sending: all the same
-        sent += 1
-    return sent
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("secure", "num_messages"), [(False, 10_000), (True, 1_000)], ids=["plain", "tls"])
-def test_mutated_messages_reach_nobody_and_harm_nothing(
-    authority: wire.Authority, secure: bool, num_messages: int
+def test_mutated_messages_reach_nobody_harm_nothing_and_are_written_down(
+    authority: wire.Authority, events: Events, secure: bool, num_messages: int
 ) -> None:
     taken, complaints = Taken(), []
     server = wire.Server(
         trust(authority, "server", "0") if secure else plain("server"),
         [wire.Handler(message=Add, handle=taken)],
         limits=LIMITS,
+        record=events,
         complain=lambda *each: complaints.append(each),
     ).start("127.0.0.1")
     peer_trust = trust(authority, "worker", "0") if secure else plain("worker")
+    good = frame(Add(number=GOOD_NUMBER, words=("a", "b")), 1, b"parameters" * 20, b"", b"\x01")
     with server, connect(server, peer_trust) as honest:
-        assert attack(lambda: raw_peer(server, peer_trust), num_messages, seed=7) == num_messages
+        refused = send_damaged(server.port, peer_trust, [good], num_messages, seed=7, limits=LIMITS)
+        assert len(refused) > num_messages / 2, "the others stop halfway"
         assert taken.seen == []
         assert complaints == []
+        wait_until(lambda: server.refusals.total == len(refused))
+        assert {(event["peer"].partition(":")[0], event["reason"]) for event in events.seen} == {
+            (host, "message") for host in refused
+        }
         honest.call(Add(number=1), [b"x"], timeout_s=60)
         assert taken.seen == [(Add(number=1), b"x")]
         wait_until(lambda: len(server.peers()) == 1)
         wait_until(lambda: server.held_bytes == 0)
 
 
+@pytest.mark.parametrize(
+    ("name", "body", "text"),
+    [
+        ("test.add", b'{"number":"1"}', "message test.add, number: '1', expected a valid one"),
+        ("test.nothing", b"{}", "kind of message: 'test.nothing', expected one of test.add"),
+    ],
+)
+def test_whoever_breaks_a_schema_is_written_down_and_stays(events: Events, name: str, body: bytes, text: str) -> None:
+    with (
+        serving(plain("server"), limits=LIMITS, record=events) as server,
+        raw_peer(server.port, plain("worker"), host(0)) as sock,
+    ):
+        sock.sendall(packed(name, body, [b"skipped"]))
+        assert read_frame(sock)[0].kind == FrameKind.FAILURE
+        (event,) = events.seen
+        assert (event["reason"], event["peer"].partition(":")[0]) == ("message", host(0))
+        assert text in event["text"]
+        sock.sendall(frame(Add(), 2, b"x"))
+        assert read_frame(sock)[0].kind == FrameKind.REPLY
+
+
+def test_what_a_handler_refuses_is_not_written_down(events: Events) -> None:
+    """It is between the two of them: in the life of a job it is nothing unusual."""
+
+    def refuse(call: wire.Call) -> wire.Done:
+        raise MessageError("too late")
+
+    def refuse_room(incoming: wire.Incoming) -> list[memoryview]:
+        raise TrainingError("too large")
+
+    handlers = (
+        wire.Handler(message=Echo, handle=refuse),
+        wire.Handler(message=Wait, handle=refuse, allocate=refuse_room),
+    )
+    with serving(plain("server"), *handlers, record=events) as server, connect(server, plain("worker")) as client:
+        with pytest.raises(RemoteError, match="too late"):
+            client.call(Echo(), timeout_s=60)
+        with pytest.raises(RemoteError, match="too large"):
+            client.call(Wait(), timeout_s=60)
+    assert events.seen == []
+
+
 @pytest.mark.slow
-def test_mutated_hellos_let_nobody_in() -> None:
+def test_mutated_hellos_let_nobody_in_and_are_written_down(events: Events) -> None:
     server_trust, peer_trust = plain("server"), plain("worker")
     hello = f'{{"token":"{peer_trust.token}","identity":"{peer_trust.identity}"}}'.encode()
     good, rng = frames.pack(FrameKind.HELLO, body=hello), random.Random(3)
-    with serving(server_trust, limits=LIMITS) as server:
-        for _ in range(1000):
-            data = mutated(rng, good)
-            if data.startswith(good):
-                continue
-            with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
-                answer = b""
-                try:
-                    sock.sendall(data)
+    with serving(server_trust, limits=LIMITS, record=events) as server:
+        for index in range(1000):
+            source, answer = (host(index), 0), b""
+            with socket.create_connection(("127.0.0.1", server.port), timeout=60, source_address=source) as sock:
+                with contextlib.suppress(OSError):
+                    sock.sendall(damaged(rng, good))
                     sock.shutdown(socket.SHUT_WR)
                     answer = sock.recv(65536)
-                except OSError:
-                    pass
                 assert answer[5:6] in {b"", bytes([FrameKind.REFUSED])}
             assert not server.peers()
-        assert server.refusals.total > 500
+        wait_until(lambda: server.refusals.total == 1000)
+        assert {event["peer"].partition(":")[0] for event in events.seen} == {host(index) for index in range(1000)}
+        assert {event["reason"] for event in events.seen} == {"message", "connection"}, "the latter stop halfway"
         connect(server, peer_trust).close()
 
 

@@ -321,9 +321,9 @@ KINDS: Mapping[str, Kind] = {
         fields={"rank": RANK, "node": _NODE, "group": _GROUP, "text": "the error's text, naming the peer if known"},
     ),
     "wire_refused": Kind(
-        meaning="A server of the job turned somebody away, or cut off a peer that broke the rules. Every reason and "
-        "host at once, after that at most every ten seconds.",
-        written_by="server",
+        meaning="A server of the job turned somebody away, cut off a peer that broke the rules, or refused a message "
+        "whose sender stays connected. Every reason and host at once, after that at most every ten seconds.",
+        written_by="server, coordinator, member of an elastic job",
         fields={
             "service": "who refused: `ringweave://JOB/ROLE/NAME`",
             "peer": "address and port of the one refused",

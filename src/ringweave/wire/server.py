@@ -190,9 +190,8 @@ class Server:
 
     def _serve(self, raw: socket.socket, address: tuple[str, int]) -> None:
         """All of one connection, in its thread."""
-        where = f"{address[0]}:{address[1]}"
         try:
-            session = self._admit(raw, where)
+            session = self._admit(raw, address)
         except (WireError, OSError) as error:
             raw.close()
             self._refuse(error, address)
@@ -223,10 +222,13 @@ class Server:
         """Processes of that role that are connected. With the lock held."""
         return len({each.peer for each in self._sessions if each.peer.role == role and not each.has_ended})
 
-    def _admit(self, raw: socket.socket, where: str) -> Session:
+    def _admit(self, raw: socket.socket, address: tuple[str, int]) -> Session:
+        where = f"{address[0]}:{address[1]}"
         keep_alive(raw, self.limits.patience_s)
         channel, peer = admission.admit(raw, where, self._trust, self.limits, self._roles)
-        session = Session(channel, peer, self._handlers, self._budget, self._complain)
+        session = Session(
+            channel, peer, self._handlers, self._budget, self._complain, lambda error: self._refuse(error, address)
+        )
         with self._lock:
             has_room = len(self._sessions) < self.limits.max_connections
             if has_room:

@@ -18,7 +18,8 @@ from ringweave.wire.security.identities import Identity
 
 Complain = Callable[[Identity, str, Exception], None]
 """Is told of a handler's failure that is no error of ours: peer, kind of message, exception."""
-
+Refused = Callable[[WireError], object]
+"""Is told why a message was refused whose sender stays connected."""
 
 _GOODBYE_S = 0.5
 
@@ -38,6 +39,7 @@ class Session:
         handlers: Mapping[str, Handler],
         budget: Budget,
         complain: Complain,
+        refused: Refused = lambda error: None,
     ) -> None:
         self.channel = channel
         self.peer = peer
@@ -46,6 +48,7 @@ class Session:
         self._handlers = handlers
         self._budget = budget
         self._complain = complain
+        self._refused = refused
         self._lock = threading.Lock()
         self._running: dict[int, Call] = {}
         self._last_call = 0
@@ -146,6 +149,8 @@ class Session:
             handler, incoming = self._understand(head)
             room = _checked_room(handler.allocate(incoming), head.sizes)
         except RingweaveError as error:
+            if isinstance(error, MessageError):  # what else the handler refuses is its own business
+                self._refused(error)
             self.channel.discard_content(head.prefix)
             self._fail(head.prefix.call, error)
             return False

@@ -1,8 +1,5 @@
 """Messages that are wrong, and callers that are strangers, at `ringweave server` itself."""
 
-import json
-import random
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,13 +10,14 @@ import pytest
 import torch
 
 from ringweave import wire
-from ringweave.errors import RemoteError, WireError
+from ringweave.errors import RemoteError
 from ringweave.params.flat import Flat
 from ringweave.params.messages import Ask, Group, Meet, Pause, Pull, Push, Rehearse, Seek, Setup, Take, TensorSpec
 from ringweave.params.ring.client import RingClient, Round
 from ringweave.params.serving.optimizers import options_of
-from tests.wire.parts import frame, introduce
-from tests.wire.test_bad_bytes import mutated
+from tests.wire.mutations import send_damaged
+from tests.wire.parts import frame, wait_until
+from tests.wire.strangers import authority_and_expired, check_turned_away, refused, strangers
 
 SPECS = [TensorSpec(name="weight", shape=[50], dtype="float32")]
 OPTIONS = options_of(torch.optim.SGD([torch.zeros(1)], lr=0.5, momentum=0.9).param_groups[0])
@@ -64,43 +62,21 @@ def server(folder: Path, authority: wire.Authority) -> Iterator[int]:
         assert "Traceback" not in said[1]
 
 
-def raw_peer(port: int, trusted: wire.Trust) -> socket.socket:
-    sock = trusted.wrap(socket.create_connection(("127.0.0.1", port), timeout=60), serves=False)
-    introduce(sock, trusted)
-    return sock
-
-
-def send_mutated(port: int, trusted: wire.Trust, num_messages: int) -> None:
-    """Calls of a ring that belongs to the job, half of them pushes, each with something wrong, each on a connection of
-    its own."""
-    rng, sent = random.Random(11), 0
-    push, others = frame(PUSH, 1, bytes(200)), [frame(message, 1) for message in OTHERS]
-    while sent < num_messages:
-        good = push if sent % 2 else rng.choice(others)
-        data = mutated(rng, good)
-        if data.startswith(good):
-            continue
-        with raw_peer(port, trusted) as sock:
-            try:
-                sock.sendall(data)
-                socket.socket.shutdown(sock, socket.SHUT_WR)
-                while sock.recv(65536):
-                    pass
-            except OSError:
-                pass  # cut off while sending: all the same
-        sent += 1
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_mutated_calls_change_nothing(tmp_path, request):
+def test_mutated_calls_change_nothing_and_are_written_down(tmp_path, request):
     authority = wire.Authority("job1")
     first = torch.arange(50.0)
     honest = wire.Tls(authority.issue("worker", "0"))
     with server(tmp_path, authority) as port:
         client = RingClient([lambda: wire.Client.connect("127.0.0.1", port, honest, role="server")], 0)
         client.start(SETUP, Flat(SPECS, [first.clone()]).buffers())
-        send_mutated(port, wire.Tls(authority.issue("worker", "1")), request.config.getoption("--mutations"))
+        goods = [frame(PUSH, 1, bytes(200))] * len(OTHERS) + [frame(message, 1) for message in OTHERS]
+        calling, num_messages = wire.Tls(authority.issue("worker", "1")), request.config.getoption("--mutations")
+        expected = send_damaged(port, calling, goods, num_messages, seed=11, limits=wire.Limits())
+        log = tmp_path / "events.jsonl"
+        wait_until(lambda: set(refused(log)) == expected)
+        assert {event["reason"] for event in refused(log).values()} == {"message"}
         room = Flat(SPECS)
         assert client.pull(0, room.buffers()) == 0  # no version was made
         assert torch.equal(room.pieces[0], first)
@@ -117,12 +93,9 @@ def test_mutated_calls_change_nothing(tmp_path, request):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_strangers_are_refused_and_logged(tmp_path):
-    authority, other = wire.Authority("job1"), wire.Authority("job1")
-    plain = wire.Plain(wire.Identity(job="job1", role="worker", name="0"), "guessed")
+    authority, expired = authority_and_expired("worker", "1")
     with server(tmp_path, authority) as port:
-        for stranger in (wire.Tls(other.issue("worker", "0")), plain, wire.Tls(authority.issue("spy", "0"))):
-            with pytest.raises(WireError):
-                wire.Client.connect("127.0.0.1", port, stranger, role="server").close()
+        check_turned_away(port, strangers(authority, expired, server_role="server"), tmp_path / "events.jsonl")
         worker = wire.Tls(authority.issue("worker", "1"))
         client = RingClient([lambda: wire.Client.connect("127.0.0.1", port, worker, role="server")], 1)
         client.start(SETUP, Flat(SPECS).buffers())
@@ -131,6 +104,3 @@ def test_strangers_are_refused_and_logged(tmp_path):
             other_ring.pull(0, Flat(SPECS).buffers())
         client.close()
         other_ring.close()
-    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    # One event for each reason and host within ten seconds: both who have no certificate of the job share one.
-    assert {event["reason"] for event in events if event["kind"] == "wire_refused"} == {"certificate", "role"}

@@ -3,18 +3,19 @@
 `test_attacks` sends some of them to a real process over TLS.
 """
 
-import contextlib
 import json
 import random
 import socket
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
 from ringweave import wire
-from ringweave.errors import WireError
+from ringweave.errors import ConnectionLostError, WireError
 from ringweave.params.messages import Pull, Push, Start
 from ringweave.params.serving.replaying import Replay
 from ringweave.params.serving.service import ParameterService
@@ -22,8 +23,8 @@ from ringweave.wire.calls import Budget
 from ringweave.wire.framing.channels import Channel
 from ringweave.wire.sessions import Session
 from tests.params.serving.test_attacks import PUSH, SETUP
+from tests.wire.mutations import damaged, is_refused
 from tests.wire.parts import frame, packed
-from tests.wire.test_bad_bytes import mutated
 
 FIRST = torch.arange(50.0)
 GRADIENT = torch.ones(50).numpy().tobytes()
@@ -50,6 +51,16 @@ WRONG: dict[str, tuple[Any, ...]] = {
 """What no push of this job may say, field by field."""
 
 
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What came of bytes that a worker sent."""
+
+    refused: tuple[str, ...]
+    """What a server writes down."""
+    num_failures: int
+    """Calls that were answered by why there is no answer."""
+
+
 class Server:
     """A parameter server whose ring 1 has been granted a push, so that the right one would be applied."""
 
@@ -60,19 +71,27 @@ class Server:
         self.hear(frame(Start(term=0, setup=SETUP), 1, FIRST.numpy().tobytes()), "0")
         Replay(self.service).grant(1, 0, 0.0)
 
-    def hear(self, data: bytes, rank: str = "1") -> None:
+    def hear(self, data: bytes, rank: str = "1") -> Heard:
         """Let a worker of the job send these bytes and hang up; returns when all that comes of it is over."""
         own, others = socket.socketpair()
         peer = wire.Identity(job="job1", role="worker", name=rank)
         with others:
             others.sendall(data)
             others.shutdown(socket.SHUT_WR)
-            session = Session(
-                Channel(own, wire.Limits(), "here"), peer, self._handlers, Budget(2 << 30), self._complain
-            )
-            with contextlib.suppress(WireError):
+            channel, refused = Channel(own, wire.Limits(), "here"), list[str]()
+
+            def note(error: WireError) -> None:
+                refused.append(str(error))  # the error itself would keep the memory that the next push needs
+
+            session = Session(channel, peer, self._handlers, Budget(2 << 30), self._complain, note)
+            try:
                 session.run()
+            except ConnectionLostError:
+                pass  # it stopped halfway: nothing that a server writes down
+            except WireError as error:
+                note(error)
             assert session.wait_idle(60.0)
+            return Heard(tuple(refused), channel.traffic.failures)
 
     def parameters(self) -> torch.Tensor:
         """As ring 0 is given them now."""
@@ -94,11 +113,19 @@ def test_what_the_mutations_are_made_of_is_right() -> None:
     assert torch.equal(server.parameters(), FIRST - 0.5 * 0.5)  # half a train step, at a rate of a half
 
 
-def damaged(rng: random.Random) -> bytes:
+def by_chance(rng: random.Random) -> bytes:
     """Bytes of a push with some of them wrong."""
-    while (data := mutated(rng, GOOD)).startswith(GOOD):
-        pass
-    return data
+    return damaged(rng, GOOD)
+
+
+def is_written_down(data: bytes, heard: Heard) -> bool:
+    """Unless it stops halfway, and then it is not."""
+    return bool(heard.refused) == is_refused(data, wire.Limits())
+
+
+def is_answered(_: bytes, heard: Heard) -> bool:
+    """By why it is refused; who breaks no schema is not written down."""
+    return heard.num_failures == 1
 
 
 def lying(rng: random.Random) -> bytes:
@@ -119,12 +146,14 @@ def lying(rng: random.Random) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("make", [damaged, lying])
-def test_five_thousand_mutated_pushes_change_nothing(make: Any) -> None:
+@pytest.mark.parametrize(("make", "is_noticed"), [(by_chance, is_written_down), (lying, is_answered)])
+def test_five_thousand_mutated_pushes_change_nothing_and_are_noticed(
+    make: Callable[[random.Random], bytes], is_noticed: Callable[[bytes, Heard], bool]
+) -> None:
     rng, server = random.Random(11), Server()
     for _ in range(5000):
         data = make(rng)
-        server.hear(data)
+        assert is_noticed(data, server.hear(data)), data
         assert (server.service.version, server.crashes) == (0, []), data
     assert torch.equal(server.parameters(), FIRST)
     server.hear(GOOD)  # an honest push counts as ever
@@ -136,7 +165,8 @@ def test_five_thousand_mutated_pushes_change_nothing(make: Any) -> None:
 def test_no_field_of_a_push_may_say_anything_else(field: str) -> None:
     for value in WRONG[field]:
         server = Server()
-        server.hear(packed(PUSH.kind, json.dumps(BODY | {field: value}).encode(), [GRADIENT]))
+        heard = server.hear(packed(PUSH.kind, json.dumps(BODY | {field: value}).encode(), [GRADIENT]))
+        assert heard.num_failures == 1, (field, value)
         assert (server.service.version, server.crashes) == (0, []), (field, value)
         server.hear(GOOD)
         assert torch.equal(server.parameters(), FIRST - 0.5 * 0.5), (field, value)

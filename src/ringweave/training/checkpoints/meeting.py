@@ -1,10 +1,10 @@
 """Which checkpoint all ranks take: the newest whole one that any of them has, though the others may not have it."""
 
 import os
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,7 @@ def agree(own: tuple[Saved, Content] | None, among: Messages) -> tuple[Saved, Co
         among: The messages of all ranks; each calls this.
 
     Raises:
-        TrainingError: The bytes of a peer arrived damaged.
+        TrainingError: On all ranks: one of them could not read its file to the end, or got damaged bytes.
     """
     told = among.gather_json({"step": own[0].train_step, "check": own[0].check} if own else {"step": -1, "check": ""})
     steps = [(said["step"], said["check"]) for said in told]
@@ -77,23 +77,76 @@ def agree(own: tuple[Saved, Content] | None, among: Messages) -> tuple[Saved, Co
 def _share(
     held: tuple[Saved, Content] | None, best: tuple[int, str], source: int, among: Messages
 ) -> tuple[Saved, Content]:
-    """Bytes of the source's file to everybody; who has them already drops them."""
-    size = torch.tensor([held[0].path.stat().st_size if held else 0])
-    num_bytes = int(among.broadcast(size, source))
+    """Bytes of the source's file to everybody; who has them already drops them. If one rank fails, all do."""
+    name = f"step {best[0]} from rank {source}"
     descriptor = os.memfd_create("ringweave-checkpoint")
-    with os.fdopen(descriptor, "w+b") as memory, _source_file(held, among.rank == source) as file:
+    with (
+        os.fdopen(descriptor, "w+b") as memory,
+        _Pieces(held[0].path if held and among.rank == source else None) as own,
+    ):
+        num_bytes = int(among.broadcast(torch.tensor([own.num_bytes]), source))
         for first in range(0, num_bytes, _PIECE_BYTES):
-            length = min(_PIECE_BYTES, num_bytes - first)
-            piece = bytearray(length if file is None else file.read(length))
+            piece = own.read(min(_PIECE_BYTES, num_bytes - first))
             among.broadcast(torch.frombuffer(piece, dtype=torch.uint8), source)
             memory.write(piece if held is None else b"")
         memory.flush()
-        if held is not None:
-            return held
-        name = f"step {best[0]} from rank {source}"
-        saved = Saved(path=Path(name), train_step=best[0], rank=0, check=best[1])
-        return saved, disk.read(saved, Path(f"/proc/self/fd/{descriptor}"))
+        found, failure = held, own.failure
+        if held is None:
+            saved = Saved(path=Path(name), train_step=best[0], rank=0, check=best[1])
+            try:
+                found = saved, disk.read(saved, Path(f"/proc/self/fd/{descriptor}"))
+            except TrainingError as error:
+                failure = str(error)
+    _check_all([said["failure"] for said in among.gather_json({"failure": failure})], source, name)
+    assert found is not None, "who does not hold it has read it"
+    return found
 
 
-def _source_file(held: tuple[Saved, Content] | None, is_source: bool) -> AbstractContextManager[BinaryIO | None]:
-    return held[0].path.open("rb") if held and is_source else nullcontext()
+def _check_all(failures: Sequence[str], source: int, name: str) -> None:
+    """Refuse on all ranks what failed on one; where it was the source, the others' failures follow from that."""
+    failed = next((rank for rank in (source, *range(len(failures))) if failures[rank]), None)
+    if failed is not None:
+        raise TrainingError(
+            explain(
+                "checkpoint that all ranks go on from",
+                got=f"rank {failed}: {failures[failed]}",
+                expected="a file that stays whole until all of them have it",
+                do="Leave the folder alone while a job starts, look at that rank's disk, and start again",
+                where=name,
+            )
+        )
+
+
+class _Pieces:
+    """A file piece by piece. Where the disk fails it gives zeros, since the other ranks wait for so many bytes."""
+
+    def __init__(self, path: Path | None) -> None:
+        """None is the file of another rank: its pieces come from there."""
+        self.num_bytes = 0
+        self.failure = ""
+        """Why what was read is not what is in the file."""
+        self._file: BufferedReader | None = None
+        if path is not None:
+            try:
+                self._file = path.open("rb")
+                self.num_bytes = os.fstat(self._file.fileno()).st_size
+            except OSError as error:
+                self.failure = f"{type(error).__name__}: {error.strerror}"
+
+    def read(self, length: int) -> bytearray:
+        """The next bytes."""
+        piece = bytearray(length)
+        if self._file is not None and not self.failure:
+            try:
+                if self._file.readinto(piece) < length:
+                    self.failure = "the file ends before it should"
+            except OSError as error:
+                self.failure = f"{type(error).__name__}: {error.strerror}"
+        return piece
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()

@@ -1,6 +1,7 @@
 """What `prepare` does in an elastic job: `ringweave run --elastic`."""
 
 import atexit
+import logging
 import os
 import signal
 import threading
@@ -21,6 +22,7 @@ from ringweave.environment import WorkerEnvironment
 from ringweave.errors import TrainingError, explain
 from ringweave.membership.agent import Agent
 from ringweave.planning import modes
+from ringweave.telemetry import EventLog
 from ringweave.training import garbage, timing, wrapping
 from ringweave.training.elastic import exits, seams
 from ringweave.training.elastic.crew import Facts, JobCrew, Means
@@ -34,6 +36,7 @@ from ringweave.training.reducing import SampleWeights
 from ringweave.training.timing import StepTimer
 from ringweave.wire.states import Shelf
 
+_LOGGER = logging.getLogger("ringweave")
 _HASTE_S = 0.5
 """How long the end of a process that was put out waits for each of its threads."""
 
@@ -109,7 +112,7 @@ def _enlist(
     name, (model, optimizer) = name_of(environment), trained
     trust, address, shelf = trust_of(environment), regrouping.own_address(), Shelf()
     groups = EpochGroups(address)
-    server = wire.Server(trust, shelf.handlers(), roles=("worker",)).start(address)
+    server = serve_state(environment, trust, shelf, address)
     facts = Facts(
         member=name,
         state_place=f"{address} {server.port}",
@@ -148,6 +151,18 @@ def trust_of(environment: WorkerEnvironment) -> wire.Tls:
     """How this worker makes sure of others, and they of it."""
     assert environment.credentials is not None, "the launcher sets them"
     return wire.Tls(wire.Credentials.load_from(environment.credentials))
+
+
+def serve_state(environment: WorkerEnvironment, trust: wire.Trust, shelf: Shelf, address: str) -> wire.Server:
+    """Where newcomers read this member's state; who is refused there is written down, as at the servers of the job."""
+    path = environment.events_path
+    record = EventLog(path).write if path else None
+    server = wire.Server(trust, shelf.handlers(), roles=("worker",), record=record, complain=_complain)
+    return server.start(address)
+
+
+def _complain(peer: wire.Identity, kind: str, error: Exception) -> None:
+    _LOGGER.error("state of this member: %s of %s: %s: %s", kind, peer.name, type(error).__name__, error)
 
 
 def check_group() -> None:

@@ -43,11 +43,13 @@ class Answer:
 
 
 class Hello(Message):
-    """The first message of a client."""
+    """The first message of a client. It holds the job's token, maybe not where it should: no error shows any of it."""
+
+    model_config = pydantic.ConfigDict(hide_input_in_errors=True)
 
     kind: ClassVar[str] = "hello"
 
-    token: str
+    token: str = pydantic.Field(repr=False)
     identity: str
 
 
@@ -83,17 +85,19 @@ def decode(model: type[M], body: bytes) -> M:
     """The message of that class in these bytes.
 
     Raises:
-        MessageError: They are not one; the text names the field.
+        MessageError: They are not one; the text names the field, and shows its value unless the class hides its input.
     """
     try:
         return model.model_validate_json(body)
     except pydantic.ValidationError as cause:
         first: Any = cause.errors(include_url=False, include_context=False)[0]
-        place = ".".join(str(key) for key in first["loc"])
+        is_hidden = model.model_config.get("hide_input_in_errors", False)
+        # A key that the class does not know is input too.
+        place = ".".join(str(key) for key in first["loc"] if not is_hidden or key in model.model_fields)
         raise MessageError(
             explain(
                 f"message {model.kind}" + (f", {place[:80]}" if place else ""),
-                got=first.get("input"),
+                got=first["type"] if is_hidden else first.get("input"),
                 expected=f"a valid one ({first['msg'][:120]})",
                 do="Run the same ringweave on all nodes",
             )

@@ -138,7 +138,7 @@ def _shake(raw: socket.socket, trust: Trust) -> socket.socket:
 
 def _first(channel: Channel, kind: FrameKind, model: type[M]) -> M:
     head = channel.receive_head(wait_s=channel.limits.handshake_s)
-    if head.prefix.kind == FrameKind.REFUSED:
+    if head.prefix.kind == FrameKind.REFUSED and kind == FrameKind.WELCOME:  # what a stranger says is not repeated
         raise refused(head.body)
     if head.prefix.kind != kind or head.prefix.num_buffers:
         raise MessageError(
@@ -158,6 +158,11 @@ def _check_hello(hello: Hello, trust: Trust, proved: Identity | None, roles: Col
             do="Use the credentials that this job's authority issued",
         )
         raise TurnedAwayError("token", text)
+    if trust.token and trust.token in hello.identity:  # errors show identities
+        text = explain(
+            "identity", got="the job's token in it", expected="ringweave://JOB/ROLE/NAME", do="Write all three parts"
+        )
+        raise TurnedAwayError("identity", text)
     stated = _parse(hello.identity)
     if proved is not None and stated != proved:
         text = explain("identity", got=str(stated), expected=f"that of the certificate, {proved}", do="State that one")

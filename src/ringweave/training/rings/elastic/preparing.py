@@ -220,7 +220,7 @@ def _enlist(given: _Given, asked: KeptAsked, reach: _Reach, timer: StepTimer, se
     environment, trust, name = reach.environment, reach.trust, elastic.name_of(reach.environment)
     address, shelf = regrouping.own_address(), Shelf()
     groups = EpochGroups(address)
-    server = wire.Server(trust, shelf.handlers(), roles=("worker",)).start(address)
+    server = elastic.serve_state(environment, trust, shelf, address)
     facts = Facts(
         member=name,
         state_place=f"{address} {server.port}",

@@ -1,0 +1,83 @@
+"""Where members give newcomers their state: who knocks there without a right to is refused, and written down."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from ringweave import wire
+from ringweave.environment import WorkerEnvironment
+from ringweave.errors import RemoteError, WireError
+from ringweave.membership.messages import JOB, ring_part
+from ringweave.testing.elastic import ElasticJob
+from ringweave.training.elastic import preparing
+from ringweave.wire.states import Describe, Description, Shelf
+from tests.training.elastic import elastic_functions
+from tests.training.rings.elastic import ring_functions
+from tests.wire.parts import wait_until
+from tests.wire.strangers import authority_and_expired, check_turned_away, refused, strangers
+
+
+def test_strangers_are_refused_and_logged_and_members_read_on(tmp_path: Path) -> None:
+    authority, expired = authority_and_expired("worker", "1.0")
+    environment, shelf = WorkerEnvironment(run_dir=tmp_path), Shelf()
+    shelf.offer("1.0", {"weight": bytes(8)})
+    trust = wire.Tls(authority.issue("worker", "0.0"))
+    newcomer = wire.Tls(authority.issue("worker", "1.0"))
+    with preparing.serve_state(environment, trust, shelf, "127.0.0.1") as server:
+        check_turned_away(server.port, strangers(authority, expired, server_role="worker"), tmp_path / "events.jsonl")
+        with wire.Client.connect("127.0.0.1", server.port, newcomer, role="worker") as client:
+            found = client.call(Describe(name="1.0"), timeout_s=60).message
+    assert isinstance(found, Description)
+    assert [piece.num_bytes for piece in found.pieces] == [8]
+
+
+class Broken(Shelf):
+    """One that has a bug."""
+
+    def handlers(self) -> list[wire.Handler]:
+        def fail(call: wire.Call) -> NoReturn:
+            raise KeyError("no such thing")
+
+        return [wire.Handler(message=Describe, handle=fail)]
+
+
+def test_a_bug_in_a_handler_is_in_the_members_log(caplog: pytest.LogCaptureFixture) -> None:
+    authority = wire.Authority("test")
+    trust, newcomer = (wire.Tls(authority.issue("worker", name)) for name in ("0.0", "1.0"))
+    with (
+        preparing.serve_state(WorkerEnvironment(), trust, Broken(), "127.0.0.1") as server,
+        wire.Client.connect("127.0.0.1", server.port, newcomer, role="worker") as client,
+        caplog.at_level(logging.WARNING, "ringweave"),
+        pytest.raises(RemoteError, match="KeyError in the handler; see its log"),
+    ):
+        client.call(Describe(name="1.0"), timeout_s=60)
+    assert caplog.messages == ["state of this member: state.describe of 1.0: KeyError: 'no such thing'"]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("function", "args", "attended_by", "part"),
+    [
+        (elastic_functions.train, (1000,), (), JOB),
+        (ring_functions.train, (1000, 1, {}), ("server",), ring_part(0)),
+    ],
+    ids=["one group", "rings"],
+)
+def test_members_of_each_kind_write_strangers_down(
+    tmp_path: Path, function: Callable[..., Any], args: tuple[Any, ...], attended_by: tuple[str, ...], part: str
+) -> None:
+    log = tmp_path / "events.jsonl"
+    with ElasticJob(function, 1, *args, environ={"RINGWEAVE_EVENTS": str(log)}, attended_by=attended_by) as job:
+        job.wait_said("0.0", lambda word: word[0] == "done")
+        host, port = job.headquarters[0].by_part[part][-1].standings[0].place.split()
+        stranger = wire.Tls(wire.Authority("test").issue("worker", "1.0"))
+        with pytest.raises(WireError):
+            wire.Client.connect(host, int(port), stranger, role="worker").close()
+        wait_until(lambda: bool(refused(log)))
+    (event,) = refused(log).values()
+    assert (event["service"], event["reason"]) == ("ringweave://test/worker/0.0", "certificate")
