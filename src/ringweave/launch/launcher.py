@@ -53,7 +53,10 @@ class Launcher(abc.ABC):
 
     @abc.abstractmethod
     def stop(self, how: signal.Signals) -> None:
-        """Send a signal to all workers that still run, and to what they started; returns at once."""
+        """Send a signal to all workers that still run, and to what they started; returns at once.
+
+        What members of an elastic job started gets SIGKILL alone: they need it to finish their step.
+        """
 
     @abc.abstractmethod
     def logs(self, global_rank: int, num_lines: int) -> list[str]:

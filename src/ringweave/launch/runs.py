@@ -6,12 +6,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from ringweave import environment, telemetry
+from ringweave import environment
 from ringweave.environment import WorkerEnvironment
 from ringweave.jobs.requests.request import MODES, SERVED
 from ringweave.launch import causes, orders, records, reports, run_dirs, supervision
@@ -21,12 +21,12 @@ from ringweave.launch.elastic import entry
 from ringweave.launch.elastic.coordinating import JobCoordinators
 from ringweave.launch.elastic.places import with_further
 from ringweave.launch.elastic.restarting import Attempts, Restarts
-from ringweave.launch.elastic.rolls import PutOut, Roll, roll
+from ringweave.launch.elastic.rolls import PutOut
 from ringweave.launch.elastic.scaling import Desk, Limits
 from ringweave.launch.elastic.supervising import ElasticSupervisor, name_member
 from ringweave.launch.launcher import WorkerState
 from ringweave.launch.local.launcher import Around, LocalLauncher
-from ringweave.launch.local.merging import Console
+from ringweave.launch.local.merging import Console, tell
 from ringweave.launch.local.sites import Site, ThisMachine
 from ringweave.launch.orders import BLOCK, Order
 from ringweave.launch.run_dirs import RunDir
@@ -90,17 +90,18 @@ def run(request: Request, *, environ: Mapping[str, str], stdout: TextIO, stderr:
         attempts = Attempts()
         while True:
             begun_s = time.monotonic()
-            ending = _attempt(request, environ, output, stderr, interrupts)
+            ending, had_members = _attempt(request, environ, output, stderr, interrupts)
             first = causes.first_cause(ending.deaths)
-            if request.elastic is None or ending.outcome != "failed" or first is None or _roll(request.run_dir).members:
+            if request.elastic is None or ending.outcome != "failed" or first is None or had_members:
                 return ending
             hopeless = attempts.why_no_other(first, time.monotonic() - begun_s)
             if hopeless:
-                stderr.write(f"ringweave: it is not started again: {hopeless}.\n")
+                tell(stderr, f"ringweave: it is not started again: {hopeless}.\n")
                 return ending
-            stderr.write(
+            tell(
+                stderr,
                 "ringweave: no worker has called ringweave.prepare by then, so none can go on without the others: "
-                "all start again, from their last checkpoint if they keep one.\n"
+                "all start again, from their last checkpoint if they keep one.\n",
             )
 
 
@@ -110,12 +111,12 @@ def _attempt(
     console: Console,
     stderr: TextIO,
     interrupts: list[signal.Signals],
-) -> reports.Ending:
-    """All workers once, from the start to the end of the last one."""
-    attempt = run_dirs.begin_attempt(request.run_dir, request.cluster_text)
+) -> tuple[reports.Ending, bool]:
+    """All workers once, from the start to the end of the last one; how that was, and whether one was ever a member."""
+    begun_s, attempt = time.monotonic(), run_dirs.begin_attempt(request.run_dir, request.cluster_text)
 
     def give_up(text: str) -> None:
-        stderr.write(f"ringweave: {text}\n")
+        tell(stderr, f"ringweave: {text}\n")
 
     server = _server(request, give_up)
     crew = _coordinators(request, server, give_up)
@@ -142,15 +143,27 @@ def _attempt(
             books.workers_started(launcher.pid)
             states = _supervise(request, launcher, slots, helpers, books, interrupts, stderr)
     except BaseException as error:
-        books.close(outcome="failed", exit_code=1, cause=str(error) or type(error).__name__)
+        with suppress(OSError):  # the other one is the cause
+            books.close(outcome="failed", exit_code=1, cause=str(error) or type(error).__name__)
         raise
     ending = reports.conclude([_death(launcher, slots, state) for state in states if _is_bad(state)], interrupts)
-    wall_s = books.close(outcome=ending.outcome, exit_code=ending.exit_code, cause=ending.cause)
-    stderr.write(records.tell_training(books.training))
+    wall_s = _close(books, ending, time.monotonic() - begun_s, stderr)
+    tell(stderr, records.tell_training(books.training))
     if server:
-        stderr.write(server.to_text())
-    stderr.write(reports.to_text(ending, wall_s=wall_s, log_of=_shown(request.run_dir.root) + "/logs/rank-{rank}.log"))
-    return ending
+        tell(stderr, server.to_text())
+    log_of = _shown(request.run_dir.root) + "/logs/rank-{rank}.log"
+    tell(stderr, reports.to_text(ending, wall_s=wall_s, log_of=log_of))
+    return ending, crew is not None and bool(crew.roll().members)
+
+
+def _close(books: Books, ending: reports.Ending, wall_s: float, stderr: TextIO) -> float:
+    """Seconds that it took. How it ended it has ended, also where a full disk does not take its record."""
+    try:
+        return books.close(outcome=ending.outcome, exit_code=ending.exit_code, cause=ending.cause)
+    except OSError as error:
+        how = f"{ending.outcome}, exit code {ending.exit_code}"
+        tell(stderr, f"ringweave: run.json could not be written: {error}. It does not say how the run ended: {how}.\n")
+        return wall_s
 
 
 def _supervise(
@@ -166,16 +179,18 @@ def _supervise(
         for each in helpers:
             each.look()
 
-    if request.elastic is None:
+    crew = helpers[-1] if helpers else None
+    if request.elastic is None or not isinstance(crew, JobCoordinators):
         return supervision.supervise(launcher, interrupts, on_exit=books.worker_exited, look=look)
     supervisor = ElasticSupervisor(
         launcher,
         group,
         Restarts(),
         death_of=lambda state: _death(launcher, group, state) if _is_bad(state) else None,
-        roll=lambda: _roll(request.run_dir),
+        roll=crew.roll,
         desk=_desk(request, request.elastic, group, stderr),
         put_out=PutOut(request.run_dir.events).look,
+        say=lambda text: tell(stderr, f"ringweave: {text}.\n"),
     )
     return supervisor.run(
         interrupts,
@@ -193,7 +208,7 @@ def _desk(request: Request, bounds: Bounds, slots: WorkerGroup, stderr: TextIO) 
     if request.mode in SERVED:
         slots, why = replace(slots, workers=slots.workers[:num_workers]), "the workers that its rings were formed of"
     limits = Limits(bounds=bounds, num_places=slots.world_size, why=why)
-    return Desk(request.run_dir, limits, num_workers, lambda text: stderr.write(f"ringweave: {text}.\n"))
+    return Desk(request.run_dir, limits, num_workers, lambda text: tell(stderr, f"ringweave: {text}.\n"))
 
 
 def _server(request: Request, give_up: Callable[[str], object]) -> JobServer | None:
@@ -224,17 +239,13 @@ def _running(helpers: Sequence[JobServer | JobCoordinators], environ: Mapping[st
         yield
 
 
-def _roll(run_dir: RunDir) -> Roll:
-    """Workers of this attempt that have become members of a job: once there are some, those that are left go on."""
-    return roll(telemetry.read_last_attempt(run_dir.events))
-
-
 def _give_up(death: Death, why: str, run_dir: RunDir, stderr: TextIO) -> None:
     """Say that a worker is not started again, while the others go on."""
     log = f"{_shown(run_dir.root)}/logs/rank-{death.global_rank}.log"
-    stderr.write(
+    tell(
+        stderr,
         f"ringweave: rank {death.global_rank} on node {death.node} is given up: {why}, this time it {death.reason}. "
-        f"The others go on without it. See what it lacks in {log}.\n"
+        f"The others go on without it. See what it lacks in {log}.\n",
     )
 
 
@@ -300,8 +311,7 @@ def _announce(request: Request, group: WorkerGroup, attempt: int, stderr: TextIO
         lines.append(
             f"ringweave: attempt {attempt}; files of attempt {attempt - 1} are in {where}/attempts/{attempt - 1}"
         )
-    stderr.write("\n".join(lines) + "\n")
-    stderr.flush()
+    tell(stderr, "\n".join(lines) + "\n")
 
 
 @contextmanager

@@ -1,15 +1,22 @@
 """The processes of a run's coordinators, without what they do."""
 
+import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from ringweave import wire
 from ringweave.errors import LaunchError
 from ringweave.launch.elastic.coordinating import Coordinators, JobCoordinators, Pair
 from ringweave.launch.local.attendants import Post
 from ringweave.launch.local.sites import ThisMachine
 from ringweave.launch.run_dirs import RunDir
+from ringweave.launch.workers import Meeting
+from ringweave.membership.messages import Ask, Count
 from ringweave.membership.rules.settings import Bounds
 from ringweave.membership.serving import main
 from ringweave.wire import Authority, Credentials
@@ -122,6 +129,76 @@ def test_one_that_cannot_be_started_again_is_given_up_and_ends_nothing(tmp_path:
     with coordinators.running(os.environ):
         wait_until(look, "an end of it")
     assert "and another one could not be started: none left for coordinator-0. Training goes on" in said[0]
+
+
+def test_one_for_which_there_is_no_descriptor_left_ends_nothing_either(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    site, now_s, left = AlwaysFails(), [0.0], [Authority("job").issue("coordinator", "0")]
+    posts = [Post(node=node, meeting=site.meeting(node)) for node in ("a", "b")]
+    said: list[str] = []
+
+    def credentials(index: int) -> Credentials:
+        if not left:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return left.pop()
+
+    coordinators = Coordinators(
+        Pair(posts=posts, bounds=Bounds(least=1, most=2), expected=2),
+        site,
+        RunDir(root=tmp_path),
+        credentials,
+        own={0: False},
+        give_up=said.append,
+        clock=lambda: now_s[0],
+    )
+
+    def look() -> bool:
+        now_s[0] += 1.0
+        coordinators.look()
+        return bool(said)
+
+    with coordinators.running(os.environ):
+        wait_until(look, "an end of it")
+    assert "Too many open files" in said[0]
+
+
+class Elsewhere(ThisMachine):
+    """In a lab, whose network this process is not in."""
+
+    @property
+    def lab_name(self) -> str | None:
+        return "lab"
+
+
+@pytest.mark.parametrize(
+    ("count", "site", "found"),
+    [
+        ({"members": ["0.0", "1.0"]}, ThisMachine(), {"0.0", "1.0"}),
+        ({"parts": {"lobby": 1, "ring 1": 1}}, ThisMachine(), {"0.0", "1.1"}),
+        ({"parts": {"lobby": 1}}, ThisMachine(), set()),
+        ({"members": ["0.0", "1.0"]}, Elsewhere(), set()),
+    ],
+)
+def test_members_that_no_event_tells_of_are_asked_for(
+    tmp_path: Path, count: Mapping[str, Any], site: ThisMachine, found: set[str]
+) -> None:
+    """Of the second coordinator, where the first one is down; in rings it is known only that there are some."""
+    authority, roles = Authority("job"), list[str]()
+    said = {"term": 1, "is_active": True, "ballot": (1, 1), "members": [], "committed": 0, "present": [], "ended": ""}
+
+    def answer(call: wire.Call) -> Count:
+        roles.append(call.peer.role)
+        return Count(**{**said, **count})
+
+    trust = wire.Tls(authority.issue("coordinator", "1"))
+    server = wire.Server(trust, [wire.Handler(message=Ask, handle=answer)], roles=("worker", "launcher", "coordinator"))
+    with server.start("127.0.0.1", 0):
+        meetings = [site.meeting("a"), Meeting(host="127.0.0.1", port=server.port)]
+        posts = [Post(node=node, meeting=meeting) for node, meeting in zip("ab", meetings, strict=True)]
+        crew = JobCoordinators(posts, Bounds(least=1, most=2), 2, site, RunDir(root=tmp_path), authority)
+        assert crew.roll().members == set()
+        assert crew.roll(["0.0", "1.1"]).members == found
+    assert roles == ([] if site.lab_name else ["launcher"])
 
 
 def test_only_the_first_process_is_told_who_starts_beside_it(tmp_path: Path) -> None:

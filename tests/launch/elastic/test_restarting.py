@@ -105,6 +105,31 @@ def test_who_dies_ten_times_in_a_row_before_it_is_a_member_is_given_up(how: Ende
     assert verdicts == ["again"] * 19, "it was a member in between"
 
 
+def test_a_slot_that_cannot_be_started_waits_longer_each_time_and_is_given_up() -> None:
+    restarts, delays_s = Restarts(), []
+    for _ in range(9):
+        assert restarts.note_unstarted(0, 0.0) == "again"
+        delays_s.append(restarts.pending[0])
+        assert restarts.take_due(1e9) == [0]
+    assert delays_s == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0]
+    assert restarts.note_unstarted(0, 0.0) == "give up"
+    assert not restarts.pending
+
+
+def test_who_comes_to_train_in_between_begins_the_row_of_starts_that_failed_anew() -> None:
+    restarts = Restarts()
+    for _ in range(3):
+        assert [restarts.note_unstarted(0, 0.0) for _ in range(9)] == ["again"] * 9
+        assert restarts.decide(0, ended("SIGKILL"), 0.0) == "again"
+
+
+def test_a_slot_that_cannot_be_started_is_not_one_that_failed_by_itself() -> None:
+    """It may come back with what the others have lost by a mistake of theirs: the run has not failed yet."""
+    restarts = Restarts()
+    assert restarts.note_unstarted(1, 0.0) == "again"
+    assert restarts.decide(0, OWN, 0.0, {1: False}) == "again"
+
+
 def test_who_was_put_out_comes_back() -> None:
     restarts = Restarts()
     assert [restarts.decide(0, ended(code=1, line=FENCED), 0.0, OTHERS_TRAIN) for _ in range(5)] == ["again"] * 5

@@ -1,8 +1,9 @@
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from ringweave.launch.elastic.rolls import PutOut, roll
+from ringweave.launch.elastic.rolls import PutOut, Rolls, roll
 
 
 def epoch(members: list[str], newcomers: list[str]) -> dict[str, Any]:
@@ -23,6 +24,54 @@ def test_whoever_was_named_is_a_member_and_has_trained_once_others_had_its_steps
     assert found.trained == {"0.0", "1.0", "1.2"}
     assert roll([*events, epoch(["1.2", "2.0"], [])]).trained == {"0.0", "1.0", "1.2", "2.0"}
     assert roll(events[:1]).members == set()
+
+
+class Told:
+    """Stands where coordinators do."""
+
+    def __init__(self, *members: str) -> None:
+        self.members, self.asked = set(members), list[list[str]]()
+
+    def __call__(self, names: Collection[str]) -> set[str]:
+        self.asked.append(sorted(names))
+        return self.members
+
+
+def test_whom_the_log_does_not_know_coordinators_are_asked_about_and_what_they_said_is_kept(tmp_path: Path) -> None:
+    """A full disk takes no events: the first death looked like one before any worker had called `prepare`."""
+    told = Told("0.0", "1.0")
+    rolls = Rolls(tmp_path / "events.jsonl", told)
+    found = rolls.look(["0.0", "1.0"])
+    assert found.members == found.trained == {"0.0", "1.0"}
+    told.members = {"0.0", "1.1"}
+    assert rolls.look(["0.0", "1.0"]).members == {"0.0", "1.0"}, "nobody has to be asked again"
+    assert rolls.look(["0.0", "1.1"]).members == {"0.0", "1.0", "1.1"}
+    assert told.asked == [["0.0", "1.0"], ["0.0", "1.1"]]
+    assert rolls.look().members == {"0.0", "1.0", "1.1"}, "also when the coordinators have ended"
+
+
+def test_coordinators_are_not_asked_about_those_whom_the_log_knows_and_it_says_who_has_trained(tmp_path: Path) -> None:
+    path, told = tmp_path / "events.jsonl", Told("0.0", "1.1")
+    rolls = Rolls(path, told)
+    began = [{"kind": "run_started"}, epoch(["0.0", "1.0"], ["0.0", "1.0"])]
+    path.write_text("".join(f"{json.dumps(event)}\n" for event in began))
+    assert rolls.look(["0.0", "1.0"]).members == {"0.0", "1.0"}
+    assert told.asked == []
+    assert "1.1" in rolls.look(["0.0", "1.1"]).trained, "they do not say who is a newcomer"
+    with path.open("a") as log:
+        log.write(f"{json.dumps(epoch(['0.0', '1.1'], ['1.1']))}\n")
+    assert rolls.look(["0.0", "1.1"]).trained == {"0.0", "1.0"}
+
+
+def test_a_log_that_cannot_be_read_says_what_it_said_before(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text(f"{json.dumps(epoch(['0.0'], ['0.0']))}\n")
+    rolls, put_out = Rolls(path, Told()), PutOut(path)
+    assert rolls.look(["0.0"]).members == {"0.0"}
+    path.unlink()
+    path.mkdir()
+    assert rolls.look(["0.0"]).members == {"0.0"}
+    assert put_out.look() == set()
 
 
 def test_who_was_put_out_is_so_until_an_epoch_begins_with_it(tmp_path: Path) -> None:

@@ -1,10 +1,14 @@
 """Elastic supervision on a virtual clock, with workers that die when the test says so."""
 
+import itertools
 import signal
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import cast
 
+import pytest
+
 from ringweave import environment
+from ringweave.errors import LaunchError
 from ringweave.launch.causes import Death
 from ringweave.launch.elastic.restarting import LEFT_CODE, Restarts
 from ringweave.launch.elastic.rolls import Roll
@@ -31,16 +35,23 @@ class AnyMember(frozenset[str]):
 class Workers:
     """Stands where the launcher does. A script says when, in seconds, which slot ends and how (None: well).
 
-    A number in place of a signal is an exit code. Slots of `doomed` die again as soon as they are started again.
+    A number in place of a signal is an exit code. Slots of `doomed` die again as soon as they are started again, those
+    of `unstartable` cannot be started so many times.
     """
 
     def __init__(
-        self, num_slots: int, script: list[tuple[float, int, str | int | None]], doomed: Mapping[int, str | int] = {}
+        self,
+        num_slots: int,
+        script: list[tuple[float, int, str | int | None]],
+        doomed: Mapping[int, str | int] = {},
+        unstartable: Mapping[int, int] = {},
     ) -> None:
         self.now_s = 0.0
         self.stops: list[signal.Signals] = []
         self.asked: list[tuple[float, int, signal.Signals]] = []
         self.started: list[tuple[float, str]] = []
+        self.refused: list[float] = []
+        self._unstartable = dict(unstartable)
         self._script, self._doomed = sorted(script, key=lambda each: each[0]), doomed
         self._exits: dict[int, Exit | None] = dict.fromkeys(range(num_slots))
 
@@ -55,6 +66,10 @@ class Workers:
         return [WorkerState(global_rank=slot, exit=found) for slot, found in self._exits.items()]
 
     def restart(self, worker: WorkerSpec, argv: tuple[str, ...]) -> None:
+        if self._unstartable.get(worker.global_rank, 0):
+            self._unstartable[worker.global_rank] -= 1
+            self.refused.append(self.now_s)
+            raise LaunchError(f"worker {worker.global_rank} could not be started: no room. [python]")
         self._exits[worker.global_rank] = None
         self.started.append((self.now_s, worker.environ[environment.MEMBER]))
         if worker.global_rank in self._doomed:
@@ -74,6 +89,19 @@ class Workers:
         signal_name = how if isinstance(how, str) else None
         code = None if signal_name else how or 0
         self._exits[slot] = Exit(exit_code=code, signal_name=signal_name, time_s=self.now_s, stopped=stopped)
+
+
+class Stubborn(Workers):
+    """Only SIGKILL ends them."""
+
+    on_stop: Callable[[], object]
+
+    def stop(self, how: signal.Signals) -> None:
+        if how is signal.SIGKILL:
+            super().stop(how)
+            return
+        self.stops.append(how)
+        self.on_stop()
 
 
 class Asked:
@@ -108,6 +136,8 @@ def supervise(
     given_up: list[tuple[int, str]] | None = None,
     desk: "Asked | None" = None,
     put_out: Callable[[], Collection[str]] = frozenset,
+    said: list[str] | None = None,
+    interrupts: Sequence[signal.Signals] = (),
 ) -> list[WorkerState]:
     specs = tuple(WorkerSpec(global_rank=slot, local_rank=slot, node="a", environ={}) for slot in range(num_slots))
     group = WorkerGroup(argv=("python",), workers=specs)
@@ -124,13 +154,14 @@ def supervise(
         group,
         Restarts(),
         death_of=death_of,
-        roll=lambda: Roll(members=cast(frozenset[str], members), trained=cast(frozenset[str], members)),
+        roll=lambda names: Roll(members=cast(frozenset[str], members), trained=cast(frozenset[str], members)),
         desk=cast(Desk, desk),
         put_out=put_out,
+        say=([] if said is None else said).append,
         clock=lambda: workers.now_s,
     )
     found = supervisor.run(
-        [],
+        interrupts,
         on_exit=on_exit,
         on_start=lambda spec: None,
         on_give_up=lambda state, why: ([] if given_up is None else given_up).append((state.global_rank, why)),
@@ -176,10 +207,64 @@ def test_who_was_put_out_and_does_not_end_is_killed_and_started_again() -> None:
 
     supervise(workers, 3, put_out=put_out)
     (killed,) = workers.asked
-    assert 70.0 <= killed[0] < 80.0
+    assert 50.0 <= killed[0] < 53.0
     assert killed[1:] == (1, signal.SIGKILL), "and nobody who came back as a member"
     assert [member for _, member in workers.started] == ["2.1", "1.1"]
     assert workers.stops == []
+
+
+def test_who_was_cut_off_has_time_to_hear_that_it_was_put_out_and_its_successor_to_come() -> None:
+    """It looks for a coordinator for 30 s. Of two, the one that is left waits a minute for a process in its slot."""
+    workers = Workers(2, [(200.0, 0, None), (200.0, 1, None)])
+    supervise(workers, 2, put_out=lambda: {"0.0"} if workers.now_s >= 10.0 else set())
+    ((killed_s, *_),) = workers.asked
+    assert killed_s - 10.0 > 35.0
+    ((started_s, _),) = workers.started
+    assert started_s - 10.0 < 45.0, "then it imports torch, and joins"
+
+
+def test_a_slot_that_cannot_be_started_is_tried_again_and_the_others_train_on() -> None:
+    script: list[tuple[float, int, str | int | None]] = [(30.0, 1, "SIGKILL"), (90.0, 0, None), (90.0, 1, None)]
+    workers, said = Workers(2, script, unstartable={1: 4}), list[str]()
+    states = supervise(workers, 2, said=said)
+    assert said == [
+        "worker 1 could not be started: no room. [python] It is tried again, and later each time; the others go on "
+        "meanwhile"
+    ]
+    assert [round(late - soon) for soon, late in itertools.pairwise(workers.refused)] == [1, 2, 4]
+    assert [name for _, name in workers.started] == ["1.1"]
+    assert (workers.stops, [state.global_rank for state in states]) == ([], [0, 1])
+
+
+def test_a_slot_that_can_never_be_started_is_given_up_and_the_others_finish() -> None:
+    workers, said = Workers(2, [(10.0, 1, "SIGKILL"), (900.0, 0, None)], unstartable={1: 1000}), list[str]()
+    states = supervise(workers, 2, said=said)
+    assert (len(workers.refused), workers.started, workers.stops) == (10, [], [])
+    assert said[1:] == [
+        "rank 1 on node a is given up: time after time it could not be started, or died before it could join the "
+        "others. At last: worker 1 could not be started: no room. [python] The others go on without it"
+    ]
+    assert [state.global_rank for state in states] == [0]
+
+
+def test_a_run_of_which_nobody_can_be_started_again_has_failed() -> None:
+    workers = Workers(1, [(10.0, 0, "SIGKILL")], unstartable={0: 1000})
+    (state,) = supervise(workers, 1)
+    assert state.exit is not None
+    assert state.exit.signal_name == "SIGKILL"
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_who_interrupts_has_members_leave_and_at_the_second_time_ends_them(how: signal.Signals) -> None:
+    """SIGINT ends a training as it stands: only on SIGTERM a member finishes its step, and the last one saves."""
+    workers = Workers(2, [])
+    supervise(workers, 2, interrupts=[how])
+    assert workers.stops == [signal.SIGTERM]
+    workers, interrupts = Stubborn(2, []), [how]
+    workers.on_stop = lambda: interrupts.append(how)
+    supervise(workers, 2, interrupts=interrupts)
+    assert workers.stops == [signal.SIGTERM, signal.SIGKILL]
+    assert workers.now_s < 1.0, "at once"
 
 
 OVER = "ringweave.errors.MembershipError: job is over: 1 workers are left, expected at least 2."

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ringweave.launch.local.merging import Console, LogFile, MergedStream
+from ringweave.launch.local.merging import Console, LogFile, MergedStream, tell
 
 
 class Screen(io.BytesIO):
@@ -122,3 +122,10 @@ def test_a_full_disk_does_not_end_the_output() -> None:
     merged({"stdout": out}, log, Time()).feed(b"one\n")
     log.close()
     assert out.getvalue() == b"[0] one\n"
+
+
+def test_words_that_an_output_does_not_take_are_lost_and_so_are_all_after_them() -> None:
+    """Else they would be tried again when the interpreter ends, which makes its exit code 120."""
+    with Path("/dev/full").open("w") as out:
+        tell(out, "one\n")
+        out.write("two\n")

@@ -4,18 +4,21 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ringweave.errors import LaunchError
+from ringweave import wire
+from ringweave.errors import LaunchError, WireError
 from ringweave.launch.elastic.respawning import Respawns
+from ringweave.launch.elastic.rolls import Roll, Rolls
 from ringweave.launch.local import attendants
 from ringweave.launch.local.attendants import Post
 from ringweave.launch.local.sites import Site
 from ringweave.launch.run_dirs import RunDir
 from ringweave.launch.workers import WorkerSpec
+from ringweave.membership.messages import Ask, Count, ring_part
 from ringweave.membership.rules.settings import Bounds
 from ringweave.topology import Cluster
 from ringweave.wire import Authority, Credentials, Identity
@@ -23,6 +26,9 @@ from ringweave.wire import Authority, Credentials, Identity
 ROLE = "coordinator"
 _MAIN = "ringweave.membership.serving.main"
 _END_S = 3.0
+_ANSWERED_S = 2.0
+"""So long each step of a question may take: who leads the workers waits for it."""
+_RINGS = ring_part(0).removesuffix("0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +133,7 @@ class Coordinators:
             if respawns.take_due(now_s):
                 try:
                     self._start(index, is_standby=True, is_first=False)
-                except LaunchError as error:
+                except (LaunchError, OSError) as error:
                     respawns.note_death(0.0, now_s)
                     self._tell_given_up(index, f"and another one could not be started: {error}")
 
@@ -185,6 +191,8 @@ class JobCoordinators:
             own={0: False, 1: True},
             give_up=give_up,
         )
+        self._rolls = Rolls(run_dir.events, self._ask if site.lab_name is None else lambda names: ())
+        self._trust: wire.Trust | None = None
 
     @classmethod
     def of(
@@ -231,3 +239,33 @@ class JobCoordinators:
     def look(self) -> None:
         """Start again what has died."""
         self._both.look()
+
+    def roll(self, names: Collection[str] = ()) -> Roll:
+        """Who has been a member so far: as the event log says, and where it does not know one of these names, they do.
+
+        Those in the network of a lab are not asked: it is not this process's.
+        """
+        return self._rolls.look(names)
+
+    def _ask(self, names: Collection[str]) -> set[str]:
+        """Who is a member now; all of these where rings have memberships of their own, of which no more is told."""
+        found: set[str] = set()
+        with suppress(OSError, RuntimeError):  # a descriptor, or a thread, is not to be had
+            self._trust = self._trust or wire.Tls(self._authority.issue("launcher", "0"))
+            for address in self.addresses:
+                with suppress(WireError):  # the other one knows
+                    count = _count(address, self._trust)
+                    found.update(count.members, names if any(map(_is_ring, count.parts)) else ())
+        return found
+
+
+def _count(address: tuple[str, int], trust: wire.Trust) -> Count:
+    limits, (host, port) = wire.Limits(handshake_s=_ANSWERED_S), address
+    with wire.Client.connect(host, port, trust, role=ROLE, limits=limits, timeout_s=_ANSWERED_S) as client:
+        count = client.call(Ask(), timeout_s=_ANSWERED_S).message
+    assert isinstance(count, Count), "the class of the reply"
+    return count
+
+
+def _is_ring(part: str) -> bool:
+    return part.startswith(_RINGS)

@@ -117,11 +117,22 @@ class Restarts:
         if is_own and self._fail_all(others):
             return "fail"
         self._fruitless[slot] = 0 if ended.was_member else self._fruitless.get(slot, 0) + 1
-        if self._own_failures[slot] >= self._most or self._fruitless[slot] >= self._most_fruitless:
+        soon_s = self._worthy_s if ended.has_trained else 2 * self._longest_delay_s
+        return self._begin_later(slot, now_s, is_soon=ended.lived_s < soon_s)
+
+    def note_unstarted(self, slot: int, now_s: float) -> Verdict:
+        """A slot that was due could not be started; called in the place of `decide`, with the same meaning.
+
+        It counts as a worker that died at once: what the machine lacks may be there in a moment, or never.
+        """
+        self._fruitless[slot] = self._fruitless.get(slot, 0) + 1
+        return self._begin_later(slot, now_s, is_soon=True)
+
+    def _begin_later(self, slot: int, now_s: float, *, is_soon: bool) -> Verdict:
+        if self._own_failures.get(slot, 0) >= self._most or self._fruitless[slot] >= self._most_fruitless:
             self._gone.add(slot)
             return "give up"
-        soon_s = self._worthy_s if ended.has_trained else 2 * self._longest_delay_s
-        self._quick[slot] = self._quick.get(slot, 0) + 1 if ended.lived_s < soon_s else 0
+        self._quick[slot] = self._quick.get(slot, 0) + 1 if is_soon else 0
         delay_s = min(self._longest_delay_s, self._delay_s * 2 ** min(self._quick[slot], 10) / 2)
         self._due_s[slot] = now_s + max(self._delay_s, delay_s)
         return "again"

@@ -26,6 +26,8 @@ from ringweave.launch.workers import USERS_OWN, WorkerGroup, WorkerSpec
 LEAVE_S = 0.5
 TERM_S = 0.5
 DRAIN_S = 1.0
+_TAIL_BYTES = 64 * 1024
+"""Of the end of a log: enough for the last lines of any worker, however much it has printed before."""
 _NOT_OURS = ("TORCHELASTIC_", "TORCH_DEVICE_BACKEND_AUTOLOAD")
 _OURS = (
     environment.CLUSTER,
@@ -82,7 +84,8 @@ class LocalLauncher(Launcher):
         self._stopping = False
         self._pump = Pump()
         self._outputs: dict[int, list[threading.Event]] = {}
-        self._logs: list[LogFile] = []
+        self._logs: dict[int, LogFile] = {}
+        self._members: set[int] = set()
         self._spared = leftovers.descendants()
         self._guard: subprocess.Popen[bytes] | None = None
 
@@ -100,7 +103,7 @@ class LocalLauncher(Launcher):
         is_other = self._around.is_other
         left = leftovers.end_descendants(self._spared, leave_s=LEAVE_S, term_s=TERM_S, is_other=is_other)
         self._pump.close(DRAIN_S)
-        for log in self._logs:
+        for log in self._logs.values():
             log.close()
         self._tell_guard(b"done")
         if left:
@@ -119,15 +122,15 @@ class LocalLauncher(Launcher):
         """Start a further worker, or one in the place of one of the same rank that has ended; of that nothing is left.
 
         Raises:
-            LaunchError: It could not be started.
+            LaunchError: It could not be started. It may be tried again: until then the one before it has ended.
         """
-        before = self._processes.get(worker.global_rank)
+        before = self._processes.pop(worker.global_rank, None)
         if before is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(before.pid, signal.SIGKILL)
             before.wait()
-        self._exits.pop(worker.global_rank, None)
         self._start_one(worker, argv)
+        self._exits.pop(worker.global_rank, None)
 
     def pid(self, global_rank: int) -> int:
         """Process id of a worker, which is also its process group and session."""
@@ -138,15 +141,21 @@ class LocalLauncher(Launcher):
         for global_rank, process in self._processes.items():
             if global_rank not in self._exits:
                 self._look_at(global_rank, process)
-        return [WorkerState(global_rank=rank, exit=self._exits.get(rank)) for rank in self._processes]
+        ranks = sorted({*self._processes, *self._exits})
+        return [WorkerState(global_rank=rank, exit=self._exits.get(rank)) for rank in ranks]
 
     def stop(self, how: signal.Signals) -> None:
-        """Send a signal to every worker's process group, ended workers' groups included."""
+        """Send a signal to every worker's process group, ended workers' groups included.
+
+        A member of an elastic job that runs gets it alone, unless it is SIGKILL: it is to finish its train step before
+        it leaves, and cannot where the processes that load its data have been ended.
+        """
         self.observe()
         self._stopping = True
-        for process in self._processes.values():
+        for global_rank, process in self._processes.items():
+            is_alone = global_rank in self._members - self._exits.keys() and how is not signal.SIGKILL
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, how)
+                (os.kill if is_alone else os.killpg)(process.pid, how)
 
     def ask(self, global_rank: int, how: signal.Signals) -> None:
         """Send a signal to one worker that runs, and to nothing that it has started."""
@@ -154,12 +163,17 @@ class LocalLauncher(Launcher):
             os.kill(self._processes[global_rank].pid, how)
 
     def logs(self, global_rank: int, num_lines: int) -> list[str]:
-        """The last lines of the worker's log file; all that it printed is there once it has ended."""
+        """The last lines of the worker's log file; all that it printed is there once it has ended.
+
+        Nothing where there is no log any more.
+        """
         if global_rank in self._exits:  # its last words may still be in the pipe, which a grandchild may hold open
             for has_ended in self._outputs.pop(global_rank, ()):
                 has_ended.wait(DRAIN_S)
-        text = self._log_paths(global_rank).read_bytes()[-64 * 1024 :].decode(errors="replace")
-        return text.splitlines()[-num_lines:]
+        with contextlib.suppress(OSError), self._log_paths(global_rank).open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return log.read(_TAIL_BYTES).decode(errors="replace").splitlines()[-num_lines:]
+        return []
 
     def _start_guard(self) -> None:
         command = [sys.executable, "-I", "-S", guard.__file__]
@@ -180,13 +194,32 @@ class LocalLauncher(Launcher):
             self._guard.wait()
 
     def _start_one(self, worker: WorkerSpec, argv: tuple[str, ...]) -> None:
-        log = LogFile(self._log_paths(worker.global_rank))
-        self._logs.append(log)
+        try:
+            log, process = self._log(worker.global_rank), self._spawn(worker, argv)
+        except OSError as error:
+            raise LaunchError(f"worker {worker.global_rank} could not be started: {error}. [{argv[0]}]") from error
+        self._processes[worker.global_rank] = process
+        if environment.MEMBER in worker.environ:
+            self._members.add(worker.global_rank)
+        self._tell_guard(b"%d\n" % process.pid)
+        streams: tuple[tuple[IO[bytes] | None, Stream], ...] = ((process.stdout, "stdout"), (process.stderr, "stderr"))
+        outputs = self._outputs[worker.global_rank] = []
+        for pipe, stream in streams:
+            assert pipe is not None
+            outputs.append(self._pump.add(pipe, MergedStream(self._console, stream, worker.global_rank, log)))
+
+    def _log(self, global_rank: int) -> LogFile:
+        """One for all processes of a rank: who is started again can write even where nothing can be opened any more."""
+        if global_rank not in self._logs:
+            self._logs[global_rank] = LogFile(self._log_paths(global_rank))
+        return self._logs[global_rank]
+
+    def _spawn(self, worker: WorkerSpec, argv: tuple[str, ...]) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-I", "-S", bootstrap.__file__, str(os.getpid()), *self._enter(worker, argv)]
         secret = self._secret(worker)
         told = {} if secret is None else {environment.CREDENTIALS: f"fd:{secret}"}
         try:
-            process = subprocess.Popen(
+            return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -195,18 +228,9 @@ class LocalLauncher(Launcher):
                 start_new_session=True,
                 pass_fds=() if secret is None else (secret,),
             )
-        except OSError as error:
-            raise LaunchError(f"worker {worker.global_rank} could not be started: {error}. [{argv[0]}]") from error
         finally:
             if secret is not None:
                 os.close(secret)
-        self._processes[worker.global_rank] = process
-        self._tell_guard(b"%d\n" % process.pid)
-        streams: tuple[tuple[IO[bytes] | None, Stream], ...] = ((process.stdout, "stdout"), (process.stderr, "stderr"))
-        outputs = self._outputs[worker.global_rank] = []
-        for pipe, stream in streams:
-            assert pipe is not None
-            outputs.append(self._pump.add(pipe, MergedStream(self._console, stream, worker.global_rank, log)))
 
     def _look_at(self, global_rank: int, process: subprocess.Popen[bytes]) -> None:
         seen = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

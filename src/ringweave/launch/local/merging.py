@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import BinaryIO, Literal, Protocol
+from typing import BinaryIO, Literal, Protocol, TextIO
 
 from ringweave.launch.local.lines import LineSplitter, Thinner
 
@@ -165,6 +165,15 @@ class MergedStream:
     def _show(self, lines: list[bytes]) -> None:
         for sink in self._sinks:
             sink.show(lines, self._splitter.unfinished)
+
+
+def tell(output: TextIO, text: str) -> None:
+    """Words of our own, shown at once. What takes nothing any more, as a file on a full disk, is given up as well."""
+    try:
+        output.write(text)
+        output.flush()
+    except OSError:
+        _discard(output.buffer)
 
 
 def _discard(output: BinaryIO) -> None:
