@@ -26,6 +26,9 @@ BATCH = 256
 NUM_SAMPLES = 6 * BATCH
 """Whole batches: a train step is the same number of samples always. What follows in the file is held out."""
 NUM_HELD_OUT = 261
+BUCKET_MB = 0.06
+"""Less than a message that is summed alone, and than the first layer's weights: a step of width 384 has three sums, so
+that a worker can die inside each of them. The last layer, which is small, is summed with what comes before it."""
 
 
 def read(*, held_out: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,10 +45,26 @@ def read(*, held_out: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     return table[:, :-1].float() / 16, table[:, -1].long()
 
 
+class Halves(nn.Module):
+    """A square linear layer in two parts, each of which computes half of the outputs: each is a bucket of its own.
+
+    One layer more would do that too, but samples that are rightly missing would tell more on the loss of a deeper
+    network: after 400 steps up to 1.0 % instead of 0.36 (measured), where the bar of mixed.py is 0.5.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width // 2), nn.Linear(width, width - width // 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, width) to (batch, width)."""
+        return torch.cat((self.first(x), self.second(x)), dim=-1)
+
+
 def make(width: int) -> nn.Module:
     """The network, the same on all ranks."""
     torch.manual_seed(0)
-    inner = [nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+    inner = [nn.Linear(64, width), nn.ReLU(), Halves(width), nn.ReLU()]
     return nn.Sequential(*inner, nn.Linear(width, 10))
 
 
@@ -109,7 +128,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
     samples = TensorDataset(images, labels, torch.arange(NUM_SAMPLES))
     loader = DataLoader(samples, batch_size=BATCH, shuffle=True)
-    model, optimizer, loader = ringweave.prepare(model, optimizer, loader, options.mode, ddp={"bucket_cap_mb": 0.25})
+    model, optimizer, loader = ringweave.prepare(
+        model, optimizer, loader, options.mode, ddp={"bucket_cap_mb": BUCKET_MB}
+    )
     checkpoints = ringweave.Checkpoints(options.folder / "checkpoints", model=model, optimizer=optimizer, loader=loader)
     if not options.fresh:
         checkpoints.load()

@@ -68,14 +68,18 @@ def take(address: str, port: int, credentials: str, num_megabytes: float, rounds
     trust = wire.Tls(wire.Credentials.load_from(credentials))
     found = []
     for _ in range(rounds):
-        model, own = make(num_megabytes, 0)
+        _, own = make(num_megabytes, 0)
         started_s = time.perf_counter()
         pace = GivingWay(lambda: 0.0, threading.Event())
         num_bytes = own.pull(address, port, trust, _NAME, timeout_s=300.0, pace=pace)
         found.append({"bytes": num_bytes, "seconds": time.perf_counter() - started_s})
-    wanted, _ = make(num_megabytes, 2)
-    same = all((mine == its).all() for mine, its in zip(model.parameters(), wanted.parameters(), strict=True))
-    print(json.dumps({"rounds": found, "alike": same}))
+    print(json.dumps({"rounds": found, "alike": bool(found) and is_alike(own, make(num_megabytes, 2)[1])}))
+
+
+def is_alike(one: JobState, other: JobState) -> bool:
+    """Parameters, moments and all that goes along have the same bits."""
+    mine, its = one.to_buffers(), other.to_buffers()
+    return mine.keys() == its.keys() and all(bytes(mine[name]) == bytes(its[name]) for name in mine)
 
 
 def state(options: argparse.Namespace) -> dict[str, Any]:
@@ -151,28 +155,50 @@ def main() -> int:
         address, port, credentials = options.take
         take(address, int(port), credentials, options.megabytes, options.rounds)
         return 0
-    missed = False
+    found = []
     if options.only != "state":
         said = peers(options)
         table = rows_of_peers(said)
         lab_jobs.conclude(options, "joining-peers", said, [*table, *lab_jobs.summary_rows(said, len(table[0]))])
-        stalls = [row[2] for row in table[1:]]
-        missed = len(stalls) < options.joins or max(stalls) > BAR_STEPS or bool(lab_jobs.missed(said))
+        found += missed_by_peers(said, options.joins)
     if options.only != "peers":
-        missed = not judge_state(options, state(options)) or missed
-    return int(missed)
+        moved = state(options)
+        part = fraction_of_link(options, moved)
+        show_state(options, moved, part)
+        found += missed_by_state(moved, part)
+    return lab_jobs.verdict(found)
 
 
-def judge_state(options: argparse.Namespace, found: dict[str, Any]) -> bool:
-    """Whether the bar is met; prints what was found."""
-    link = units.parse_rate(options.rate)
+def missed_by_peers(said: dict[str, Any], num_joins: int) -> list[str]:
+    """What of the joins was not as it has to be, in words."""
+    found, joins = lab_jobs.missed(said), said["joins"]
+    found += [f"{len(joins)} times workers joined, not {num_joins}"] if not joins or len(joins) < num_joins else []
+    for number, each in enumerate(joins, start=1):
+        stalled = each["stall_s"] / each["usual_s"] if each["usual_s"] else None
+        found += lab_jobs.over(f"join {number}: longest stall of a peer in steps", stalled, BAR_STEPS)
+        found += [f"join {number}: the newcomer was never level"] if each["level_s"] is None else []
+    return found
+
+
+def fraction_of_link(options: argparse.Namespace, found: dict[str, Any]) -> float | None:
+    """Median rate of the state, by the link's raw rate; None if it was never pulled."""
     rates = [each["bytes"] / each["seconds"] for each in found["rounds"]]
-    part = statistics.median(rates) / link
-    rows: list[tuple[object, ...]] = [("state, MB", "median s", "of the link's raw rate (bar 0.8)", "bit for bit")]
-    seconds = statistics.median(each["seconds"] for each in found["rounds"])
-    rows.append((round(found["rounds"][0]["bytes"] / 1e6, 1), round(seconds, 3), round(part, 3), found["alike"]))
+    return statistics.median(rates) / units.parse_rate(options.rate) if rates else None
+
+
+def missed_by_state(found: dict[str, Any], part: float | None) -> list[str]:
+    """What of the state's way was not as it has to be, in words."""
+    wrong = [] if found["alike"] else ["the state that was pulled is not that which was offered"]
+    is_good = part is not None and part >= BAR
+    return wrong + ([] if is_good else [f"state at {part} of the link's raw rate, the bar is {BAR}"])
+
+
+def show_state(options: argparse.Namespace, found: dict[str, Any], part: float | None) -> None:
+    """Print what was found, and leave it."""
+    rows: list[tuple[object, ...]] = [("state, MB", "s", "of the link's raw rate (bar 0.8)", "bit for bit")]
+    rows += [(round(each["bytes"] / 1e6, 1), round(each["seconds"], 3), "", "") for each in found["rounds"]]
+    rows.append(("median", "", part, found["alike"]))
     lab_jobs.conclude(options, "joining", {"fraction_of_link": part, **found}, rows)
-    return part >= BAR and found["alike"]
 
 
 if __name__ == "__main__":

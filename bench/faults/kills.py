@@ -5,8 +5,9 @@
     python bench/faults/kills.py --coordinators --kills 10   # four minutes
 
 An elastic job in a lab. Each kill is a SIGKILL that a worker sends itself at a moment drawn from forward, backward,
-inside a bucket, commit (before and after) and optimizer; --outside sends it from outside, whenever it is time. The next
-one follows when all victims train again, or later. The parameters of all members are compared bit by bit, step by step.
+inside a bucket, commit (before and after) and optimizer. The report counts the moments at which workers really died; a
+death at another one than was drawn is a miss. --outside sends it from outside, whenever it is time. The next one comes
+when all victims train again, or later. The parameters of all members are compared bit by bit, step by step.
 
 With --coordinators each kill is of the coordinator that decides, and of a member right after it, from outside: the
 other coordinator shows that it has taken over by the epoch that it forms without that member. Fail-over is the time
@@ -41,7 +42,7 @@ def draw(num_kills: int, workers: int, *, seed: int, every_s: float, calm_s: flo
     for index, moment in enumerate(moments):
         victim = rng.choice([rank for rank in range(workers) if rank != last])
         last, at_s = victim, calm_s + index * every_s + rng.random()
-        said = "" if outside else drawing.draw_moment(rng, [moment])
+        said = "" if outside else drawing.draw_moment(rng, [moment], lab_jobs.NUM_SUMS)
         found.append(Fault(at_s=round(at_s, 2), kind=KILL, target=str(victim), moment=said))
     return found
 
@@ -76,6 +77,7 @@ def main() -> int:
     found = survivors.tolls(ended.events)
     said = lab_jobs.summary(ended, found)
     rows = lab_jobs.toll_rows(found)
+    rows += [(f"killed during {moment}", number, *[""] * 3) for moment, number in sorted(said["moments"].items())]
     name = "kills-of-coordinators" if options.coordinators else "kills"
     lab_jobs.conclude(
         options, name, {"seed": options.seed, **said}, [*rows, *lab_jobs.summary_rows(said, len(rows[0]))]
@@ -87,6 +89,8 @@ def missed(said: dict[str, Any], num_kills: int, *, of_coordinators: bool) -> li
     """What bar was missed, in words."""
     found = lab_jobs.missed(said, are_back=True)
     found += [f"{said['faults']} members were killed, not {num_kills}"] if said["faults"] != num_kills else []
+    num_known = sum(each["stall_s"] is not None for each in said["each"])
+    found += [f"{num_known} stalls are known, not {num_kills}"] if num_known != num_kills else []
     if not of_coordinators:
         return found + lab_jobs.over("stall of survivors, p95 in s", said["stall_p95_s"], BAR_S)
     num_replaced = sum(each["taken_over_s"] is not None for each in said["takeovers"])

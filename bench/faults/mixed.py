@@ -55,7 +55,7 @@ def main() -> int:
     shared = {"until_s": options.limit, "elastic": lab_jobs.bounds(options), "steps": options.steps}
     shared |= {"more": ["--lr", str(_LR_STEPS / options.steps)]}
     calm = lab_jobs.run(options, [], **shared, name="without")
-    found = []
+    found = [f"without faults: {each}" for each in lab_jobs.missed(lab_jobs.summary(calm, []))]
     for seed in range(options.seed, options.seed + options.jobs):
         hurt = lab_jobs.run(options, _happens(options, seed), **shared, name=f"seed-{seed}")
         found += [f"seed {seed}: {each}" for each in _judge(options, seed, hurt, calm)]
@@ -64,7 +64,12 @@ def main() -> int:
 
 def _happens(options: argparse.Namespace, seed: int) -> tuple[Fault, ...]:
     kinds = [KILL, PAUSE, CUT, SLOW, FILL, *([CLOCK] if options.clocks else [])]
-    targets = replace(session.targets(lab_jobs.cluster(options)), moments=MOMENTS, services=(COORDINATOR,))
+    targets = replace(
+        session.targets(lab_jobs.cluster(options)),
+        moments=MOMENTS,
+        num_buckets=lab_jobs.NUM_SUMS,
+        services=(COORDINATOR,),
+    )
     return draw(targets, kinds, options.faults, seed, options.every)
 
 
@@ -90,7 +95,7 @@ def _judge(options: argparse.Namespace, seed: int, hurt: lab_jobs.Ended, calm: l
         out = out.with_stem(f"{out.stem}-{seed}")
     lab_jobs.show([*rows, *lab_jobs.summary_rows(said, len(rows[0])), *padded])
     lab_jobs.leave(out, f"mixed-{options.faults}-seed-{seed}", lab_jobs.whole(options, said))
-    return [*(f"wrong: {each}" for each in said["wrong"]), *missed(said)]
+    return missed(said)
 
 
 def missed(said: Mapping[str, Any]) -> list[str]:

@@ -54,6 +54,10 @@ class Stall:
     """Of the same workers in a window as long before the kill."""
     step_s: float
     """Their usual step."""
+    num_peers: int
+    """Survivors of its ring."""
+    num_others: int
+    """Workers of other rings."""
 
     @property
     def stopped_others(self) -> bool:
@@ -77,6 +81,8 @@ def judge(victim: str, was_representative: bool, at_s: float, steps: Mapping[str
         others_s=_longest(of_others),
         quiet_s=max(before, default=0.0),
         step_s=max((usual_s(each) for each in others), default=0.0),
+        num_peers=len(own),
+        num_others=len(others),
     )
 
 
@@ -128,6 +134,7 @@ def summary(stalls: Sequence[Stall], steps: Mapping[str, Sequence[Done]]) -> dic
         "other_rings_without_a_kill_p50_s": quantile(quiet, 0.5),
         "other_rings_without_a_kill_max_s": round(max(quiet), 3),
         "kills_that_stopped_other_rings": sum(each.stopped_others for each in stalls),
+        "kills_that_nobody_felt": sum(not each.num_peers or not each.num_others for each in stalls),
         "never_went_on": sum(each.ring_s is None or each.others_s is None for each in stalls),
     }
 
@@ -135,6 +142,8 @@ def summary(stalls: Sequence[Stall], steps: Mapping[str, Sequence[Done]]) -> dic
 def missed(said: Mapping[str, Any]) -> list[str]:
     """What was not as it has to be, in words."""
     found = ring_runs.missed(said)
+    num_alone = said["kills_that_nobody_felt"]
+    found += [f"{num_alone} kills without a survivor in the ring, or a worker in another one"] if num_alone else []
     num_stopped = said["kills_that_stopped_other_rings"]
     found += [f"{num_stopped} kills stopped another ring for a step"] if num_stopped else []
     return found + lab_jobs.over("stall of the ring, p95 in s", said["ring_stall_p95_s"], BAR_S)

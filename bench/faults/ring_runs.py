@@ -23,7 +23,9 @@ import lab_jobs
 from job import BATCH
 
 from ringweave import lab, telemetry
+from ringweave.benchmarks.chaos import deciders
 from ringweave.benchmarks.chaos.histories import slot_of
+from ringweave.errors import UsageError
 from ringweave.topology import Cluster
 
 JOB = Path(__file__).with_name("ring_job.py")
@@ -88,14 +90,16 @@ def check_alike(steps: Mapping[str, Sequence[Done]]) -> int:
     """How many (process, push) pairs have the parameters of their ring after that push.
 
     Raises:
-        AssertionError: Two differ by a bit.
+        AssertionError: Two differ by a bit, or there are none of the same push.
     """
     known: dict[tuple[int, int], str] = {}
     for name, each in steps.items():
         for done in each:
             if known.setdefault((done.ring, done.num_pushed), done.digest) != done.digest:
                 raise AssertionError(f"parameters of {name} after push {done.num_pushed} of ring {done.ring} differ")
-    return sum(map(len, steps.values()))
+    num_pairs = sum(map(len, steps.values()))
+    assert num_pairs > len(known), f"parameters: {num_pairs} checks of {len(known)} pushes, none to compare with"
+    return num_pairs
 
 
 def lost_pushes(steps: Mapping[str, Sequence[Done]]) -> int:
@@ -150,6 +154,10 @@ class Run:
         events = telemetry.read(self.run_dir / "events.jsonl")
         return [event["pid"] for event in events if event["kind"] == "worker_started" and event["rank"] == slot][-1]
 
+    def deciding(self) -> int | None:
+        """Index of the coordinator that decides, as the events tell."""
+        return deciders.heard(telemetry.read(self.run_dir / "events.jsonl")).coordinator
+
     def num_steps(self, member: str) -> int:
         """Steps that it has done, and epochs."""
         path = self.checks / f"{member}.txt"
@@ -190,24 +198,32 @@ def wait_whole(run: Run, options: argparse.Namespace, limit_s: float = 120.0) ->
     raise SystemExit(f"the job was not whole within {limit_s:g} s: {run.members()}\n{run.end()[-3000:]}")
 
 
-def check_accounts(checks: Path, num_kills: int) -> int:
-    """How many epochs of the data are complete, each with every sample counted or known to be lost.
+def check_accounts(checks: Path, num_gone: int) -> tuple[int, int]:
+    """(epochs of the data that are complete, samples of them that are known to be lost); all others counted.
+
+    Args:
+        checks: Folder of what the processes said.
+        num_gone: Workers that were killed or cut off: of each the samples of one step may be lost.
 
     Raises:
-        AssertionError: One is not, or processes say other things of it, or more is lost than was under way.
+        AssertionError: An epoch does not add up, or processes say other things of it, or more is lost than was under
+            way.
     """
     known: dict[str, list[str]] = {}
+    num_lost = 0
     for path in sorted(checks.glob("*.txt")):
         for line in path.read_text(encoding="ascii").splitlines():
             word, *rest = line.split()
             if word != "account" or len(rest) != 4:
                 continue
             epoch, *counts = rest
+            is_news = epoch not in known
             assert known.setdefault(epoch, counts) == counts, f"epoch {epoch}: {counts} and {known[epoch]}"
             expected, counted, lost = map(int, counts)
             assert counted + lost == expected, f"epoch {epoch}: {counted} counted, {lost} lost, expected {expected}"
-            assert lost <= num_kills * BATCH, f"epoch {epoch}: {lost} samples lost with {num_kills} kills"
-    return len(known)
+            num_lost += lost if is_news else 0
+    assert num_lost <= num_gone * BATCH, f"{num_lost} samples lost, though {num_gone} workers were gone"
+    return len(known), num_lost
 
 
 def num_pushes(steps: Mapping[str, Sequence[Done]]) -> int:
@@ -219,28 +235,44 @@ def num_pushes(steps: Mapping[str, Sequence[Done]]) -> int:
     return sum(by_ring.values())
 
 
-def books(run: Run, steps: Mapping[str, Sequence[Done]], num_kills: int) -> dict[str, int]:
-    """What is counted of every run, and has to agree.
+def books(run: Run, steps: Mapping[str, Sequence[Done]], num_gone: int) -> dict[str, Any]:
+    """What is counted of every run, and has to agree; `wrong`: what does not, in words.
 
-    Raises:
-        AssertionError: Parameters of two members of a ring differ by a bit, or an account does not add up.
+    Args:
+        run: The job.
+        steps: Of its processes.
+        num_gone: Workers that were killed or cut off.
     """
+    num_alike = num_epochs = num_lost = None
+    wrong = []
+    try:
+        num_alike = check_alike(steps)
+    except AssertionError as error:
+        wrong.append(str(error))
+    try:
+        num_epochs, num_lost = check_accounts(run.checks, num_gone)
+    except AssertionError as error:
+        wrong.append(str(error))
     return {
         "pushes_of_rings": num_pushes(steps),
         "versions_of_the_server": run.counted(),
         "pushes_lost": lost_pushes(steps),
-        "parameters_alike": check_alike(steps),
-        "epochs_accounted": check_accounts(run.checks, num_kills),
+        "parameters_alike": num_alike,
+        "epochs_accounted": num_epochs,
+        "samples_lost": num_lost,
+        "wrong": wrong,
     }
 
 
 def missed(said: Mapping[str, Any]) -> list[str]:
     """What every run of rings has to do under faults and this one did not, in words."""
-    found = [f"after {said['never_went_on']} kills a worker made no step"] if said["never_went_on"] else []
+    found = [*said["wrong"]]
+    found += [f"after {said['never_went_on']} kills a worker made no step"] if said["never_went_on"] else []
     found += [f"{said['pushes_lost']} pushes were lost"] if said["pushes_lost"] else []
     pushed, applied = said["pushes_of_rings"], said["versions_of_the_server"]
     found += [f"rings pushed {pushed} times, the server applied {applied}"] if pushed != applied else []
-    return found + ([] if said["epochs_accounted"] else ["no epoch of the data was complete, nothing was accounted"])
+    is_none = said["epochs_accounted"] == 0
+    return found + (["no epoch of the data was complete, nothing was accounted"] if is_none else [])
 
 
 def parse(description: str | None, *, kills: int, workers: int = 8, repeat: int = 50) -> argparse.Namespace:
@@ -263,7 +295,10 @@ def parse(description: str | None, *, kills: int, workers: int = 8, repeat: int 
         "--repeat", type=int, default=repeat, help="times the data in an epoch: all rings meet at its end"
     )
     parser.add_argument("--out", type=Path)
-    return parser.parse_args()
+    asked = parser.parse_args()
+    if asked.kills < 1:
+        raise UsageError(f"--kills: {asked.kills}, expected at least 1. Without a fault nothing is shown.")
+    return asked
 
 
 def conclude(options: argparse.Namespace, said: dict[str, Any], stalls: Sequence[Any], printed: str) -> None:

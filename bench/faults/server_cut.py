@@ -6,7 +6,7 @@ Jobs in mode ps-hra under --elastic with --standby in a lab, one for each way. T
 link of its own rate, and a worker on it; its standby and the coordinators are elsewhere. Stalls are the longest time
 between two steps of any worker on another node while the node is cut off, less the usual time of a step. In the end
 parameters of a ring's members are compared bit by bit, push by push; and each push of a ring must have made one version
-on the server, and no other one.
+on the server, and no other one; of samples no more are lost than the worker that is cut off with the server had.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def one(options: argparse.Namespace, way: str, folder: Path) -> tuple[Stall, dic
     found = [(longest_s(each, at_s, at_s + CUT_S), usual_s(each)) for each in elsewhere if len(each) > 10]
     stalls = [max(0.0, longest - usual) for longest, usual in found if longest is not None]
     leaders = [each.leader for each in (before, newest, whole) if isinstance(each, Claim)]
-    said = {"leaders": leaders, **ring_runs.books(run, steps, options.workers)}
+    said = {"leaders": leaders, **ring_runs.books(run, steps, num_gone=1)}  # the worker that is cut off with the server
     is_whole = bool(stalls) and len(stalls) == len(found)
     return Stall(victims=way, at_s=at_s, stall_s=max(stalls) if is_whole else None), said, printed
 

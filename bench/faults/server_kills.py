@@ -44,6 +44,7 @@ class Ring:
         self.total = torch.zeros(specs[0].num_elements, dtype=torch.float64)
         self.num_pushed = 0
         self.done: list[float] = []
+        self._began_s = time.monotonic()
         self.stop = threading.Event()
 
     def run(self) -> None:
@@ -68,7 +69,7 @@ class Ring:
 
     def longest_s(self, since_s: float) -> float:
         """Its longest round that ended after that moment, or has not ended."""
-        spans = itertools.pairwise([*self.done, time.monotonic()])
+        spans = itertools.pairwise([self._began_s, *self.done, time.monotonic()])
         return max(after - before for before, after in spans if after > since_s)
 
 
@@ -111,19 +112,23 @@ def measure(num_rings: int, num_elements: int, faults: list[str], pause_s: float
             thread.join()
         room, total = Flat(specs), sum(ring.total for ring in rings)
         version = rings[0].client.pull(rings[0].num_pushed, room.buffers())
-        num_pushed = sum(ring.num_pushed for ring in rings)
+        pushes = [ring.num_pushed for ring in rings]
         error = float((room.pieces[0] + OPTIONS["lr"] * total).abs().max())
         for ring in rings:
             ring.client.close()
-    return {"stalls_s": stalls, "pushes": num_pushed, "version": version, "error": error}
+    done = {"pushes": sum(pushes), "fewest_pushes": min(pushes)}
+    return {"stalls_s": stalls, **done, "version": version, "error": error}
 
 
-def missed(said: dict[str, Any]) -> list[str]:
+def missed(said: dict[str, Any], num_faults: int) -> list[str]:
     """What was not as it has to be, in words."""
     is_once = said["version"] == said["pushes"] and said["error"] < 1e-6
-    longest_s = max(itertools.chain(*said["stalls_s"].values()))
     once = f"{said['pushes']} pushes made {said['version']} versions, parameters off by {said['error']:.1e}"
-    return [*([] if is_once else [once]), *lab_jobs.over("longest round in s", longest_s, BAR_S)]
+    found = [] if is_once else [once]
+    found += [] if said["fewest_pushes"] else ["a ring pushed nothing"]
+    stalls = list(itertools.chain(*said["stalls_s"].values()))
+    found += [f"{len(stalls)} faults happened, not {num_faults}"] if len(stalls) != num_faults else []
+    return [*found, *lab_jobs.over("longest round in s", max(stalls, default=None), BAR_S)]
 
 
 def main() -> int:
@@ -144,7 +149,7 @@ def main() -> int:
     print(f"{said['pushes']} pushes, version {said['version']}, parameters off by {said['error']:.1e}")
     print("All of it is measured.")
     lab_jobs.leave(asked.out, "server-kills", {"rings": asked.rings, "lease_s": asked.lease_s, **said})
-    return lab_jobs.verdict(missed(said))
+    return lab_jobs.verdict(missed(said, asked.kills))
 
 
 if __name__ == "__main__":

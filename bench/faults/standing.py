@@ -9,13 +9,16 @@ after the other, each when the one before has come back.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import lab_jobs
 
-from ringweave.benchmarks.chaos import faults, survivors
+from ringweave.benchmarks.chaos import deciders, faults, survivors
+from ringweave.benchmarks.chaos.deciders import Deciders
 from ringweave.benchmarks.chaos.faults import Fault
-from ringweave.benchmarks.chaos.survivors import Epoch, Toll
+from ringweave.benchmarks.chaos.survivors import Toll
+from ringweave.telemetry import Event
 
 KINDS = {
     "pause": "at {at}s pause worker 4 for {lasts}s",
@@ -55,18 +58,36 @@ def hits_coordinator(kind: str) -> bool:
     return kind.startswith("coordinator")
 
 
-def is_good(
-    found: Sequence[Toll], happens: Sequence[Fault], epochs: Sequence[Epoch], num_lost: int, num_over: int
-) -> bool:
-    """Whether every fault was survived within the bar, no step was lost, nor one done by a zombie.
+def strangers(events: Sequence[Event]) -> list[str]:
+    """Cuts of a coordinator's node whose coordinator did not decide by then, in words."""
+    known, found = Deciders(), []
+    for event in events:
+        known.note(event)
+        for fault in faults.parse(event["fault"]) if event["kind"] == "fault_begun" else ():
+            decides = "nobody" if known.coordinator is None else _PLACES[known.coordinator]
+            if fault.kind == faults.CUT and fault.target in _PLACES and fault.target != decides:
+                found.append(f"{fault}: the coordinator that decided was that of {decides}")
+    return found
 
-    And whether as many coordinators took over as there ought to.
+
+def missed(said: Mapping[str, Any], found: Sequence[Toll], happens: Sequence[Fault], num_over: int) -> list[str]:
+    """What was not as it has to be, in words.
+
+    Args:
+        said: Of the job; with `coordinators_changed`, how often another one came to decide.
+        found: What each fault that hit workers did.
+        happens: All that was to happen.
+        num_over: So many coordinators have to take over.
     """
     num_felt = sum(fault.hits_worker or fault.kind == faults.CUT for fault in happens)
-    is_whole = len(found) == num_felt and all(each.back_s for each in found)
-    is_quick = all(each.stall_s is not None and each.stall_s <= BAR_S for each in found)
-    num_terms = len({each.term for each in epochs})
-    return is_whole and is_quick and num_terms > num_over and not num_lost and not any(e.steps_as_zombie for e in found)
+    wrong = [*lab_jobs.missed(said), *said["strangers"]]
+    wrong += [f"{len(found)} faults hit workers, not {num_felt}"] if len(found) != num_felt else []
+    for each in found:
+        wrong += [f"{each.fault}: the victim never came back"] if each.back_s is None else []
+        wrong += [f"{each.fault}: {each.steps_as_zombie} steps as a zombie"] if each.steps_as_zombie else []
+        wrong += lab_jobs.over(f"{each.fault}: stall in s", each.stall_s, BAR_S)
+    num_changed = said["coordinators_changed"]
+    return wrong + ([f"{num_changed} coordinators took over, not {num_over}"] if num_changed < num_over else [])
 
 
 def main() -> int:
@@ -81,10 +102,10 @@ def main() -> int:
     ended = lab_jobs.run(options, happens, until_s=until_s, elastic=lab_jobs.bounds(options))
     found = survivors.tolls(ended.events)
     said = lab_jobs.summary(ended, found)
+    said |= {"coordinators_changed": deciders.num_changes(ended.events), "strangers": strangers(ended.events)}
     rows = lab_jobs.toll_rows(found)
     lab_jobs.conclude(options, "standing", said, [*rows, *lab_jobs.summary_rows(said, len(rows[0]))])
-    num_over = sum(map(hits_coordinator, kinds))
-    return 0 if is_good(found, happens, survivors.epochs(ended.events), said["steps_lost"], num_over) else 1
+    return lab_jobs.verdict(missed(said, found, happens, sum(map(hits_coordinator, kinds))))
 
 
 if __name__ == "__main__":

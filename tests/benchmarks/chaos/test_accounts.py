@@ -272,6 +272,23 @@ def test_faults_that_never_began_are_named() -> None:
     assert found.never_began == ("at 5s kill worker 0", "at 6s kill server", "at 900s kill worker 1")
 
 
+def test_moments_at_which_victims_really_died_are_counted_and_others_are_named() -> None:
+    lines = {
+        "at 1s kill worker 0 during bucket 1": "process 7 during bucket 1",
+        "at 2s kill worker 0 during bucket 2": "process 8 during commit",
+        "at 3s kill worker 0 during forward": "process 9",
+        "at 4s kill worker 0 during commit": "process 10 during commit",
+        "at 5s kill worker 0": "process 11",
+    }
+    happened = [{**fault(line, 120.0), "target": target} for line, target in lines.items()]
+    found = judge([*begin(), *steps(1, 51, 100.0), *happened])
+    assert found.moments == {"bucket 1": 1, "commit": 2}
+    assert found.at_other_moments == (
+        "at 2s kill worker 0 during bucket 2: it died during commit",
+        "at 3s kill worker 0 during forward: it died during a moment that is not known",
+    )
+
+
 def test_attempts_are_counted() -> None:
     attempts = [{"time": time, "kind": "run_started", "attempt": 1} for time in (99.0, 120.0)]
     assert judge([attempts[0], *begin(), *steps(1, 5, 100.0), attempts[1]]).attempts == 2

@@ -1,5 +1,6 @@
 """What the benches of faults check can fail: parameters that differ by a bit, samples that are lost or doubled."""
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -27,11 +28,13 @@ def drawn(step: int, indices: list[int]) -> str:
     return f"drawn {step} {own.num_samples} {own.fingerprint}"
 
 
-def ended(lab_jobs: ModuleType, folder: Path, lines: dict[str, list[str]], events: list[dict[str, Any]]) -> Any:
+def ended(
+    lab_jobs: ModuleType, folder: Path, lines: dict[str, list[str]], events: list[dict[str, Any]], **more: Any
+) -> Any:
     for name, said in lines.items():
         (folder / f"{name}.txt").write_text("".join(f"{line}\n" for line in said))
     report = accounts.report([], num_workers=2, workers_on={}, restart_s=0)
-    return lab_jobs.Ended(report=report, events=events, checks=folder, end=None)
+    return lab_jobs.Ended(**{"report": report, "events": events, "checks": folder, "end": None, **more})
 
 
 def accounted(samples: list[int], expected: int) -> dict[str, Any]:
@@ -100,8 +103,48 @@ def test_a_step_that_loses_more_than_the_shares_of_those_who_were_gone_is_found(
         ended(lab_jobs, tmp_path, lines, [began, gone, accounted([0, 1], expected=5)]).check_samples()
 
 
+@pytest.mark.parametrize(
+    ("asked_steps", "outcome", "end", "words"),
+    [
+        (None, "stopped", None, []),
+        (None, "done", {"train_step": 40}, ["the job did not go on until its time was over: done"]),
+        (None, "", None, ["the job did not go on until its time was over: no end"]),
+        (100, "done", {"train_step": 100}, []),
+        (100, "done", {"train_step": 40}, ["the job ended after 40 train steps, not 100"]),
+        (100, "stopped", None, ["the job ended after an unknown number of train steps, not 100"]),
+    ],
+)
+def test_a_job_that_ends_otherwise_than_it_was_to_is_found(
+    lab_jobs: ModuleType,
+    tmp_path: Path,
+    asked_steps: int | None,
+    outcome: str,
+    end: dict[str, int] | None,
+    words: list[str],
+) -> None:
+    events = [{"kind": "chaos_ended", "outcome": outcome}] if outcome else []
+    found = ended(lab_jobs, tmp_path, {}, events, asked_steps=asked_steps, end=end)
+    assert found.wrong_end() == words
+    assert lab_jobs.summary(found, [])["wrong"][-len(words) :] == words if words else True
+
+
+def test_an_elastic_job_without_members_and_books_is_found_and_another_one_needs_none(
+    lab_jobs: ModuleType, tmp_path: Path
+) -> None:
+    lines = {"0-1": [f"done 1 {CHECK}"], "1-2": [f"done 1 {CHECK}"]}
+    stopped = [{"kind": "chaos_ended", "outcome": "stopped"}]
+    report = replace(accounts.report([], num_workers=2, workers_on={}, restart_s=0), attempts=1, broken=())
+    other = ended(lab_jobs, tmp_path, lines, stopped, report=report, is_elastic=False)
+    assert lab_jobs.missed(lab_jobs.summary(other, [])) == []
+    elastic = replace(other, is_elastic=True)
+    first, second = lab_jobs.missed(lab_jobs.summary(elastic, []))
+    assert first.startswith("samples: no epoch of the data is complete")
+    assert second == "no epoch began: the job had no members"
+
+
 def said(**other: Any) -> dict[str, Any]:
-    return {"broken": [], "never_began": [], "attempts": 1, "never_back": [], "put_out": 0, **other}
+    none: dict[str, Any] = {"wrong": [], "broken": [], "never_began": [], "at_other_moments": []}
+    return {**none, "attempts": 1, "never_back": [], "put_out": 0, "each": [], **other}
 
 
 def test_what_a_job_missed_is_said_and_is_the_exit_code(
@@ -109,13 +152,16 @@ def test_what_a_job_missed_is_said_and_is_the_exit_code(
 ) -> None:
     assert lab_jobs.missed(said(), are_back=True) == []
     worst = said(broken=["4 train steps were lost"], never_began=["at 3s kill worker 0"], attempts=2)
-    worst |= {"never_back": ["at 1s kill worker 1"], "put_out": 3}
+    worst |= {"never_back": ["at 1s kill worker 1"], "put_out": 3, "wrong": ["parameters differ"]}
+    worst |= {"at_other_moments": ["at 4s kill worker 0 during bucket 1: it died during commit"]}
     assert lab_jobs.missed(worst) == [
+        "parameters differ",
         "4 train steps were lost",
         "at 3s kill worker 0: never began",
+        "at 4s kill worker 0 during bucket 1: it died during commit",
         "the job was started 2 times",
     ]
-    assert lab_jobs.missed(worst, are_back=True)[3:] == [
+    assert lab_jobs.missed(worst, are_back=True)[5:] == [
         "at 1s kill worker 1: the victim never came back",
         "3 members were put out though no fault hit them",
     ]
@@ -131,20 +177,6 @@ def test_what_is_over_its_bar_or_not_known_is_missed(
     assert lab_jobs.over("x", value, 1.5) == [f"{each}the bar is 1.5" for each in words]
 
 
-@pytest.mark.parametrize(("goodput", "every_s", "good"), [(0.95, 60.0, True), (0.94, 60.0, False), (0.88, 15.0, True)])
-def test_goodput_is_held_against_the_bar_of_its_interval(
-    lab_jobs: ModuleType, goodput: float, every_s: float, good: bool
-) -> None:
-    import goodput as bench  # beside lab_jobs
-
-    steps = [{"time": 1.0 + step, "kind": "train_step_done", "rank": 0, "steps_since_start": step} for step in (1, 2)]
-    report = replace(accounts.report(steps, num_workers=2, workers_on={}, restart_s=0), goodput=goodput)
-    assert (bench.missed(report, every_s) == []) is good
-    unknown = bench.missed(replace(report, goodput=None), every_s)
-    assert unknown == [f"goodput: None, the bar is {bench.BARS[every_s]}"], "what could not be measured is not good"
-    assert bench.missed(replace(report, goodput=1.0, attempts=2), every_s) == ["the job was started 2 times"]
-
-
 def test_each_kill_follows_one_of_the_coordinator(lab_jobs: ModuleType) -> None:
     import kills as bench  # beside lab_jobs
 
@@ -155,10 +187,20 @@ def test_each_kill_follows_one_of_the_coordinator(lab_jobs: ModuleType) -> None:
     assert all(0.29 < after.at_s - before.at_s < 0.31 for before, after in zip(found[::2], kills, strict=True))
     takeovers = [{"taken_over_s": 0.4}] * 5 + [{"taken_over_s": None}]
     told = said(faults=6, takeovers=takeovers, taken_over_p95_s=3.2, takeover_stall_p95_s=0.5)
+    told |= {"each": [{"stall_s": 0.4}] * 5 + [{"stall_s": None}]}
     assert bench.missed(told, 6, of_coordinators=True) == [
+        "5 stalls are known, not 6",
         "5 coordinators were replaced, not 6",
         "fail-over, p95 in s: 3.2, the bar is 3",
     ]
+
+
+def test_kills_are_drawn_inside_the_sums_that_the_job_has_and_at_every_moment_as_often(lab_jobs: ModuleType) -> None:
+    import kills as bench  # beside lab_jobs
+
+    found = [each.moment for each in bench.draw(60, 8, seed=1, every_s=14.0, calm_s=10.0, outside=False)]
+    assert {each for each in found if each.startswith("bucket")} == {f"bucket {n}" for n in range(lab_jobs.NUM_SUMS)}
+    assert set(Counter(each.partition(" ")[0] for each in found).values()) == {10}
 
 
 def test_losses_that_are_apart_or_say_nothing_and_faults_that_are_absent_are_missed(lab_jobs: ModuleType) -> None:

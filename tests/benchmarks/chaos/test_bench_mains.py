@@ -37,7 +37,7 @@ def drawn(step: int) -> dict[str, Account]:
     }
 
 
-def keep(folder: Path, line: str) -> None:
+def keep(folder: Path, line: str, target: str = "process 3") -> None:
     """Files of a job of two workers in which that line of a script happened."""
     checks = folder / "checks"
     checks.mkdir(parents=True)
@@ -47,7 +47,7 @@ def keep(folder: Path, line: str) -> None:
         *(watched(rank, BEGIN_S - 10) for rank in (0, 1)),
         epoch(BEGIN_S - 1, ["0.0", "1.0"], ["0.0", "1.0"]),
         {"time": BEGIN_S, "kind": "training_prepared", "batch_samples": 256},
-        {"time": BEGIN_S + BEFORE + 0.2, "kind": "fault_begun", "fault": line, "target": "process 3"},
+        {"time": BEGIN_S + BEFORE + 0.2, "kind": "fault_begun", "fault": line, "target": target},
         epoch(BEGIN_S + BEFORE + 0.5, ["0.0"], []),
         lost(BEGIN_S + BEFORE + 0.9, BEFORE + 1),
         watched(1, BEGIN_S + BACK - 2),
@@ -86,7 +86,8 @@ def watched(rank: int, time: float) -> dict[str, Any]:
 
 
 def epoch(time: float, who: list[str], newcomers: list[str]) -> dict[str, Any]:
-    return {"time": time, "kind": "epoch_begun", "term": 1, "members": who, "newcomers": newcomers}
+    number = {"term": 1, "number": round(time * 10), "part": ""}
+    return {"time": time, "kind": "epoch_begun", **number, "members": who, "newcomers": newcomers}
 
 
 def lost(time: float, step: int) -> dict[str, Any]:
@@ -127,18 +128,20 @@ def test_kills(
 
 
 @pytest.mark.parametrize("bench", ["kills"], indirect=True)
-def test_what_is_wrong_ends_a_bench_after_its_figures_are_written(
+def test_what_is_wrong_is_missed_with_all_else_after_the_figures_are_written(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keep(tmp_path / "job", "at 10.74s kill worker 1")
     with (tmp_path / "job" / "checks" / "0.0-7.txt").open("a", encoding="ascii") as file:
         file.write(f"done 3 {4:016x}\ndrawn 3 1 7\n")
-    with pytest.raises(SystemExit, match="1"):
-        judge(bench, monkeypatch, tmp_path, "--kills", "1", "--outside", "--seed", "5")
+    code, _ = judge(bench, monkeypatch, tmp_path, "--kills", "2", "--outside", "--seed", "5")
+    assert code == 1
     first, second = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["wrong"]
     assert first.startswith("parameters of 0.0 after step 3 are 0000000000000004, not ")
     assert second.startswith("epoch 0: processes drew Account(num_samples=1537, ")
-    assert f"wrong: {first}\nwrong: {second}\n" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"missed: {first}\nmissed: {second}\n" in printed
+    assert "missed: 1 members were killed, not 2\n" in printed
 
 
 @pytest.mark.parametrize("bench", ["at_once"], indirect=True)
@@ -154,41 +157,133 @@ def test_at_once(
     assert "missed: fail-over in s: not known, the bar is 3\n" in said
 
 
+@pytest.mark.parametrize("bench", ["kills"], indirect=True)
+def test_a_kill_at_another_moment_than_was_drawn_is_missed(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (fault,) = bench.draw(1, 2, seed=5, every_s=14.0, calm_s=10.0, outside=False)
+    line = f"at {fault.at_s:g}s kill worker {fault.target} during {fault.moment}"
+    wanted, other = f"process 3 during {fault.moment}", "process 3 during lunch"
+    for name, target in (("good", wanted), ("bad", other)):
+        keep(tmp_path / name / "job", line, target)
+        code, found = judge(bench, monkeypatch, tmp_path / name, "--kills", "1", "--seed", "5")
+        assert (found["moments"], code) == ({target.partition(" during ")[2]: 1}, int(name == "bad"))
+    printed = capsys.readouterr().out
+    assert f"killed during {fault.moment} " in printed
+    assert f"missed: {line}: it died during lunch\n" in printed
+
+
 @pytest.mark.parametrize("bench", ["mixed"], indirect=True)
 def test_mixed(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("seed-7", "seed-8", "without"):
         keep(tmp_path / name, "at 10s kill worker 1")
-    code, found = judge(bench, monkeypatch, tmp_path, "--faults", "2")
+    words = ["--faults", "2", "--steps", str(STEPS)]
+    code, found = judge(bench, monkeypatch, tmp_path, *words)
     assert (found["apart"], found["begun"], found["wanted"], found["seed"]) == (0.0, 1, 2, 7)
     assert code == 1
     assert "missed: seed 7: 1 faults began, not 2\n" in capsys.readouterr().out
-    code, _ = judge(bench, monkeypatch, tmp_path, "--faults", "2", "--jobs", "2")
+    code, _ = judge(bench, monkeypatch, tmp_path, *words, "--jobs", "2")
     assert code == 1
     printed = capsys.readouterr().out
     assert all(f"missed: seed {seed}: 1 faults began, not 2\n" in printed for seed in (7, 8))
+    assert "without faults" not in printed.partition("missed")[2]
     seeds = [json.loads((tmp_path / f"found-{seed}.json").read_text(encoding="utf-8"))["seed"] for seed in (7, 8)]
     assert seeds == [7, 8]
 
 
+@pytest.mark.parametrize("bench", ["mixed"], indirect=True)
+def test_jobs_that_end_before_their_last_step_are_missed_without_faults_too(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("seed-7", "without"):
+        keep(tmp_path / name, "at 10s kill worker 1")
+    code, _ = judge(bench, monkeypatch, tmp_path, "--faults", "1", "--steps", str(STEPS + 1))
+    assert code == 1
+    printed = capsys.readouterr().out
+    for which in ("seed 7", "without faults"):
+        assert f"missed: {which}: the job ended after {STEPS} train steps, not {STEPS + 1}\n" in printed
+
+
 @pytest.mark.parametrize("bench", ["joining"], indirect=True)
-def test_joining(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_joining(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     keep(tmp_path / "peers", "at 12s kill worker 1")
     code, found = judge(bench, monkeypatch, tmp_path, "--only", "peers", "--joins", "1")
-    assert code == 0
+    assert (code, "missed:" in capsys.readouterr().out) == (0, False)
     assert [(each["newcomers"], each["stall_s"], each["level_s"]) for each in found["joins"]] == [(1, 0.0, 0.7)]
+    code, _ = judge(bench, monkeypatch, tmp_path, "--only", "peers", "--joins", "2")
+    assert (code, "missed: 1 times workers joined, not 2\n" in capsys.readouterr().out) == (1, True)
+    without_level(tmp_path / "peers" / "events.jsonl")
+    code, _ = judge(bench, monkeypatch, tmp_path, "--only", "peers", "--joins", "1")
+    assert (code, "missed: join 1: the newcomer was never level\n" in capsys.readouterr().out) == (1, True)
+
+
+def without_level(events: Path) -> None:
+    kept = [line for line in events.read_text().splitlines() if "members_level" not in line]
+    events.write_text("".join(f"{line}\n" for line in kept))
+
+
+@pytest.mark.parametrize("bench", ["overhead"], indirect=True)
+def test_overhead(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "_WARM_STEPS", 5)
+    for name in ("0-on", "0-off"):
+        keep(tmp_path / name, "at 12s kill worker 1")
+    code, found = judge(bench, monkeypatch, tmp_path, "--rounds", "1", "--steps", str(STEPS))
+    assert (code, found["ratio"], found["wrong"]) == (0, 1.0, [])
+    assert "missed:" not in capsys.readouterr().out
+    code, _ = judge(bench, monkeypatch, tmp_path, "--rounds", "1", "--steps", "100")
+    printed = capsys.readouterr().out
+    assert code == 1
+    for which in ("with --elastic", "without"):
+        assert f"missed: round 0, {which}: the job ended after {STEPS} train steps, not 100\n" in printed
+    monkeypatch.setattr(bench, "BAR", 0.99)
+    code, _ = judge(bench, monkeypatch, tmp_path, "--rounds", "1", "--steps", str(STEPS))
+    assert (code, "missed: ratio of the medians: 1, the bar is 0.99\n" in capsys.readouterr().out) == (1, True)
 
 
 @pytest.mark.parametrize("bench", ["goodput"], indirect=True)
 def test_goodput(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keep(tmp_path / "ringweave", "at 5s kill worker 1")
-    words = ["--systems", "ringweave", "--for", "10", "--calm", "5", "--workers", "3"]
+    """The kill that is drawn happens; three workers are asked for, of whom two were ever there."""
+    words = ["--systems", "ringweave", "--for", "10", "--calm", "5", "--workers", "3", "--seed", "8"]
+    (fault,) = drawn_faults(bench, monkeypatch, words)
+    keep(tmp_path / "ringweave", f"at {fault.at_s:g}s kill worker {fault.target}")
     code, found = judge(bench, monkeypatch, tmp_path, *words)
     assert found["formula"] == bench.FORMULA
     assert found["ringweave"]["goodput"] == pytest.approx((STEPS - 0.5) / (STEPS - 0.5) / (1 - 10 / 3 / 29.5), abs=0.01)
+    assert found["checked"] == {
+        "checks_alike": 2 * STEPS - (BACK - BEFORE),
+        "samples_counted": STEPS * 256 - 128,
+        "samples_lost": 128,
+        "wrong": [],
+    }
     said = capsys.readouterr().out
     assert said.startswith(f"goodput = {bench.FORMULA}\nsystem ")
-    assert code == int("missed:" in said)
+    assert (code, "missed:" in said) == (0, False)
+    with (tmp_path / "ringweave" / "checks" / "0.0-7.txt").open("a", encoding="ascii") as file:
+        file.write(f"done 3 {4:016x}\n")
+    code, found = judge(bench, monkeypatch, tmp_path, *words)
+    assert (code, len(found["checked"]["wrong"])) == (1, 1)
+    assert f"missed: {found['checked']['wrong'][0]}\n" in capsys.readouterr().out
+
+
+def drawn_faults(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> list[Any]:
+    """Those that the bench draws."""
+    found: list[Any] = []
+
+    def measure(_options: object, happens: list[Any], _system: str) -> None:
+        found.extend(happens)
+        raise InterruptedError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bench, "measure", measure)
+        patched.setattr(sys, "argv", ["bench", *words])
+        with pytest.raises(InterruptedError):
+            bench.main()
+    return found

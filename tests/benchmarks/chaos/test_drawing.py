@@ -32,6 +32,9 @@ def test_moments_are_drawn_from_those_that_are_wanted() -> None:
     times = {"every_s": 1.0, "until_s": 200.0, "lasts_s": 0.0, "calm_s": 1.0}
     found = {fault.moment for fault in drawing.draw(["kill"], targets, seed=1, **times)}
     assert found == {"commit", "bucket 0", "bucket 1", "bucket 2", "bucket 3"}
+    targets = dataclasses.replace(targets, num_buckets=2)
+    found = {fault.moment for fault in drawing.draw(["kill"], targets, seed=1, **times)}
+    assert found == {"commit", "bucket 0", "bucket 1"}, "of a job that has no more"
 
 
 def test_a_moment_that_there_is_not() -> None:

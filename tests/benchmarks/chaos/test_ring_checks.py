@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from ringweave.errors import UsageError
+
 BENCH = Path(__file__).parents[3] / "bench" / "faults"
 CHECK = "0123456789abcdef"
 
@@ -69,14 +71,14 @@ def test_those_who_were_killed_before_are_not_waited_for(kills: ModuleType, runs
     assert sorted(runs.alive_at(times, 20.5)) == ["0.0", "1.0", "2.1", "3.0"]
 
 
-def accounts(runs: ModuleType, folder: Path, *lines: str) -> int:
+def accounts(runs: ModuleType, folder: Path, *lines: str, num_gone: int = 1) -> tuple[int, int]:
     for number, line in enumerate(lines):
         (folder / f"{number}.0.txt").write_text(f"1.5 0 1 {CHECK}\n{line}\n")
-    return runs.check_accounts(folder, 1)
+    return runs.check_accounts(folder, num_gone)
 
 
 def test_accounts_add_up_and_are_alike(runs: ModuleType, tmp_path: Path) -> None:
-    assert accounts(runs, tmp_path, "account 0 512 500 12", "account 0 512 500 12", "account 1 512 512") == 1
+    assert accounts(runs, tmp_path, "account 0 512 500 12", "account 0 512 500 12", "account 1 512 512") == (1, 12)
     assert [len(each) for each in runs.read(tmp_path).values()] == [1, 1, 1]
 
 
@@ -85,7 +87,8 @@ def test_accounts_add_up_and_are_alike(runs: ModuleType, tmp_path: Path) -> None
     [
         (["account 0 512 500 11"], "epoch 0: 500 counted, 11 lost, expected 512"),
         (["account 0 512 500 12", "account 0 512 499 13"], r"epoch 0: \['512', '499', '13'\] and "),
-        (["account 0 512 212 300"], "epoch 0: 300 samples lost with 1 kills"),
+        (["account 0 512 212 300"], "300 samples lost, though 1 workers were gone"),
+        (["account 0 512 356 156", "account 1 512 356 156"], "312 samples lost, though 1 workers were gone"),
     ],
 )
 def test_accounts_that_do_not_are_found(runs: ModuleType, tmp_path: Path, lines: list[str], text: str) -> None:
@@ -93,17 +96,78 @@ def test_accounts_that_do_not_are_found(runs: ModuleType, tmp_path: Path, lines:
         accounts(runs, tmp_path, *lines)
 
 
+def test_no_sample_is_lost_where_no_worker_was_gone(runs: ModuleType, tmp_path: Path) -> None:
+    assert accounts(runs, tmp_path, "account 0 512 512 0", num_gone=0) == (1, 0)
+    with pytest.raises(AssertionError, match="1 samples lost, though 0 workers were gone"):
+        accounts(runs, tmp_path, "account 0 512 511 1", num_gone=0)
+
+
+def test_parameters_of_a_ring_are_compared_and_there_has_to_be_something_to_compare(
+    kills: ModuleType, runs: ModuleType
+) -> None:
+    assert runs.check_alike({"0.0": steps(kills, 0, 1.0, 2.0), "1.0": steps(kills, 0, 1.0)}) == 3
+    with pytest.raises(AssertionError, match="parameters: 3 checks of 3 pushes, none to compare with"):
+        runs.check_alike({"0.0": steps(kills, 0, 1.0, 2.0), "1.0": steps(kills, 1, 1.0)})
+    other = [kills.Done(time_s=1.0, ring=0, num_pushed=1, digest="f" * 16)]
+    with pytest.raises(AssertionError, match=r"parameters of 1\.0 after push 1 of ring 0 differ"):
+        runs.check_alike({"0.0": steps(kills, 0, 1.0), "1.0": other})
+
+
+class FakeRun:
+    """Has counted so many versions."""
+
+    def __init__(self, checks: Path) -> None:
+        self.checks = checks
+
+    def counted(self) -> int:
+        return 3
+
+
+def test_what_is_wrong_in_the_books_is_said_with_the_figures(
+    kills: ModuleType, runs: ModuleType, tmp_path: Path
+) -> None:
+    accounts(runs, tmp_path, "account 0 512 500 12")
+    of_two = {"0.0": steps(kills, 0, 1.0, 2.0, 3.0), "1.0": steps(kills, 0, 1.0, 2.0, 3.0)}
+    found = runs.books(FakeRun(tmp_path), of_two, 1)
+    assert (found["wrong"], found["parameters_alike"], found["samples_lost"]) == ([], 6, 12)
+    assert runs.missed({**found, "never_went_on": 0}) == []
+    found = runs.books(FakeRun(tmp_path), {"0.0": of_two["0.0"]}, 0)
+    assert runs.missed({**found, "never_went_on": 0}) == [
+        "parameters: 3 checks of 3 pushes, none to compare with",
+        "12 samples lost, though 0 workers were gone",
+    ]
+
+
+def test_a_run_without_a_fault_is_refused(runs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["ring_kills.py", "--kills", "0"])
+    with pytest.raises(UsageError, match=r"--kills: 0, expected at least 1\. Without a fault nothing is shown\."):
+        runs.parse("", kills=10)
+
+
+def test_a_kill_that_nobody_felt_is_none_that_was_survived(kills: ModuleType) -> None:
+    times = two_rings(kills)
+    found = kills.judge("1.0", True, 20.5, times)
+    assert (found.num_peers, found.num_others) == (2, 1)
+    alone = kills.judge("1.0", True, 20.5, {name: each for name, each in times.items() if name != "3.0"})
+    assert (alone.num_peers, alone.num_others) == (2, 0)
+    assert [kills.summary([each], times)["kills_that_nobody_felt"] for each in (found, alone)] == [0, 1]
+
+
 def test_what_was_missed_is_said(kills: ModuleType, runs: ModuleType) -> None:
     good = {"never_went_on": 0, "pushes_lost": 0, "pushes_of_rings": 9, "versions_of_the_server": 9}
+    good |= {"wrong": [], "kills_that_nobody_felt": 0}
     good |= {"epochs_accounted": 2, "kills_that_stopped_other_rings": 0, "ring_stall_p95_s": 1.2}
     assert kills.missed(good) == []
     worst = {"never_went_on": 1, "pushes_lost": 2, "pushes_of_rings": 9, "versions_of_the_server": 10}
+    worst |= {"wrong": ["12 samples lost"], "kills_that_nobody_felt": 4}
     worst |= {"epochs_accounted": 0, "kills_that_stopped_other_rings": 3, "ring_stall_p95_s": 1.6}
     assert kills.missed(worst) == [
+        "12 samples lost",
         "after 1 kills a worker made no step",
         "2 pushes were lost",
         "rings pushed 9 times, the server applied 10",
         "no epoch of the data was complete, nothing was accounted",
+        "4 kills without a survivor in the ring, or a worker in another one",
         "3 kills stopped another ring for a step",
         "stall of the ring, p95 in s: 1.6, the bar is 1.5",
     ]

@@ -18,7 +18,8 @@ def steps(rank: int, *times: float) -> list[dict[str, Any]]:
 
 
 def epoch(time: float, members: list[str], newcomers: list[str], term: int = 1) -> dict[str, Any]:
-    return {"time": time, "kind": "epoch_begun", "term": term, "members": members, "newcomers": newcomers}
+    who = {"term": term, "number": round(time * 10), "members": members, "newcomers": newcomers}
+    return {"time": time, "kind": "epoch_begun", **who}
 
 
 def fault(line: str, time: float) -> dict[str, Any]:
@@ -161,6 +162,21 @@ def test_a_coordinator_is_replaced_when_another_one_forms_an_epoch() -> None:
     assert (found.taken_over_s, found.survivors) == (pytest.approx(2.0), 2)
     assert found.stall_s == pytest.approx(2.2), "5 to 8.2, of which 1 is usual"
     assert found.stall_median_s == pytest.approx(2.1)
+
+
+def test_an_epoch_of_the_same_coordinator_is_no_takeover_whatever_its_term() -> None:
+    """A single member that came back has made a later term necessary."""
+    more = [epoch(7.5, ["0.0", "2.0"], [], term=3), *(each for rank in (0, 2) for each in steps(rank, 8, 9))]
+    (found,) = survivors.takeovers(job(fault("at 5.5s kill coordinator", 5.5), *more))
+    assert found.taken_over_s is None
+
+
+def test_the_one_that_was_killed_may_be_one_that_had_taken_over_and_formed_no_epoch() -> None:
+    """1 takes over at 3, and says the first epoch again; it is killed at 5.5, and 0 forms the next one."""
+    again = {**epoch(0, ALL, ALL), "time": 3.0}
+    more = [epoch(7.5, ["0.0", "2.0"], [], term=3), *(each for rank in (0, 2) for each in steps(rank, 8, 9))]
+    (found,) = survivors.takeovers(job(again, fault("at 5.5s kill coordinator", 5.5), *more))
+    assert found.taken_over_s == pytest.approx(2.0)
 
 
 def test_where_nobody_comes_or_goes_no_other_coordinator_is_seen_and_nobody_waits() -> None:

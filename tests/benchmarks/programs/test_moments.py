@@ -1,6 +1,8 @@
 """A worker dies at the moment that was asked for, and not before: with a counter in the place of death."""
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,17 +10,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ringweave.benchmarks.chaos.doing import notes
 from ringweave.benchmarks.programs import moments
+from ringweave.benchmarks.programs.watched import Steps
 from ringweave.comm.regrouping import EpochGroups
 from ringweave.errors import UsageError
+from ringweave.telemetry import EventLog
 
 
 class _StoppedError(Exception):
     """In the place of death."""
 
 
-def stop(*_: Any, **__: Any) -> None:
-    raise _StoppedError
+def stop(reached: str) -> None:
+    raise _StoppedError(reached)
 
 
 @pytest.fixture
@@ -53,27 +58,33 @@ def step(said: list[str], model: nn.Module, optimizer: torch.optim.Optimizer) ->
 WHOLE = ["forward", "backward", "all_reduce", "all_reduce", "vote", "optimizer"]
 
 
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    return model, torch.optim.SGD(model.parameters(), 0.1)
+
+
 @pytest.mark.parametrize(
-    ("moment", "num_before"),
+    ("moment", "num_before", "reached"),
     [
-        ("forward", 0),
-        ("backward", 1),
-        ("bucket 0", 3),
-        ("bucket 1", 4),
-        ("bucket 7", 4),
-        ("commit", 4),
-        ("committed", 5),
-        ("optimizer", 5),
+        ("forward", 0, "forward"),
+        ("backward", 1, "backward"),
+        ("bucket 0", 3, "bucket 0"),
+        ("bucket 1", 4, "bucket 1"),
+        ("bucket 7", 4, "commit"),
+        ("commit", 4, "commit"),
+        ("committed", 5, "committed"),
+        ("optimizer", 5, "optimizer"),
     ],
 )
-def test_a_step_ends_at_its_moment(moment: str, num_before: int, said: list[str]) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+def test_a_step_ends_at_its_moment_and_it_is_told_which_one_came(
+    moment: str, num_before: int, reached: str, said: list[str]
+) -> None:
+    model, optimizer = trained()
     step(said, model, optimizer)
     assert said == WHOLE
     said.clear()
     moments.arm(moment, optimizer, stop)
-    with pytest.raises(_StoppedError):
+    with pytest.raises(_StoppedError, match=f"^{reached}$"):
         step(said, model, optimizer)
     assert said == WHOLE[:num_before]
 
@@ -81,4 +92,36 @@ def test_a_step_ends_at_its_moment(moment: str, num_before: int, said: list[str]
 def test_a_moment_that_there_is_not() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)
     with pytest.raises(UsageError, match=r"moment of a train step: 'lunch', expected forward, .* See docs/chaos\.md"):
-        moments.arm("lunch", optimizer)
+        moments.arm("lunch", optimizer, stop)
+
+
+@pytest.mark.parametrize(("moment", "reached"), [("backward", "backward"), ("bucket 7", "commit")])
+def test_a_worker_says_at_which_moment_it_dies(
+    moment: str, reached: str, said: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def die() -> None:
+        raise _StoppedError
+
+    monkeypatch.setattr(moments, "die", die)
+    log = EventLog(tmp_path / "events.jsonl")
+    note, watched = notes.path(log.path, 3), Steps(log, 3)
+    model, optimizer = trained()
+    notes.leave(note, os.getpid(), moment)
+    step(said, model, optimizer)
+    watched.done(optimizer)
+    with pytest.raises(_StoppedError):
+        step(said, model, optimizer)
+    assert notes.answered(note, os.getpid()) == reached
+
+
+def test_a_worker_that_cannot_say_it_dies_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def die() -> None:
+        raise _StoppedError
+
+    def fail(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(moments, "die", die)
+    monkeypatch.setattr(notes, "answer", fail)
+    with pytest.raises(_StoppedError):
+        Steps(EventLog(tmp_path / "events.jsonl"), 3)._end("forward")

@@ -6,6 +6,7 @@ count by those that the workers which the faults left would have done without fa
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -55,6 +56,10 @@ class Report:
     """That really began."""
     never_began: tuple[str, ...]
     """Faults that were wanted and did not happen: what they were to hit was not there, or time was over."""
+    moments: dict[str, int]
+    """Moment -> kills at which the victim said that it had come, whatever was asked for."""
+    at_other_moments: tuple[str, ...]
+    """Kills whose victims died at another moment than was asked for, or did not say at which, in words."""
     recover_p50_s: float | None
     recover_p95_s: float | None
     fault_free_steps_per_s: float | None
@@ -131,6 +136,8 @@ def report(
         attempts=max(1, sum(event["kind"] == "run_started" for event in events)),
         faults=len(begun),
         never_began=_never_began(wanted, [fault for _, fault in begun]),
+        moments=dict(Counter(reached for _, reached in histories.moments(events) if reached)),
+        at_other_moments=_at_other_moments(events),
         recover_p50_s=quantile(times, 0.5),
         recover_p95_s=quantile(times, 0.95),
         fault_free_steps_per_s=rate,
@@ -244,6 +251,11 @@ def _never_began(wanted: Iterable[Fault], begun: Iterable[Fault]) -> tuple[str, 
     return tuple(left)
 
 
+def _at_other_moments(events: Sequence[Event]) -> tuple[str, ...]:
+    wrong = [(fault, reached) for fault, reached in histories.moments(events) if reached != fault.moment]
+    return tuple(f"{fault}: it died during {reached or 'a moment that is not known'}" for fault, reached in wrong)
+
+
 def _broken(
     lost: int, unaccounted: int | None, members: Elastic | None, recoveries: Sequence[Recovery], wall_s: float
 ) -> tuple[str, ...]:
@@ -266,6 +278,8 @@ def _nothing(wanted: Iterable[Fault]) -> Report:
         attempts=0,
         faults=0,
         never_began=_never_began(wanted, ()),
+        moments={},
+        at_other_moments=(),
         recover_p50_s=None,
         recover_p95_s=None,
         fault_free_steps_per_s=None,

@@ -23,8 +23,6 @@ from ringweave.errors import UsageError, explain
 
 LEAST_EVERY_S = 0.01
 """Moments are rounded to it."""
-_MOST_BUCKETS = 4
-"""Random moments are in one of the first so many."""
 _SHIFT_S = 3600.0
 """By which clocks jump at random, forwards or back."""
 _LEAST: Mapping[str, float] = {"every": LEAST_EVERY_S, "for": 0.0, "lasts": 0.0, "calm": 0.0}
@@ -81,16 +79,16 @@ def check_seconds(name: str, seconds: float, *, least: float = 0.0) -> None:
         raise UsageError(explain(f"--{name}", got=seconds, expected=f"{least:g} or more seconds", do=do))
 
 
-def draw_moment(rng: random.Random, moments: Sequence[str]) -> str:
-    """One of them at random, with the number of a bucket where it needs one; empty if there are none."""
+def draw_moment(rng: random.Random, moments: Sequence[str], num_buckets: int) -> str:
+    """One of them at random, with the number of one of so many buckets where it needs one; empty if there are none."""
     moment = rng.choice(list(moments)) if moments else ""
-    return f"{moment} {rng.randrange(_MOST_BUCKETS)}" if moment == BUCKET else moment
+    return f"{moment} {rng.randrange(num_buckets)}" if moment == BUCKET else moment
 
 
 def _draw_one(rng: random.Random, kind: str, at_s: float, lasts_s: float, targets: Targets) -> Fault:
     if kind == KILL:
         target = _draw_process(rng, targets)
-        moment = "" if target in SERVICES else draw_moment(rng, targets.moments)
+        moment = "" if target in SERVICES else draw_moment(rng, targets.moments, targets.num_buckets)
         return Fault(at_s=at_s, kind=kind, target=target, moment=moment)
     if kind == PAUSE:
         return Fault(at_s=at_s, kind=kind, target=_draw_process(rng, targets), lasts_s=lasts_s)

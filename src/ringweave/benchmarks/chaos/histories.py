@@ -100,6 +100,22 @@ def begun(events: Sequence[Event]) -> list[tuple[float, Fault]]:
     ]
 
 
+def moments(events: Sequence[Event]) -> list[tuple[Fault, str]]:
+    """(fault, moment at which its victim said that it died) of every kill at a moment; empty where it said nothing."""
+    return [
+        (fault, event["target"].partition(" during ")[2])
+        for event in events
+        if event["kind"] == "fault_begun"
+        for fault in faults.parse(event["fault"])
+        if fault.moment
+    ]
+
+
+def outcome(events: Sequence[Event]) -> str:
+    """How chaos ended, as it said; empty if it did not."""
+    return next((event["outcome"] for event in reversed(events) if event["kind"] == "chaos_ended"), "")
+
+
 def end_s(events: Sequence[Event]) -> float:
     """When the job's time was over: its last step if it was through, the end of chaos if it was stopped or given up.
 

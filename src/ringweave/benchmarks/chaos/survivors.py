@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ringweave.benchmarks.chaos import faults, histories
+from ringweave.benchmarks.chaos.deciders import Deciders
 from ringweave.benchmarks.chaos.faults import Fault
 from ringweave.benchmarks.chaos.histories import Epoch, Worker, begun, epochs, workers
 from ringweave.telemetry import Event
@@ -220,12 +221,17 @@ def _takeover_s(events: Sequence[Event], time_s: float, fault: Fault) -> float |
     """When another coordinator or server had taken over after a fault; None if none did."""
     if fault.target not in (faults.COORDINATOR, faults.SERVER):
         return None
-    kind, key = ("params_led", "server") if fault.target == faults.SERVER else ("epoch_begun", "term")
-    before = [event[key] for event in events if event["kind"] == kind and event["time"] <= time_s]
-    first = before[-1] if before else 0 if key == "server" else None
-    until_s = time_s + fault.lasts_s + _GRACE_S
-    later = [event for event in events if event["kind"] == kind and time_s < event["time"] <= until_s]
-    return next((event["time"] for event in later if event[key] != first), None)
+    is_of_server, until_s = fault.target == faults.SERVER, time_s + fault.lasts_s + _GRACE_S
+    deciders, first = Deciders(), 0 if is_of_server else None
+    for event in events:
+        is_new_epoch = deciders.note(event)
+        acting = deciders.server if is_of_server else deciders.coordinator
+        acts = event["kind"] == "params_led" if is_of_server else is_new_epoch
+        if event["time"] <= time_s:
+            first = first if acting is None else acting
+        elif acts and acting != first and event["time"] <= until_s:
+            return event["time"]
+    return None
 
 
 def _stall_s(worker: Worker, time_s: float, settled_s: float) -> float:

@@ -22,38 +22,43 @@ _VOTE = (EpochGroups, "vote")
 """What members say to each other when they have all sums of a step, where it is found."""
 
 
-def die(*_: Any, **__: Any) -> NoReturn:
+def die() -> NoReturn:
     """At once: no handler, no clean-up."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("a process that was killed goes on")
 
 
-def arm(moment: str, optimizer: Optimizer, end: Callable[..., Any] = die) -> None:
+def arm(moment: str, optimizer: Optimizer, end: Callable[[str], Any]) -> None:
     """Let `end` be called when that moment of the next train step comes.
 
     Args:
         moment: One of `faults.MOMENTS`; of a bucket with its number, from 0. If a step has fewer buckets: its commit.
         optimizer: Has the parameters: gradients of the one in the midst are what backward has reached.
-        end: What happens then.
+        end: What happens then; it is told which moment has come, for where buckets are fewer it is another one.
 
     Raises:
         UsageError: There is no such moment.
     """
     name, _, number = moment.partition(" ")
     arms: dict[str, Callable[[], object]] = {
-        FORWARD: lambda: register_module_forward_hook(end),
-        BACKWARD: lambda: _middle(optimizer).register_post_accumulate_grad_hook(end),
+        FORWARD: lambda: register_module_forward_hook(_ending(end, FORWARD)),
+        BACKWARD: lambda: _middle(optimizer).register_post_accumulate_grad_hook(_ending(end, BACKWARD)),
         BUCKET: lambda: _at_bucket(int(number), end),
-        COMMIT: lambda: _replace(*_VOTE, lambda _real: end),
-        COMMITTED: lambda: _replace(*_VOTE, lambda real: lambda *args, **more: (real(*args, **more), end())),
-        OPTIMIZER: lambda: register_optimizer_step_pre_hook(end),
+        COMMIT: lambda: _replace(*_VOTE, lambda _real: _ending(end, COMMIT)),
+        COMMITTED: lambda: _replace(*_VOTE, lambda real: lambda *args, **more: (real(*args, **more), end(COMMITTED))),
+        OPTIMIZER: lambda: register_optimizer_step_pre_hook(_ending(end, OPTIMIZER)),
     }
     if name not in arms:
         raise UsageError(f"moment of a train step: {moment!r}, expected {', '.join(arms)}. See docs/chaos.md.")
     arms[name]()
 
 
-def _at_bucket(wanted: int, end: Callable[..., Any]) -> None:
+def _ending(end: Callable[[str], Any], reached: str) -> Callable[..., Any]:
+    """A hook that tells which moment has come, whatever it is called with."""
+    return lambda *_, **__: end(reached)
+
+
+def _at_bucket(wanted: int, end: Callable[[str], Any]) -> None:
     """When the sum of that bucket has begun: its first bytes may be on their way."""
     num_begun = 0
 
@@ -63,13 +68,13 @@ def _at_bucket(wanted: int, end: Callable[..., Any]) -> None:
             work = real(*args, **more)
             num_begun += 1
             if num_begun > wanted:
-                end()
+                end(f"{BUCKET} {wanted}")
             return work
 
         return begin_one
 
     _replace(dist, "all_reduce", begin)
-    _replace(*_VOTE, lambda _real: end)
+    _replace(*_VOTE, lambda _real: _ending(end, COMMIT))
 
 
 def _replace(where: object, name: str, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

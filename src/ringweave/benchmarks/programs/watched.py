@@ -2,7 +2,7 @@
 
 The events go to the run's log, or to the one that RINGWEAVE_EVENTS names. If a script has several optimizers, the first
 one that makes a step counts. A worker that finds a note in `faults/RANK` beside the events dies at the moment of its
-next step that is written there.
+next step that is written there, and leaves word of it.
 """
 
 import os
@@ -11,8 +11,9 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -45,7 +46,13 @@ class Steps:
         self._log.write("train_step_done", rank=self._rank, steps_since_start=self._count)
         moment = notes.take(self._note, os.getpid())
         if moment:
-            moments.arm(moment, optimizer)
+            moments.arm(moment, optimizer, self._end)
+
+    def _end(self, reached: str) -> NoReturn:
+        """Say at which moment first: nobody else knows whether it was the one that was asked for."""
+        with suppress(OSError):  # it dies all the same
+            notes.answer(self._note, os.getpid(), reached)
+        moments.die()
 
 
 def steady_clock(environ: Mapping[str, str]) -> Callable[[], float]:

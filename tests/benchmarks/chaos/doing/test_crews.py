@@ -49,6 +49,10 @@ def test_the_process_of_a_rank_is_the_last_that_said_so(log: EventLog, monkeypat
     assert found.worker_pid(0) is None
 
 
+def say(log: EventLog, term: int, number: int = 1) -> None:
+    log.write("epoch_begun", term=term, number=number, part="", members=["0.0"], newcomers=[], committed=0)
+
+
 def test_the_coordinator_that_decides_is_the_one_whose_term_the_last_epoch_is_of(
     log: EventLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,10 +61,31 @@ def test_the_coordinator_that_decides_is_the_one_whose_term_the_last_epoch_is_of
     attempt(log, 1)
     assert found.service_pid(faults.COORDINATOR) is None, "nobody decides before the first epoch"
     for term, deciding, other in ((1, 7, 10), (2, 10, 7)):
-        log.write("epoch_begun", term=term, number=1, part="", members=["0.0"], newcomers=[], committed=0)
+        say(log, term)
         assert (found.service_pid(faults.COORDINATOR), found.service_pid(faults.STANDBY)) == (deciding, other)
     attempt(log, 2)
     assert found.service_pid(faults.COORDINATOR) is None, "terms of another attempt say nothing"
+
+
+def test_a_coordinator_that_has_taken_over_decides_though_no_epoch_followed(
+    log: EventLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0 is killed and started again as a standby; nobody comes or goes, so 1 only says the epoch that there is."""
+    lines = {7: f"{COORDINATOR} --index 0", 10: f"{COORDINATOR} --index 1 --standby"}
+    processes: dict[str, list[int]] = {"a": [7, 10]}
+    monkeypatch.setattr(crews.processes, "command_line", lambda pid: lines[pid])
+    found = LabCrew(FakeLab(processes), log.path)  # pyrefly: ignore - it asks for processes only
+    attempt(log, 1)
+    say(log, 1)
+    assert found.service_pid(faults.COORDINATOR) == 7
+    processes["a"] = [10]
+    assert [found.service_pid(name) for name in (faults.COORDINATOR, faults.STANDBY)] == [None, None]
+    lines[11] = f"{COORDINATOR} --index 0 --standby"
+    processes["a"] = [10, 11]
+    assert found.service_pid(faults.COORDINATOR) is None, "what was started in its place decides nothing"
+    assert found.service_pid(faults.STANDBY) is None, "and the other one is about to decide"
+    say(log, 1)
+    assert (found.service_pid(faults.COORDINATOR), found.service_pid(faults.STANDBY)) == (10, 11)
 
 
 def test_the_server_that_leads_is_the_one_that_said_so_last(log: EventLog, monkeypatch: pytest.MonkeyPatch) -> None:

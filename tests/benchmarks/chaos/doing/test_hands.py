@@ -1,14 +1,16 @@
-"""Signals that reach the service that a fault names, and nobody else."""
+"""Faults reach what they name and nobody else, have happened when they did, and end when all of their kind are over."""
 
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from ringweave.benchmarks.chaos import faults
+from ringweave.benchmarks.chaos.doing import clocks, notes
+from ringweave.benchmarks.chaos.doing import hands as hands_module
 from ringweave.benchmarks.chaos.doing.crews import Crew
 from ringweave.benchmarks.chaos.doing.hands import LabHands
 
@@ -86,16 +88,32 @@ def test_what_is_not_there_is_not_hit_and_neither_is_a_stranger_with_its_id(
 
 
 class FakeLab:
-    """Has one link."""
+    """Has one link and one node."""
 
     def __init__(self) -> None:
-        self.now = 100.0
+        self.now, self.way = 100.0, ""
 
     def rate(self, _: str) -> float:
         return self.now
 
     def set_rate(self, _: str, rate_bytes_per_s: float) -> None:
         self.now = rate_bytes_per_s
+
+    def cut(self, _: str, way: str) -> None:
+        self.way = way
+
+    def mend(self, _: str) -> None:
+        self.way = ""
+
+
+def doing_in(lab: FakeLab, folder: Path) -> LabHands:
+    return LabHands(lab, folder, folder / "events.jsonl", FakeCrew(0))  # pyrefly: ignore - all that is asked of it
+
+
+def begun(doing: LabHands, text: str) -> list[Callable[[], None]]:
+    """What takes each fault of a script back."""
+    found = [doing.begin(each) for each in faults.parse(text)]
+    return [each[1] for each in found if each is not None]
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -117,3 +135,154 @@ def test_a_fault_that_slows_nothing_is_taken_back_as_well(tmp_path: Path) -> Non
     assert begun is not None
     begun[1]()
     assert lab.now == 100.0
+
+
+@pytest.mark.parametrize(
+    ("ways", "together", "left"),
+    [
+        (("", ""), "both", ["both", "both"]),
+        (("in", "in"), "in", ["in", "in"]),
+        (("in", "out"), "both", ["out", "in"]),
+        (("", "in"), "both", ["in", "both"]),
+    ],
+)
+def test_a_node_that_two_faults_cut_off_stays_so_until_both_are_over(
+    ways: tuple[str, str], together: str, left: list[str], tmp_path: Path
+) -> None:
+    lab = FakeLab()
+    text = "".join(f"at {at}s cut a {way} for 4s\n" for at, way in enumerate(ways, start=3)).replace("  ", " ")
+    for first in (0, 1):
+        lifts = begun(doing_in(lab, tmp_path), text)
+        assert lab.way == together
+        lifts[first]()
+        assert lab.way == left[first], "as the other one wants it"
+        lifts[1 - first]()
+        assert lab.way == ""
+
+
+def test_a_clock_that_two_faults_move_is_right_again_after_both(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    said: list[float] = []
+    monkeypatch.setattr(clocks, "shift", lambda _lab, _node, shift_s: said.append(shift_s))
+    first, second = begun(doing_in(FakeLab(), tmp_path), "at 3s clock a by -3600s for 4s\nat 4s clock a by 60s for 4s")
+    first()
+    second()
+    assert said == [-3600.0, 60.0, 60.0, 0.0]
+
+
+def test_a_disk_that_two_faults_fill_is_full_until_both_are_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ballast = tmp_path / hands_module._BALLAST
+    monkeypatch.setattr(hands_module, "fill", lambda _: ballast.touch())
+    first, second = begun(doing_in(FakeLab(), tmp_path), "at 3s fill disk for 4s\nat 4s fill disk for 4s")
+    first()
+    assert ballast.exists()
+    second()
+    assert not ballast.exists()
+
+
+def test_faults_of_different_targets_do_not_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    said: list[tuple[str, float]] = []
+    monkeypatch.setattr(clocks, "shift", lambda _lab, node, shift_s: said.append((node, shift_s)))
+    first, _ = begun(doing_in(FakeLab(), tmp_path), "at 3s clock a by 60s for 4s\nat 4s clock b by 60s for 4s")
+    first()
+    assert said[-1] == ("a", 0.0)
+
+
+def test_a_process_that_two_faults_stop_goes_on_after_both(server: "subprocess.Popen[bytes]", tmp_path: Path) -> None:
+    first, second = begun(hands(server.pid, tmp_path), "at 3s pause server for 3s\nat 4s pause server for 3s")
+    while state(server.pid) != "T":
+        assert server.poll() is None
+    first()
+    assert state(server.pid) == "T"
+    second()
+    while state(server.pid) == "T":
+        assert server.poll() is None
+
+
+class Workers(Crew):
+    """Each rank has the process that the test says; which of them live is the test's too."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pids: dict[int, int] = {}
+        self.alive: set[int] = set()
+        monkeypatch.setattr(hands_module, "_is_ours", self.alive.__contains__)
+
+    def start(self, rank: int, pid: int) -> None:
+        self.pids[rank] = pid
+        self.alive.add(pid)
+
+    def worker_pid(self, rank: int) -> int | None:
+        return self.pids.get(rank)
+
+    def service_pid(self, name: str) -> int | None:
+        return None
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
+    return Workers(monkeypatch)
+
+
+def hurting(workers: Workers, folder: Path) -> LabHands:
+    lab = None  # nobody asks it
+    return LabHands(lab, folder, folder / "events.jsonl", workers)  # pyrefly: ignore
+
+
+def die(workers: Workers, folder: Path, rank: int, reached: str) -> None:
+    """The worker finds its note and does as it says, or ends without a word."""
+    pid, note = workers.pids[rank], notes.path(folder / "events.jsonl", rank)
+    if reached:
+        notes.take(note, pid)
+        notes.answer(note, pid, reached)
+    workers.alive.remove(pid)
+
+
+@pytest.mark.parametrize("reached", ["bucket 2", "commit"])
+def test_a_kill_at_a_moment_has_happened_when_its_victim_has_said_at_which(
+    reached: str, workers: Workers, tmp_path: Path
+) -> None:
+    (fault,) = faults.parse("at 3s kill worker 1 during bucket 2")
+    doing = hurting(workers, tmp_path)
+    assert doing.begin(fault) is None, "there is no such worker yet"
+    workers.start(1, 70)
+    assert [doing.begin(fault) for _ in range(2)] == [None, None], "it lives"
+    assert notes.path(tmp_path / "events.jsonl", 1).read_text() == "70 bucket 2"
+    die(workers, tmp_path, 1, reached)
+    found = doing.begin(fault)
+    assert found is not None
+    assert found[0] == f"process 70 during {reached}"
+
+
+def test_a_process_that_is_gone_for_another_reason_was_not_killed_at_a_moment(workers: Workers, tmp_path: Path) -> None:
+    (fault,) = faults.parse("at 3s kill worker 1 during commit")
+    doing = hurting(workers, tmp_path)
+    workers.start(1, 70)
+    doing.begin(fault)
+    die(workers, tmp_path, 1, "")
+    assert doing.begin(fault) is None
+    workers.start(1, 71)
+    assert doing.begin(fault) is None
+    die(workers, tmp_path, 1, "commit")
+    found = doing.begin(fault)
+    assert found is not None
+    assert found[0] == "process 71 during commit", "the one that came after it"
+
+
+def test_one_death_is_not_the_doing_of_two_faults(workers: Workers, tmp_path: Path) -> None:
+    first, second = faults.parse("at 3s kill worker 1 during commit\nat 4s kill worker 1 during forward")
+    doing = hurting(workers, tmp_path)
+    workers.start(1, 70)
+    assert [doing.begin(each) for each in (first, second)] == [None, None]
+    assert notes.path(tmp_path / "events.jsonl", 1).read_text() == "70 commit", "the second one waits"
+    die(workers, tmp_path, 1, "commit")
+    assert doing.begin(first) is not None
+    assert doing.begin(second) is None
+    workers.start(1, 71)
+    assert doing.begin(second) is None
+    die(workers, tmp_path, 1, "forward")
+    assert doing.begin(second) is not None

@@ -4,8 +4,9 @@ import abc
 from pathlib import Path
 
 from ringweave.benchmarks.chaos import faults
+from ringweave.benchmarks.chaos.deciders import Deciders
 from ringweave.lab import Lab, processes
-from ringweave.telemetry import Event, Tail
+from ringweave.telemetry import Tail
 
 _COORDINATOR = "ringweave.membership.serving.main"
 _SERVER = "ringweave.params.serving.main"
@@ -34,9 +35,10 @@ class LabCrew(Crew):
     """Those of a job in a lab, as its events and the lab tell."""
 
     def __init__(self, place: Lab, events: Path) -> None:
-        self._lab, self._tail = place, Tail(events)
+        self._lab, self._tail, self._deciders = place, Tail(events), Deciders()
         self._workers: dict[int, int] = {}
-        self._deciding: dict[str, int] = {}
+        self._deciding: int | None = None
+        """The process of the coordinator that decides, when it was looked for since it last said so."""
 
     def worker_pid(self, rank: int) -> int | None:
         """The process that runs a rank, as the last of its kind said."""
@@ -44,33 +46,34 @@ class LabCrew(Crew):
         return self._workers.get(rank)
 
     def service_pid(self, name: str) -> int | None:
-        """The process of that kind with the index of the one that decides or leads, or with the other index."""
+        """The process of that kind with the index of the one that decides or leads, or with the other index.
+
+        There is none for a moment after the coordinator that decided is gone, until one says that it has taken over:
+        what is started in its place is a standby.
+        """
         self._read()
-        index = self._deciding.get(_MODULES[name])
+        module = _MODULES[name]
+        index = self._deciders.coordinator if module == _COORDINATOR else self._deciders.server
         if index is None:
             return None
-        wanted = 1 - index if name in _STANDBYS else index
+        first = self._pid_of(module, index)
+        if module == _COORDINATOR:
+            self._deciding = self._deciding or first
+            if first is None or first != self._deciding:
+                return None
+        return self._pid_of(module, 1 - index) if name in _STANDBYS else first
+
+    def _pid_of(self, module: str, index: int) -> int | None:
         pids = {pid for found in self._lab.processes().values() for pid in found}
-        return next(
-            (pid for pid in sorted(pids) if is_service(processes.command_line(pid), _MODULES[name], wanted)), None
-        )
+        return next((pid for pid in sorted(pids) if is_service(processes.command_line(pid), module, index)), None)
 
     def _read(self) -> None:
         for event in self._tail.new():
-            self._note(event)
-
-    def _note(self, event: Event) -> None:
-        kind = event["kind"]
-        if kind == "worker_watched":
-            self._workers[event["rank"]] = event["pid"]
-        elif kind == "run_started":
-            self._deciding.clear()
-        elif kind == "epoch_begun":  # coordinator 0 has odd terms
-            self._deciding[_COORDINATOR] = (event["term"] + 1) % 2
-        elif kind == "server_started":  # the first one leads until another says that it does
-            self._deciding.setdefault(_SERVER, 0)
-        elif kind == "params_led":
-            self._deciding[_SERVER] = event["server"]
+            if event["kind"] == "worker_watched":
+                self._workers[event["rank"]] = event["pid"]
+            elif event["kind"] in ("run_started", "epoch_begun"):
+                self._deciding = None
+            self._deciders.note(event)
 
 
 def is_service(command_line: str, module: str, index: int) -> bool:

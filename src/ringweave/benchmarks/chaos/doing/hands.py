@@ -1,10 +1,11 @@
 """What does the faults, and takes them back: signals to processes, cuts and rates in the lab, clocks, a full disk."""
 
 import abc
+import itertools
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ringweave.benchmarks.chaos import faults
@@ -31,6 +32,42 @@ class Hands(abc.ABC):
         """
 
 
+class Overlaps:
+    """Which faults of a kind are under way for one target: one that is taken back leaves what the others do."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[tuple[str, str], dict[int, Fault]] = {}
+        self._numbers = itertools.count()
+
+    def has(self, kind: str, target: str) -> bool:
+        """Some are."""
+        return (kind, target) in self._under_way
+
+    def begin(self, kind: str, target: str, fault: Fault, act: Callable[[Sequence[Fault]], None]) -> Callable[[], None]:
+        """One more is.
+
+        Args:
+            kind: Of the fault.
+            target: What is hit, as it is at this moment: a process and not its rank.
+            fault: The fault.
+            act: Does what all of them together want, oldest first; takes everything back where there are none.
+
+        Returns:
+            What takes this one back.
+        """
+        number, under_way = next(self._numbers), self._under_way.setdefault((kind, target), {})
+        under_way[number] = fault
+        act(list(under_way.values()))
+
+        def lift() -> None:
+            del under_way[number]
+            if not under_way:
+                del self._under_way[kind, target]
+            act(list(under_way.values()))
+
+        return lift
+
+
 class LabHands(Hands):
     """In a lab."""
 
@@ -38,8 +75,9 @@ class LabHands(Hands):
         """`disk` is one that only this job uses; beside the events lie the notes to workers."""
         self._lab, self._disk, self._events, self._crew = lab, disk, events, crew
         self._noted: dict[Fault, int] = {}
-        self._slowed: dict[str, tuple[float, list[float]]] = {}
-        """Link -> its rate without faults, and those of the faults that are under way."""
+        self._overlaps = Overlaps()
+        self._usual_rates: dict[str, float] = {}
+        """Link -> its rate without the faults that are under way."""
 
     def begin(self, fault: Fault) -> tuple[str, Callable[[], None]] | None:
         """Let it happen now."""
@@ -47,31 +85,36 @@ class LabHands(Hands):
             return self._at_moment(fault)
         if fault.kind in (faults.KILL, faults.PAUSE):
             return self._signal(fault)
-        if fault.kind == faults.CUT:
-            self._lab.cut(fault.target, fault.way)
-            return f"node {fault.target}", lambda: self._lab.mend(fault.target)
-        if fault.kind == faults.SLOW:
-            return self._slow(fault)
-        if fault.kind == faults.CLOCK:
-            clocks.shift(self._lab, fault.target, fault.shift_s)
-            return f"clock of node {fault.target}", lambda: clocks.shift(self._lab, fault.target, 0.0)
-        fill(self._disk)
-        return str(self._disk), lambda: (self._disk / _BALLAST).unlink(missing_ok=True)
+        target = fault.target
+        if fault.kind == faults.SLOW and not self._overlaps.has(faults.SLOW, target):
+            self._usual_rates[target] = self._lab.rate(target)
+        words, act = {
+            faults.CUT: (f"node {target}", lambda left: self._cut(target, left)),
+            faults.SLOW: (f"link {target}", lambda left: self._slow(target, left)),
+            faults.CLOCK: (f"clock of node {target}", lambda left: self._shift(target, left)),
+            faults.FILL: (str(self._disk), self._fill),
+        }[fault.kind]
+        return words, self._overlaps.begin(fault.kind, target, fault, act)
 
-    def _slow(self, fault: Fault) -> tuple[str, Callable[[], None]]:
-        """Others may be under way on the link, and end before this one or after."""
-        link, rate = fault.target, fault.rate_bytes_per_s
-        usual, under_way = self._slowed.setdefault(link, (self._lab.rate(link), []))
-        under_way.append(rate)
-        self._lab.set_rate(link, rate)
+    def _cut(self, node: str, left: Sequence[Fault]) -> None:
+        """Deaf by one and not heard by another is cut off both ways."""
+        ways = {each.way for each in left}
+        if ways:
+            self._lab.cut(node, ways.pop() if len(ways) == 1 else "both")
+        else:
+            self._lab.mend(node)
 
-        def lift() -> None:
-            under_way.remove(rate)
-            self._lab.set_rate(link, under_way[-1] if under_way else usual)
-            if not under_way:
-                del self._slowed[link]
+    def _slow(self, link: str, left: Sequence[Fault]) -> None:
+        self._lab.set_rate(link, left[-1].rate_bytes_per_s if left else self._usual_rates[link])
 
-        return f"link {link}", lift
+    def _shift(self, node: str, left: Sequence[Fault]) -> None:
+        clocks.shift(self._lab, node, left[-1].shift_s if left else 0.0)
+
+    def _fill(self, left: Sequence[Fault]) -> None:
+        if left:
+            fill(self._disk)
+        else:
+            (self._disk / _BALLAST).unlink(missing_ok=True)
 
     def _signal(self, fault: Fault) -> tuple[str, Callable[[], None]] | None:
         crew, target = self._crew, fault.target
@@ -82,18 +125,30 @@ class LabHands(Hands):
         handle = _send(pid, how)
         if handle is None:
             return None
-        return f"process {pid}", lambda: _continue(handle, goes_on=fault.kind == faults.PAUSE)
+        if fault.kind == faults.KILL:
+            return f"process {pid}", lambda: os.close(handle)
+        lift = self._overlaps.begin(faults.PAUSE, str(pid), fault, lambda left: None if left else _continue(handle))
+        return f"process {pid}", lambda: _lift_and_close(lift, handle)
 
     def _at_moment(self, fault: Fault) -> tuple[str, Callable[[], None]] | None:
-        """The worker does it itself; it has happened when the process is gone."""
-        pid = self._noted.get(fault)
-        if pid is None:
-            pid = self._crew.worker_pid(int(fault.target))
-            if pid is not None and _is_ours(pid):
-                notes.leave(notes.path(self._events, int(fault.target)), pid, fault.moment)
-                self._noted[fault] = pid
-            return None
-        return None if _is_ours(pid) else (f"process {pid}", lambda: None)
+        """The worker does it itself; it has happened when the process is gone, and has said so.
+
+        One that is gone without a word died of something else: the fault waits for the process that comes after it, as
+        it does for one that another fault has left a note to.
+        """
+        note, pid = notes.path(self._events, int(fault.target)), self._noted.get(fault)
+        if pid is not None:
+            if _is_ours(pid):
+                return None
+            del self._noted[fault]
+            reached = notes.answered(note, pid)
+            if reached:
+                return f"process {pid} during {reached}", lambda: None
+        pid = self._crew.worker_pid(int(fault.target))
+        if pid is not None and pid not in self._noted.values() and _is_ours(pid):
+            notes.leave(note, pid, fault.moment)
+            self._noted[fault] = pid
+        return None
 
 
 def fill(folder: Path) -> None:
@@ -143,11 +198,13 @@ def _send(pid: int, how: signal.Signals) -> int | None:
     return None
 
 
-def _continue(handle: int, *, goes_on: bool) -> None:
+def _continue(handle: int) -> None:
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(handle, signal.SIGCONT)
+
+
+def _lift_and_close(lift: Callable[[], None], handle: int) -> None:
     try:
-        if goes_on:
-            signal.pidfd_send_signal(handle, signal.SIGCONT)
-    except ProcessLookupError:
-        pass
+        lift()
     finally:
         os.close(handle)

@@ -1,0 +1,192 @@
+"""What the benches of faults demand, by results made up: good ones pass, and each bad one is said."""
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from ringweave.benchmarks.chaos import faults
+from ringweave.benchmarks.chaos.survivors import Toll
+
+BENCH = Path(__file__).parents[3] / "bench" / "faults"
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    monkeypatch.syspath_prepend(str(BENCH))
+    return importlib.import_module
+
+
+def said(**other: Any) -> dict[str, Any]:
+    """Of a job that did all it had to."""
+    none: dict[str, Any] = {"wrong": [], "broken": [], "never_began": [], "at_other_moments": []}
+    return {**none, "attempts": 1, "never_back": [], "put_out": 0, "begun": 1, "joins": [], **other}
+
+
+BAD = {"wrong": ["parameters of 1.0 after step 3 are 4, not 3"], "broken": ["2 train steps were lost"], "attempts": 2}
+WORDS = [*BAD["wrong"], *BAD["broken"], "the job was started 2 times"]
+"""What every bench has to say of a job that is so."""
+
+
+def toll(line: str, **other: Any) -> Toll:
+    usual = {"victims": (4,), "survivors": 7, "put_out": (), "stall_s": 1.9, "stall_median_s": 1.0, "epoch_s": 1.0}
+    return Toll(**{"fault": line, **usual, "steps_as_zombie": 0, "back_s": 33.0, "watched_s": 60.0, **other})
+
+
+PAUSE, CUT = "at 10s pause worker 4 for 30s", "at 60s cut a-0 for 30s"
+
+
+def standing_said(**other: Any) -> dict[str, Any]:
+    return said(**{"coordinators_changed": 1, "strangers": [], **other})
+
+
+def test_members_that_stood_still_are_survived_within_the_bar(bench: Callable[[str], ModuleType]) -> None:
+    standing, happens = bench("standing"), faults.parse(f"{PAUSE}\n{CUT}")
+    good = [toll(PAUSE), toll(CUT)]
+    assert standing.missed(standing_said(), good, happens, 1) == []
+    assert standing.missed(standing_said(**BAD), good, happens, 1) == WORDS
+    bad = [toll(PAUSE, stall_s=2.1, steps_as_zombie=3), toll(CUT, stall_s=None, back_s=None)]
+    stranger = f"{CUT}: the coordinator that decided was that of a-1"
+    assert standing.missed(standing_said(coordinators_changed=0, strangers=[stranger]), bad, happens, 1) == [
+        stranger,
+        f"{PAUSE}: 3 steps as a zombie",
+        f"{PAUSE}: stall in s: 2.1, the bar is 2",
+        f"{CUT}: the victim never came back",
+        f"{CUT}: stall in s: not known, the bar is 2",
+        "0 coordinators took over, not 1",
+    ]
+    assert standing.missed(standing_said(), [], happens, 1) == ["0 faults hit workers, not 2"], "nothing was measured"
+
+
+def test_a_coordinators_node_that_is_cut_off_is_that_of_the_one_that_decides(
+    bench: Callable[[str], ModuleType],
+) -> None:
+    standing = bench("standing")
+    epoch = {"kind": "epoch_begun", "term": 1, "number": 1, "part": ""}
+    cut = {"kind": "fault_begun", "fault": CUT, "target": "node a-0"}
+    other = {"kind": "fault_begun", "fault": "at 70s cut a-5 for 30s", "target": "node a-5"}
+    assert standing.strangers([epoch, cut, other]) == []
+    assert standing.strangers([epoch, epoch, cut, other]) == [f"{CUT}: the coordinator that decided was that of a-1"]
+    assert standing.strangers([cut]) == [f"{CUT}: the coordinator that decided was that of nobody"]
+
+
+def books(**other: Any) -> dict[str, Any]:
+    """Of a run of rings in which all was well."""
+    counts = {"pushes_of_rings": 9, "versions_of_the_server": 9, "pushes_lost": 0, "never_went_on": 0}
+    return {"wrong": [], **counts, "epochs_accounted": 2, "leaders": [0, 1, 1], **other}
+
+
+def test_a_server_that_is_cut_off_is_replaced_in_time(bench: Callable[[str], ModuleType]) -> None:
+    cut = bench("server_cut")
+    assert cut.missed(cut.Stall(victims="in", at_s=1.0, stall_s=3.0), books()) == []
+    worst = books(leaders=[0, 0, 0], wrong=["4 samples lost"], pushes_lost=1, versions_of_the_server=8)
+    assert cut.missed(cut.Stall(victims="in", at_s=1.0, stall_s=None), worst) == [
+        "in: servers [0, 0, 0] led, expected [0, 1, 1]",
+        "in: 4 samples lost",
+        "in: after 1 kills a worker made no step",
+        "in: 1 pushes were lost",
+        "in: rings pushed 9 times, the server applied 8",
+        "in: stall in s: not known, the bar is 3",
+    ]
+    late = cut.missed(cut.Stall(victims="out", at_s=1.0, stall_s=3.1), books(epochs_accounted=0))
+    assert late == [
+        "out: no epoch of the data was complete, nothing was accounted",
+        "out: stall in s: 3.1, the bar is 3",
+    ]
+
+
+def test_servers_and_coordinators_that_die_at_once_are_replaced_in_time(bench: Callable[[str], ModuleType]) -> None:
+    servers = bench("ring_servers")
+    stalls = [
+        servers.Stall(victims="server", at_s=1.0, stall_s=0.5),
+        servers.Stall(victims="server and coordinator 0", at_s=9.0, stall_s=2.5, is_replaced=True),
+    ]
+    assert servers.missed({**servers.summary(stalls), **books()}) == []
+    stalls[1] = servers.Stall(victims="server and coordinator 0", at_s=9.0, stall_s=3.1, is_replaced=False)
+    assert servers.missed({**servers.summary(stalls), **books()}) == [
+        "0 coordinators were replaced, not 1",
+        "stall in s: 3.1, the bar is 3",
+    ]
+    stalls[1] = servers.Stall(victims="server", at_s=9.0, stall_s=0.5)
+    found = servers.missed({**servers.summary(stalls), **books()})
+    assert found == ["0 coordinators were replaced, not 1"], "none was killed where one had to be"
+    nothing = servers.missed({**servers.summary([]), **books(never_went_on=0)})
+    assert nothing == ["stall in s: not known, the bar is 3"]
+
+
+def test_servers_alone_apply_each_push_once_and_in_time(bench: Callable[[str], ModuleType]) -> None:
+    kills = bench("server_kills")
+    good = {"stalls_s": {"kill leader": [0.4, 3.0]}, "pushes": 90, "fewest_pushes": 20, "version": 90, "error": 0.0}
+    assert kills.missed(good, 2) == []
+    assert kills.missed({**good, "stalls_s": {"kill leader": [0.4, 3.1]}}, 2) == [
+        "longest round in s: 3.1, the bar is 3"
+    ]
+    once = "90 pushes made 91 versions, parameters off by 1.0e-03"
+    assert kills.missed({**good, "version": 91, "error": 1e-3}, 2) == [once]
+    assert kills.missed({**good, "fewest_pushes": 0}, 2) == ["a ring pushed nothing"]
+    nothing = ["0 faults happened, not 2", "longest round in s: not known, the bar is 3"]
+    assert kills.missed({**good, "stalls_s": {}}, 2) == nothing
+
+
+def join(**other: Any) -> dict[str, Any]:
+    return {"newcomers": 1, "peers": 7, "stall_s": 0.4, "usual_s": 0.4, "lost_s": 0.1, "level_s": 3.0, **other}
+
+
+def test_newcomers_become_level_while_peers_go_on(bench: Callable[[str], ModuleType]) -> None:
+    joining = bench("joining")
+    assert joining.missed_by_peers(said(joins=[join(), join()]), 2) == []
+    assert joining.missed_by_peers(said(joins=[join()], **BAD), 1) == WORDS
+    bad = [join(stall_s=0.44), join(level_s=None), join(usual_s=0.0)]
+    assert joining.missed_by_peers(said(joins=bad), 4) == [
+        "3 times workers joined, not 4",
+        "join 1: longest stall of a peer in steps: 1.1, the bar is 1",
+        "join 2: the newcomer was never level",
+        "join 3: longest stall of a peer in steps: not known, the bar is 1",
+    ]
+    assert joining.missed_by_peers(said(), 0) == ["0 times workers joined, not 0"], "nothing was measured"
+
+
+def test_state_comes_whole_and_as_fast_as_its_link_lets_it(bench: Callable[[str], ModuleType]) -> None:
+    joining = bench("joining")
+    options = bench("lab_jobs").parser("").parse_args(["--rate", "8Mbit/s"])
+    found = {"rounds": [{"bytes": 8e5, "seconds": each} for each in (1.0, 1.0, 2.0)], "alike": True}
+    assert joining.fraction_of_link(options, found) == pytest.approx(0.8)
+    assert joining.missed_by_state(found, 0.8) == []
+    assert joining.missed_by_state({**found, "alike": False}, 0.79) == [
+        "the state that was pulled is not that which was offered",
+        "state at 0.79 of the link's raw rate, the bar is 0.8",
+    ]
+    assert joining.fraction_of_link(options, {"rounds": []}) is None
+    assert joining.missed_by_state(found, None) == ["state at None of the link's raw rate, the bar is 0.8"]
+
+
+def test_a_state_that_differs_in_a_moment_of_the_optimizer_is_not_alike(bench: Callable[[str], ModuleType]) -> None:
+    joining = bench("joining")
+    (_, two), (_, again), (model, other) = (joining.make(0.1, 2) for _ in range(3))
+    assert joining.is_alike(two, again)
+    other._optimizer.state[next(model.parameters())]["exp_avg"].view(-1)[0] += 1
+    assert not joining.is_alike(two, other)
+
+
+@pytest.mark.parametrize(("goodput", "every_s", "good"), [(0.95, 60.0, True), (0.94, 60.0, False), (0.88, 15.0, True)])
+def test_goodput_is_held_against_the_bar_of_its_interval(
+    bench: Callable[[str], ModuleType], goodput: float, every_s: float, good: bool
+) -> None:
+    of_goodput = bench("goodput")
+    assert (of_goodput.missed(said(), goodput, every_s) == []) is good
+    bar = of_goodput.BARS[every_s]
+    unknown = of_goodput.missed(said(), None, every_s)
+    assert unknown == [f"goodput: None, the bar is {bar}"], "what could not be measured is not good"
+    assert of_goodput.missed(said(**BAD), 1.0, every_s) == WORDS
+    assert of_goodput.missed(said(begun=0), 1.0, every_s) == ["nothing was killed"]
+
+
+def test_steps_that_are_not_there_have_no_length(bench: Callable[[str], ModuleType]) -> None:
+    overhead = bench("overhead")
+    steps = [{"kind": "train_step_done", "rank": 0, "time": float(number)} for number in range(overhead._WARM_STEPS)]
+    assert overhead.step_s(steps) is None
+    more = [{"kind": "train_step_done", "rank": 0, "time": overhead._WARM_STEPS + 0.5 * number} for number in range(3)]
+    assert overhead.step_s([*steps, *more]) == 0.5
