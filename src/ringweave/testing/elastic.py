@@ -255,11 +255,13 @@ class ElasticJob:
 
 
 _own: list[Connection] = []
+_saying = threading.Lock()
 
 
 def say(word: Any) -> None:
-    """Called in a worker: tell the test, with the time."""
-    _own[0].send((word, time.monotonic()))
+    """Called in a worker, in any of its threads: tell the test, with the time."""
+    with _saying:
+        _own[0].send((word, time.monotonic()))
 
 
 def own_member() -> str:
@@ -281,5 +283,6 @@ def _main(teller: Connection, variables: dict[str, str], function: Callable[...,
         if code not in (0, 143):
             sys.last_value = error  # as the interpreter does at the end of a script
     atexit._run_exitfuncs()  # which a process of this kind does not do by itself
-    teller.send(outcome)
-    teller.close()
+    with _saying:
+        teller.send(outcome)
+        teller.close()

@@ -1,13 +1,17 @@
 """`ringweave scale` on real runs: workers are added and leave while the others train."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections import defaultdict
 
 import pytest
 
+from ringweave.training.checkpoints import disk
 from tests.launch.conftest import wait_until
+from tests.launch.small_training import SUM, epoch, prepared
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -62,6 +66,22 @@ ONE = """
             nn.functional.mse_loss(model(given), wanted).backward()
             optimizer.step()
             time.sleep(0.02)
+"""
+
+RING = f"""{prepared(options=", asynchronous=ringweave.training.Asynchronous(rings=1)")}
+num_back = 0
+for number in loader.epochs(100000):
+{epoch(indent=4, also='print("step of", len(loader.members), flush=True); time.sleep(0.02)')}
+    num_back += any(not each.endswith(".0") for each in loader.members)
+    if num_back == 3:  # all who are there know that of each epoch
+        break
+{SUM}"""
+
+SAVED = f"""{prepared()}
+checkpoints = ringweave.Checkpoints("checkpoints", model=model, optimizer=optimizer, loader=loader)
+done = checkpoints.load()
+for number in loader.epochs(100000):
+{epoch(indent=4, also='done += 1; print("done", done, flush=True); time.sleep(0.02)')}
 """
 
 
@@ -140,3 +160,47 @@ def test_a_run_that_is_not_elastic_is_refused(start, script) -> None:
     asked = scale(run, 2)
     assert asked.returncode == 2
     assert "expected one that was started with --elastic MIN:MAX" in asked.stderr
+
+
+def test_workers_of_a_ring_leave_and_come_back_and_no_further_ones_come(start, script) -> None:
+    run = start("--elastic", "1:3", "--workers", "2", "--mode", "ps-hra", script(RING))
+    run.wait_printed("step of 2", times=4)
+    asked = scale(run, 3)
+    assert asked.returncode == 2
+    assert "--workers: 3, expected 1 to 2 (the workers that its rings were formed of)." in asked.stderr
+    asked = scale(run, 1)
+    said = "1 workers are asked for, 2 before; asked to leave after its train step: rank 1"
+    assert (asked.returncode, asked.stdout) == (0, f"{said}\n")
+    run.wait_printed("step of 1", times=4)
+    wait_until(lambda: events(run, "worker_exited") != [], "the end of the one that leaves")
+    asked = scale(run, 2)
+    assert (asked.returncode, asked.stdout) == (0, "2 workers are asked for, 1 before; started: rank 1\n")
+    assert run.wait_ended() == 0, run.stderr + run.stdout
+    ends = [line.split()[-1] for line in run.stdout.splitlines() if " sum " in line]
+    assert len(ends) == 2
+    assert len(set(ends)) == 1, "the same parameters"
+    exits = [(event["rank"], event["exit_code"]) for event in events(run, "worker_exited")]
+    assert exits[0] == (1, 143)
+    assert sorted(exits[1:]) == [(0, 0), (1, 0)]
+    assert events(run, "samples_lost") == []
+    accounts = events(run, "samples_accounted")
+    assert accounts
+    assert all(event["exact"] for event in accounts)
+
+
+@pytest.mark.thorough  # it takes the minute that replacements have; with less: tests/training/elastic/test_deaths.py
+def test_where_one_leaves_and_too_few_are_left_the_run_fails_and_says_where_the_state_is(start, script) -> None:
+    run = start("--elastic", "2:2", "--workers", "2", "--mode", "sync", script(SAVED))
+    run.wait_printed("done 8", times=2)
+    os.kill(run.pids()[1], signal.SIGTERM)
+    assert run.wait_ended() == 1, run.stderr + run.stdout
+    folder = run.folder / "checkpoints"
+    (saved,) = disk.list_saved(folder)
+    ended = "job is over: 1 workers are left, expected at least 2, and no other came within 60 s."
+    where = f"The state after {saved.train_step} train steps is in {folder}. Start the run again to go on from it."
+    assert f"{ended} {where}" in run.stderr
+    assert run.stdout.count(f"done {saved.train_step}\n") == 2, "the last one that counts"
+    assert f"done {saved.train_step + 1}\n" not in run.stdout
+    exits = [(event["rank"], event["exit_code"]) for event in events(run, "worker_exited")]
+    assert exits == [(1, 143), (0, 1)]
+    assert run.record["outcome"] == "failed"

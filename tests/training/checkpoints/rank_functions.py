@@ -1,6 +1,7 @@
 """Training that is interrupted and goes on elsewhere: run by real processes."""
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any) -> l
     return seen
 
 
-def go_on(folder: Path, num_steps: int | None) -> dict[str, Any]:
+def go_on(folder: Path, num_steps: int | None, mode: str = "sync") -> dict[str, Any]:
     """Train from the last checkpoint: so many steps and save, or to the end of the epoch."""
-    model, optimizer, loader = ringweave.prepare(*make(), mode="sync")
+    model, optimizer, loader = ringweave.prepare(*make(), mode=mode)
     checkpoints = ringweave.Checkpoints(folder, model=model, optimizer=optimizer, loader=loader)
     done = checkpoints.load()
     epoch = loader.next_epoch
-    seen = train(model, optimizer, itertools.islice(loader, num_steps))
+    seen = train(model, optimizer, _computed(loader, num_steps))
     if num_steps is not None:
         checkpoints.save(done + num_steps)
         assert checkpoints.wait(60)
@@ -61,6 +62,12 @@ def go_on(folder: Path, num_steps: int | None) -> dict[str, Any]:
         "weights": weights.tolist(),
         "exact": account is not None and account.is_exact,
     }
+
+
+def _computed(loader: Any, num_steps: int | None) -> Iterator[Any]:
+    """So many batches; of those that do not count, as this rank has no samples of them, without their numbers."""
+    for indices, x, y in itertools.islice(loader, num_steps):
+        yield indices if loader.fraction else indices[:0], x, y
 
 
 def weights_of_one_process() -> list[float]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from ringweave.testing.elastic import ElasticJob
 from ringweave.testing.ranks import run_ranks
 from ringweave.training.checkpoints import disk
 from tests.training.checkpoints import rank_functions
@@ -18,16 +19,38 @@ def samples(results: list[dict[str, Any]]) -> list[int]:
     return list(itertools.chain.from_iterable(result["seen"] for result in results))
 
 
-@pytest.mark.parametrize(("first", "then"), [(3, 2), (2, 3)])
-def test_another_number_of_ranks_goes_on_with_the_next_sample(tmp_path: Path, first: int, then: int) -> None:
-    before = run_ranks(rank_functions.go_on, first, tmp_path, 4)
-    after = run_ranks(rank_functions.go_on, then, tmp_path, None)
-    assert {(result["done"], result["epoch"]) for result in after} == {(4, 0)}
+def check_rest(before: list[dict[str, Any]], after: list[dict[str, Any]], num_steps: int) -> None:
+    """After so many steps the others have trained on the rest of the epoch, and come to what one process does."""
+    assert {(result["done"], result["epoch"]) for result in after} == {(num_steps, 0)}
+    assert len(samples(before)) == num_steps * rank_functions.BATCH
     assert sorted(samples(before) + samples(after)) == list(range(rank_functions.NUM_SAMPLES))
     assert all(result["exact"] for result in after)
     assert all(result["weights"] == after[0]["weights"] for result in after)
     difference = torch.tensor(after[0]["weights"]) - torch.tensor(rank_functions.weights_of_one_process())
     assert difference.abs().max() < 1e-9
+
+
+@pytest.mark.parametrize(("first", "then"), [(3, 2), (2, 3)])
+def test_another_number_of_ranks_goes_on_with_the_next_sample(tmp_path: Path, first: int, then: int) -> None:
+    before = run_ranks(rank_functions.go_on, first, tmp_path, 4)
+    after = run_ranks(rank_functions.go_on, then, tmp_path, None)
+    check_rest(before, after, 4)
+
+
+def run_elastic(num_workers: int, folder: Path, num_steps: int | None, mode: str) -> list[dict[str, Any]]:
+    with ElasticJob(rank_functions.go_on, num_workers, folder, num_steps, mode) as job:
+        outcomes = [job.outcome(member) for member in job.members]
+        assert [each.error for each in outcomes] == [""] * num_workers
+        return [each.value for each in outcomes]
+
+
+@pytest.mark.parametrize("mode", ["balanced", "sync"])
+def test_what_an_elastic_job_has_saved_another_number_of_workers_goes_on_with_elastic_or_not(
+    tmp_path: Path, mode: str
+) -> None:
+    before = run_elastic(3, tmp_path, 4, mode)
+    check_rest(before, run_elastic(2, tmp_path, None, mode), 4)
+    check_rest(before, run_ranks(rank_functions.go_on, 2, tmp_path, None, mode), 4)
 
 
 def test_ranks_that_cannot_reach_the_disk_get_the_state_from_one_that_can(tmp_path: Path) -> None:

@@ -3,21 +3,28 @@
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ringweave
+from ringweave.comm.adapting.consulting import Council
+from ringweave.comm.choosing import MIN_SCHEDULED_BYTES
 from ringweave.comm.regrouping import EpochGroups
+from ringweave.comm.running import engine
 from ringweave.planning.balancing import Speed, SpeedEstimator
 from ringweave.testing.elastic import own_member, say
 
 NUM_SAMPLES, BATCH, WIDTH = 96, 12, 6
+HIDDEN, CAP_MB = 16, 0.001
+WIDE, WIDE_CAP_MB = 96, 0.06
+"""A model with two layers, each of which is a bucket that is large enough for a sum of its own."""
 
 
 def make_data() -> TensorDataset:
@@ -26,13 +33,21 @@ def make_data() -> TensorDataset:
     return TensorDataset(inputs, torch.sin(inputs.sum(1, keepdim=True)), torch.arange(NUM_SAMPLES))
 
 
-def make_model() -> nn.Module:
+def make_model(hidden: int = HIDDEN) -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    layers = [nn.Linear(WIDTH, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh(), nn.Linear(hidden, hidden)]
+    return nn.Sequential(*layers, nn.Tanh(), nn.Linear(hidden, 1)).double()
 
 
-def kill_self() -> None:
+def kill_self(*_: Any, **__: Any) -> NoReturn:
     os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("a process that was killed goes on")
+
+
+def stand_still() -> NoReturn:
+    """Until this process is killed from outside."""
+    threading.Event().wait()
+    raise AssertionError("nobody lets it go on")
 
 
 def train(
@@ -41,23 +56,27 @@ def train(
     pause_s: float = 0.0,
     awaited: str = "",
     mode: str = "sync",
+    hidden: int = HIDDEN,
 ) -> dict[str, Any]:
     """Train, telling what is drawn and done.
 
     `faults` are member -> (step, moment) of its death. Until the member that is `awaited` has joined, pauses are five
     times as long.
     """
-    model = make_model()
+    model = make_model(hidden)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     data = DataLoader(make_data(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
-    model, optimizer, loader = ringweave.prepare(model, optimizer, data, mode=mode, ddp={"bucket_cap_mb": 0.001})
+    ddp = {"bucket_cap_mb": WIDE_CAP_MB if hidden == WIDE else CAP_MB}
+    model, optimizer, loader = ringweave.prepare(model, optimizer, data, mode=mode, ddp=ddp)
     say(("prepared",))
     at, moment = (faults or {}).get(own_member(), (-1, ""))
+    sums = Sums(halts_at=at if moment == "second sum" else -1)
     accounts, has_come = [], not awaited
     for epoch in loader.epochs(num_epochs):
         for number, (inputs, targets, indices) in enumerate(loader, start=loader.state_dict()["position"] // BATCH):
             step = epoch * (NUM_SAMPLES // BATCH) + number
             say(("drawn", step, indices.tolist() if loader.fraction else []))
+            sums.begin_step(step)
             if step == at:
                 arm(moment, model, optimizer)
             loss = nn.functional.mse_loss(model(inputs), targets)
@@ -111,17 +130,30 @@ def train_richly(num_members: int, num_steps: int, pause_s: float = 0.0) -> dict
     raise AssertionError("more epochs than steps")
 
 
-def train_from_checkpoints(folder: str, num_steps: int, pause_s: float = 0.0) -> dict[str, Any]:
-    """Train with checkpoints, from the last one on, until so many train steps are done; tells what it does."""
+def train_from_checkpoints(
+    folder: str,
+    num_steps: int,
+    pause_s: float = 0.0,
+    mode: str = "sync",
+    faults: Mapping[str, tuple[int, str]] | None = None,
+) -> dict[str, Any]:
+    """Train with checkpoints, from the last one on, until so many train steps are done; tells what it does.
+
+    `faults` as in `train`, but steps count from 1.
+    """
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     data = DataLoader(make_data(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
-    model, optimizer, loader = ringweave.prepare(model, optimizer, data, mode="sync")
+    model, optimizer, loader = ringweave.prepare(model, optimizer, data, mode=mode)
     checkpoints = ringweave.Checkpoints(folder, model=model, optimizer=optimizer, loader=loader)
     train_step = checkpoints.load()
+    at, moment = (faults or {}).get(own_member(), (-1, ""))
     say(("loaded", train_step))
     for _ in loader.epochs(1_000_000):
-        for inputs, targets, _ in loader:
+        for inputs, targets, indices in loader:
+            say(("drawn", train_step + 1, indices.tolist() if loader.fraction else []))
+            if train_step + 1 == at:
+                arm(moment, model, optimizer)
             optimizer.zero_grad()
             nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
@@ -136,20 +168,100 @@ def train_from_checkpoints(folder: str, num_steps: int, pause_s: float = 0.0) ->
 
 
 def arm(fault: str, model: Any, optimizer: Any) -> None:
-    """Die when that moment of the present step comes."""
+    """Die when that moment of the present step comes; see `Sums` for the one in the midst of a sum."""
     parameters = list(model.module.parameters())
     if fault == "forward":
-        model.module[2].register_forward_hook(lambda *_: kill_self())
+        model.module[2].register_forward_hook(kill_self)
     elif fault == "backward":
-        model.module[2].register_full_backward_hook(lambda *_: kill_self())
+        model.module[2].register_full_backward_hook(kill_self)
     elif fault.startswith("bucket"):
-        parameters[-1 - int(fault.removeprefix("bucket"))].register_post_accumulate_grad_hook(lambda _: kill_self())
-    elif fault == "commit":
-        EpochGroups.exchange = lambda *_: kill_self()
-    elif fault == "committed":
-        real = EpochGroups.exchange
-        EpochGroups.exchange = lambda *args: (real(*args), kill_self())
+        parameters[-1 - int(fault.removeprefix("bucket"))].register_post_accumulate_grad_hook(kill_self)
+    elif fault == "rows":
+        EpochGroups.exchange = kill_self  # what its gradients are of nobody ever hears
+    elif fault in ("commit", "heard", "committed"):
+        EpochGroups.vote = _voting(fault, EpochGroups.vote)
     elif fault == "optimizer":
-        optimizer.register_step_pre_hook(lambda *_: kill_self())
+        optimizer.register_step_pre_hook(kill_self)
+    elif fault == "hang":
+        hang()
     else:
-        raise AssertionError(fault)
+        assert fault == "second sum", fault
+
+
+def _voting(fault: str, real: Any) -> Any:
+    """The last word of a step, which all members that have its sums and rows say: how one dies around it."""
+    if fault == "commit":
+        return kill_self
+
+    def vote(*args: Any, **more: Any) -> None:
+        if fault == "heard":  # as the first member, which hears all the others before it lets them know
+            Council._send = kill_self
+        real(*args, **more)
+        kill_self()
+
+    return vote
+
+
+def hang() -> None:
+    """In the midst of the training loop, as a script does that waits for something that never comes.
+
+    Only the thread that trains stands still, and it lets the others run. SIGUSR1 lets it go on.
+    """
+    woken = threading.Event()
+    signal.signal(signal.SIGUSR1, lambda *_: woken.set())
+    say(("hangs",))
+    woken.wait()
+
+
+class Sums:
+    """Tells of each sum that is there: ("summed", step, how many were begun in the step before it).
+
+    Only of those that are large enough for one of their own.
+    """
+
+    def __init__(self, halts_at: int = -1) -> None:
+        """In step `halts_at` this member stands still, for ever, in the midst of the second sum, when it has the first.
+
+        It has got a part of what it needs from the others by then, and has passed on nothing of that.
+        """
+        self._real, self._halts_at = dist.all_reduce, halts_at
+        self._step, self._works = -1, list[dist.Work]()
+        dist.all_reduce = self._begin
+
+    def begin_step(self, step: int) -> None:
+        self._step, self._works = step, []
+
+    def _begin(self, tensor: Tensor, **more: Any) -> Any:
+        if tensor.nbytes < MIN_SCHEDULED_BYTES:
+            return self._real(tensor, **more)
+        place = ("summed", self._step, len(self._works))
+        if self._step == self._halts_at and len(self._works) == 1:
+            self._works[0].wait()
+            self._halt()
+        work = self._real(tensor, **more)
+        work.get_future().then(lambda done: say(place) if _has_value(done) else None)
+        self._works.append(work)
+        return work
+
+    def _halt(self) -> None:
+        """In the sum that begins now."""
+        if os.environ.get("RINGWEAVE_SCHEDULE", "") == "":
+            say(("halts",))
+            stand_still()  # in the host library all others are in it, and wait for this one
+
+        def run(program: Any, message: Any, combine: Any, *args: Any, **more: Any) -> None:
+            def halt(*_: Any) -> None:
+                say(("halts",))
+                stand_still()
+
+            real(program, message, halt, *args, **more)
+
+        real, engine.run_program = engine.run_program, run
+
+
+def _has_value(done: torch.futures.Future[Any]) -> bool:
+    try:
+        done.value()
+    except RuntimeError:
+        return False
+    return True

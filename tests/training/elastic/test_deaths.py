@@ -11,20 +11,24 @@ import pytest
 import torch
 from torch import nn
 
+from ringweave.membership.rules.rhythm import STANDSTILL
 from ringweave.testing.elastic import ElasticJob
+from ringweave.training.checkpoints import disk
 from tests.training.elastic import elastic_functions as functions
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(600)]
 
 NUM_STEPS = functions.NUM_SAMPLES // functions.BATCH
-MAY_COUNT_AFTER = ("commit", "committed", "optimizer")
-"""Moments at which one who dies has all sums of the step and has said of which samples: they count if the others have
-them too by then."""
+COUNTS_AFTER = ("heard", "committed", "optimizer")
+"""Moments at which one who dies knows that all members have all sums of the step, and all rows: its samples count,
+whether anybody else has heard so or not."""
+MAY_COUNT_AFTER = ("commit",)
+"""The moment at which one who dies has them itself: its samples count if all others have them too by then."""
 
 
-def replay(batches: Mapping[int, Sequence[int]]) -> list[np.ndarray]:
+def replay(batches: Mapping[int, Sequence[int]], hidden: int) -> list[np.ndarray]:
     """Parameters after steps whose gradients are means over these samples, computed in one process."""
-    model, data = functions.make_model(), functions.make_data()
+    model, data = functions.make_model(hidden), functions.make_data()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in sorted(batches):
         inputs, targets, _ = data[torch.tensor(sorted(batches[step]))]
@@ -54,9 +58,10 @@ def samples_that_count(
 
 def what_counted(job: ElasticJob, faults: Mapping[str, tuple[int, str]], num_lost: int) -> list[dict[int, list[int]]]:
     """The ways in which so many samples can have been lost."""
+    certain = [member for member, (_, moment) in faults.items() if moment in COUNTS_AFTER]
     doubtful = [member for member, (_, moment) in faults.items() if moment in MAY_COUNT_AFTER]
     ways = itertools.chain.from_iterable(itertools.combinations(doubtful, num) for num in range(len(doubtful) + 1))
-    found = [samples_that_count(job, faults, heard) for heard in ways]
+    found = [samples_that_count(job, faults, [*certain, *heard]) for heard in ways]
     return [each for each in found if 2 * functions.NUM_SAMPLES - sum(map(len, each.values())) == num_lost]
 
 
@@ -67,12 +72,12 @@ def check_alike(values: Sequence[dict[str, Any]]) -> None:
 
 
 def is_exact(value: dict[str, Any], batches: Mapping[int, Sequence[int]]) -> bool:
-    pairs = zip(value["parameters"], replay(batches), strict=True)
+    pairs = zip(value["parameters"], replay(batches, functions.HIDDEN), strict=True)
     return all(np.allclose(own, wanted, rtol=0, atol=1e-12) for own, wanted in pairs)
 
 
-def check_exact(value: dict[str, Any], batches: Mapping[int, Sequence[int]]) -> None:
-    for own, wanted in zip(value["parameters"], replay(batches), strict=True):
+def check_exact(value: dict[str, Any], batches: Mapping[int, Sequence[int]], hidden: int = functions.HIDDEN) -> None:
+    for own, wanted in zip(value["parameters"], replay(batches, hidden), strict=True):
         np.testing.assert_allclose(own, wanted, rtol=0, atol=1e-12)
 
 
@@ -83,6 +88,12 @@ def value_of(job: ElasticJob, member: str) -> dict[str, Any]:
     return outcome.value
 
 
+def drawn_in(job: ElasticJob, member: str, step: int) -> list[int]:
+    """Samples that it was given in that step, each time that it was."""
+    job.read(member)
+    return [each for said, _ in job.said(member) if said[:2] == ("drawn", step) for each in said[2]]
+
+
 def done_steps(job: ElasticJob, member: str) -> list[int]:
     return [said[1] for said, _ in job.said(member) if said[0] == "done"]
 
@@ -91,11 +102,12 @@ def done_steps(job: ElasticJob, member: str) -> list[int]:
     ("mode", "faults"),
     [
         ("sync", {"1.0": (2, "forward"), "2.0": (5, "backward"), "0.0": (9, "bucket1")}),
-        ("sync", {"3.0": (2, "bucket3"), "0.0": (4, "commit"), "2.0": (7, "committed")}),
+        ("sync", {"3.0": (2, "bucket3"), "2.0": (4, "rows"), "0.0": (7, "commit")}),
+        ("sync", {"0.0": (3, "heard"), "2.0": (7, "committed")}),
         ("sync", {"0.0": (3, "optimizer"), "1.0": (3, "backward")}),
         ("balanced", {"3.0": (2, "bucket3"), "0.0": (9, "backward"), "2.0": (12, "committed")}),
     ],
-    ids=["forward-backward-bucket", "bucket-commit-committed", "two-at-once", "balanced"],
+    ids=["forward-backward-bucket", "bucket-rows-commit", "heard-committed", "two-at-once", "balanced"],
 )
 def test_no_step_is_lost_and_the_mean_is_over_those_who_are_left(mode: str, faults: dict[str, tuple[int, str]]) -> None:
     with ElasticJob(functions.train, 4, 2, faults, 0.0, "", mode) as job:
@@ -114,6 +126,37 @@ def test_no_step_is_lost_and_the_mean_is_over_those_who_are_left(mode: str, faul
         for value in values:
             assert sum(account.lost.num_samples for account in value["accounts"]) == num_lost
             assert all(account.is_accounted for account in value["accounts"])
+
+
+@pytest.mark.parametrize(
+    ("victim", "schedule"), [("1.0", ""), ("0.0", "ring")], ids=["by the host library", "by a schedule"]
+)
+def test_one_dies_in_the_midst_of_a_sum_when_all_have_the_one_before_it_and_both_are_done_again(
+    victim: str, schedule: str
+) -> None:
+    """The sum that is there has the gradients of the one who dies in it, as the mean may not."""
+    faults, at = {victim: (3, "second sum")}, 3
+    arguments = (functions.train, 3, 2, faults, 0.0, "", "sync", functions.WIDE)
+    with ElasticJob(*arguments, environ={"RINGWEAVE_SCHEDULE": schedule}) as job:
+        left = [member for member in job.members if member != victim]
+        job.wait_said(victim, lambda said: said == ("halts",))
+        for member in left:
+            job.wait_said(member, lambda said: said == ("summed", at, 0))
+        job.signal(victim, signal.SIGKILL)
+        values = [value_of(job, member) for member in left]
+        for member in left:
+            summed = [said[2] for said, _ in job.said(member) if said[:2] == ("summed", at)]
+            assert summed[0] == 0, "there when the other one died"
+            assert 1 not in summed, "that one was in its midst"
+            assert len(summed) >= 3, "both were done again"
+            assert done_steps(job, member) == list(range(2 * NUM_STEPS)), "every step once"
+        check_alike(values)
+        lost = len(drawn_in(job, victim, at))
+        assert lost > 0
+        for value in values:
+            assert sum(account.lost.num_samples for account in value["accounts"]) == lost
+            assert all(account.is_accounted for account in value["accounts"])
+        check_exact(values[0], samples_that_count(job, faults), functions.WIDE)
 
 
 def test_a_replacement_goes_on_with_the_state_of_the_others_and_one_that_is_asked_to_leaves() -> None:
@@ -152,6 +195,26 @@ def test_a_stopped_member_is_left_behind_and_changes_nothing_when_it_wakes() -> 
         assert all(account.is_accounted for account in values[0]["accounts"])
 
 
+def test_one_that_hangs_while_its_heartbeats_go_on_is_put_out_and_no_step_is_lost() -> None:
+    at = 30  # of as many gaps between signs of progress as count as learnt: before, it would be given an hour
+    faults = {"1.0": (at, "hang")}
+    with ElasticJob(functions.train, 3, 5, faults, 0.1) as job:
+        hangs_s = job.wait_said("1.0", lambda said: said == ("hangs",))
+        goes_on_s = job.wait_said("0.0", lambda said: said[:2] == ("done", at))
+        values = [value_of(job, member) for member in ("0.0", "2.0")]
+        assert job.headquarters[0].lost[0] == ("1.0", "it stood still while others waited for it")
+        assert goes_on_s - hangs_s > STANDSTILL.least_s - 1.0, "a step may take so long"
+        job.signal("1.0", signal.SIGUSR1)
+        assert "no member any more: it stood still while others waited for it" in job.outcome("1.0").error
+        assert done_steps(job, "1.0") == list(range(at)), "what it computes when it wakes changes nothing"
+        check_alike(values)
+        for member in ("0.0", "2.0"):
+            assert done_steps(job, member) == list(range(5 * NUM_STEPS)), "every step once"
+        lost = len(drawn_in(job, "1.0", at))
+        assert [sum(each.lost.num_samples for each in value["accounts"]) for value in values] == [lost, lost]
+        check_exact(values[0], samples_that_count(job, faults))
+
+
 def test_training_goes_on_without_its_coordinator_and_the_standby_takes_over() -> None:
     with ElasticJob(functions.train, 3, 8, {"1.0": (40, "backward")}, 0.1, attended_by=("standby",)) as job:
         job.wait_said("1.0", lambda said: said[:2] == ("done", 2))
@@ -182,6 +245,32 @@ def test_when_all_are_asked_to_leave_the_last_saves_the_state_and_another_run_go
     for own, other, wanted in zip(*again, whole, strict=True):
         assert (own == other).all(), "bitwise"
         np.testing.assert_allclose(own, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["sync", pytest.param("balanced", marks=pytest.mark.thorough)])
+def test_where_too_few_are_left_one_saves_the_state_and_another_run_goes_on_exactly(tmp_path: Path, mode: str) -> None:
+    """The step that one died in does not count: too few are left to do it again, and the next run does."""
+    at, faults = 4, {"1.0": (4, "backward")}
+    arguments = (functions.train_from_checkpoints, 3, str(tmp_path), 10_000, 0.0, mode, faults)
+    with ElasticJob(*arguments, least=3, patience_s=15.0) as job:
+        ends = {member: job.outcome(member) for member in ("0.0", "2.0")}
+        before = samples_that_count(job, dict.fromkeys(job.members, (at, "")))
+        assert [done_steps(job, member) for member in ends] == [list(range(1, at))] * 2
+    (saved,) = disk.list_saved(tmp_path)
+    assert saved.train_step == at - 1
+    ended = "MembershipError: job is over: 2 workers are left, expected at least 3, and no other came within 15 s. "
+    where = f"The state after {at - 1} train steps is in {tmp_path}. Start the run again to go on from it."
+    assert f"{ended}{where}" in ends["0.0"].error
+    assert f"{ended}Start it again: worker 0.0 saves the state" in ends["2.0"].error
+    with ElasticJob(functions.train_from_checkpoints, 2, str(tmp_path), NUM_STEPS, 0.0, mode) as job:
+        job.wait_said("0.0", lambda said: said == ("loaded", at - 1))
+        values = [value_of(job, member) for member in job.members]
+        after = samples_that_count(job, {})
+    check_alike(values)
+    assert sorted(before) + sorted(after) == list(range(1, NUM_STEPS + 1))
+    drawn = [sample for step in (*before.values(), *after.values()) for sample in step]
+    assert sorted(drawn) == list(range(functions.NUM_SAMPLES)), "each sample of the epoch once, over both runs"
+    check_exact(values[0], before | after)
 
 
 def test_a_replacement_loads_no_checkpoint_and_counts_train_steps_as_the_others_do(tmp_path: Path) -> None:
