@@ -2,93 +2,54 @@
 
 # Longer than a file should be: one world, whose events change what the others look at.
 
+import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from ringweave.membership.rules.coordinator import Coordinator
 from ringweave.membership.rules.electing import Rejoining
-from ringweave.membership.rules.follower import Follower, Form, Freeze, Out, resolve
+from ringweave.membership.rules.follower import Form, Freeze, Out, resolve
 from ringweave.membership.rules.records import BEFORE_ALL, Ballot, Decree, Order, Standing, slot_of
 from ringweave.membership.rules.settings import Bounds, Settings
 from ringweave.membership.rules.signs import Beat
+from tests.membership.members import MOST_KEPT, Member
+from tests.membership.verdicts import Accusation, Join, Part, Said, Stand, Verdicts
 
 TICK_S = 0.1
 SAYS_S = 5.0
 """How long a member that is through tries to say so."""
 SEARCH_S = 30.0
 """How long one that cannot go on looks for a coordinator."""
-NUM_FIRST_SIGNS = 8
-"""Of a member that starts."""
+PATIENCE_S = 0.8
+"""After which a member takes its coordinator for lost."""
 Letter = Callable[[], None]
-
-
-@dataclass
-class Member:
-    """A process: its follower, and the reductions that it has taken over."""
-
-    name: str
-    follower: Follower = field(init=False)
-    standing: Standing = field(init=False)
-    decree: Decree | None = None
-    forming: Decree | None = None
-    """The epoch that was ordered, while its group is not formed."""
-    has_come: bool = False
-    """It is where the members of that epoch meet."""
-    is_settled: bool = True
-    """It was not asked to stand still since its last epoch was ordered."""
-    history: dict[int, Ballot] = field(default_factory=dict)
-    """Number of a reduction -> the epoch whose members' gradients are in it."""
-    prepared_in: Ballot = BEFORE_ALL
-    """The epoch of the sums that it has while it is prepared."""
-    is_frozen: bool = True
-    wants_stop: bool = False
-    is_dead: bool = False
-    is_paused: bool = False
-    is_stuck: bool = False
-    """Its script hangs; its other threads do not."""
-    through_s: float | None = None
-    """When its script was through."""
-    has_finished: bool = False
-    """It was through, and its process has ended."""
-    alone_s: float = 0.0
-    """When it last heard a coordinator that decides, or needed none."""
-    num_signs: int = 0
-    reason: str = ""
-    at: int = 0
-    """The coordinator that it asks."""
-    unstood: Ballot | None = None
-    accused: Ballot | None = None
-    suspects: tuple[str, ...] = ()
-    rejoining: Rejoining | None = None
-    num_connections: int = 0
-    is_heard: bool = True
-    """The coordinator that it asks knows that it is there; it listens to orders from then on."""
-
-    def __post_init__(self) -> None:
-        self.follower = Follower(self.name)
-        self.standing = Standing(member=self.name)
-
-    @property
-    def is_waiting(self) -> bool:
-        """For the others: it has every sum, or stands still."""
-        return self.is_frozen or self.standing.is_prepared or self.standing.is_following
-
-    @property
-    def can_act(self) -> bool:
-        return not (self.is_dead or self.is_paused or self.follower.is_out)
 
 
 class World:
     """Everything that there is."""
 
-    def __init__(self, num_members: int, *, least: int = 1) -> None:
-        self.now_s = 0.0
-        self.wanted = Settings(bounds=Bounds(least=least, most=16), expected=num_members, patience_s=20.0)
+    def __init__(self, num_members: int, *, least: int = 1, is_kept_elsewhere: bool = False) -> None:
+        """Where the state is kept elsewhere, members are those of a ring: its size is the most that it may have."""
+        self.now_s, self.healed_s = 0.0, math.inf
+        self.wanted = Settings(
+            bounds=Bounds(least=least, most=num_members if is_kept_elsewhere else 16),
+            expected=num_members,
+            patience_s=20.0,
+            is_kept_elsewhere=is_kept_elsewhere,
+        )
         self.coordinators = [
             Coordinator(self.wanted, now_s=0.0),
             Coordinator(self.wanted, now_s=0.0, index=1, is_standby=True),
         ]
         self.is_down = [False, False]
+        self.is_divided = False
+        """Coordinators do not hear of each other."""
+        self.unheard: set[int] = set()
+        """Those that have heard nothing of the other one since the world was divided. No process is started meanwhile.
+
+        They would hear of it that the one before has ended, and not with whom it had gone on: where all have ended so
+        that did, others would go on without what those had done.
+        """
         self.members: dict[str, Member] = {}
         self.cut: set[tuple[str, int]] = set()
         """(member, coordinator): nothing passes."""
@@ -101,16 +62,34 @@ class World:
         self.letters: list[Letter] = []
         self.decrees: dict[Ballot, Decree] = {}
         self.entered: dict[tuple[Ballot, int], set[str]] = {}
-        self.taken: dict[int, Ballot] = {}
-        """Number of a reduction -> the epoch of the gradients that whoever has ever taken it over took over."""
+        self.taken: dict[tuple[Ballot, int], Ballot] = {}
+        """(life, number) of a reduction -> the epoch of the gradients that whoever has ever taken it over took over."""
+        self.lives: dict[Ballot, Ballot] = {}
+        """Epoch -> the one in which members began with a state that is kept elsewhere; where none has, the first life.
+
+        Whatever members had taken over before, and nobody has any more, is lost: reductions are counted anew.
+        """
+        self.offsets: dict[Ballot, int] = {BEFORE_ALL: 0}
+        """Life -> reductions that had counted before it, and are in the state that is kept elsewhere."""
+        self.newest_life = BEFORE_ALL
+        """In which a reduction has counted."""
+        self.stops: dict[tuple[Ballot, int], bool] = {}
+        self.verdicts = Verdicts(self.members, self.coordinators, self.wanted)
         for slot in range(num_members):
             self.enter(f"{slot}.0")
 
     def enter(self, name: str) -> None:
-        self.members[name] = Member(name, alone_s=self.now_s)
-        self._send(self.members[name], lambda each, now_s: each.join(name, now_s))
+        self.members[name] = Member(name, alone_s=self.now_s, heard_s=self.now_s, still_since_s=self.now_s)
+        self._send(self.members[name], lambda each, now_s: each.join(name, now_s), Join())
 
-    def _send(self, member: Member, event: Callable[[Coordinator, float], None], *, is_kernel: bool = False) -> None:
+    def _send(
+        self,
+        member: Member,
+        event: Callable[[Coordinator, float], None],
+        said: Said = None,
+        *,
+        is_kernel: bool = False,
+    ) -> None:
         """Put a letter of a member to its coordinator on its way."""
         at, process = member.at, self.coordinators[member.at]
 
@@ -119,16 +98,32 @@ class World:
                 return  # its connection broke with that one
             if not self.is_down[at] and (is_kernel or (member.name, at) not in self.cut | self.mute):
                 event(self.coordinators[at], self.now_s)
+                self.verdicts.note(at, member.name, Part() if is_kernel else said, self.now_s)
                 self.note_decrees()
 
         self.letters.append(arrive)
 
     def note_decrees(self) -> None:
-        """Epochs that have begun are remembered."""
+        """Epochs that have begun are remembered, and whatever else was decided is judged."""
         for each in self.coordinators:
+            if each.decree is not None and each.decree.ballot not in self.decrees:
+                self._note_life(each.decree)
             if each.decree is not None:
                 known = self.decrees.setdefault(each.decree.ballot, each.decree)
                 assert known == each.decree, "no two epochs have the same term and number"
+        try:
+            self.verdicts.judge(self.now_s)
+        except AssertionError as fault:
+            raise AssertionError(f"{fault}\n{self.describe()}") from None
+
+    def _note_life(self, decree: Decree) -> None:
+        """Of an epoch in which nobody has the state a new one begins, with what is kept elsewhere."""
+        if decree.holders or not self.wanted.is_kept_elsewhere:
+            self.lives[decree.ballot] = self.members[decree.teller].life if decree.holders else BEFORE_ALL
+            return
+        self.lives[decree.ballot] = decree.ballot
+        done = max((self.offsets[life] + number for life, number in self.taken), default=0)
+        self.offsets[decree.ballot] = done - decree.committed
 
     # What may happen.
 
@@ -137,6 +132,7 @@ class World:
         self.now_s += TICK_S
         for index, each in enumerate(self.coordinators):
             if not self.is_down[index]:
+                self.verdicts.look(index, self.now_s)
                 each.tick(self.now_s)
         self.note_decrees()
         for member in self.members.values():
@@ -145,27 +141,46 @@ class World:
 
     def _live(self, member: Member) -> None:
         if member.decree is None:
-            self._send(member, lambda each, now_s: each.join(member.name, now_s))
+            self._send(member, lambda each, now_s: each.join(member.name, now_s), Join())
         if member.rejoining is not None and not member.is_heard:
             self._ask_back(member, member.rejoining)
-        is_starting = member.standing.is_following or member.num_signs < NUM_FIRST_SIGNS
-        beat = Beat(progress=member.num_signs, is_waiting=member.is_waiting, is_starting=is_starting)
-        self._send(member, lambda each, now_s: each.beat(member.name, beat, now_s))
+        if not member.is_waiting:
+            member.still_since_s = self.now_s
+        beat = self._beat_of(member)
+        self._send(member, lambda each, now_s: each.beat(member.name, beat, now_s), beat)
         if member.through_s is not None and member.is_heard:
             self._say_through(member)
         if member.unstood is not None and member.is_frozen and member.forming is None:
             ballot, standing = member.unstood, member.standing
-            self._send(member, lambda each, now_s: each.stand(ballot, standing, now_s))
+            stand = Stand(ballot, standing)
+            self._send(member, lambda each, now_s: each.stand(ballot, standing, now_s), stand)
         if member.accused is not None and member.accused == member.follower.epoch:  # said again until there is another
-            name, accused = member.name, member.accused
-            suspects = list(member.suspects)
-            self._send(member, lambda each, now_s: each.accuse(name, accused, suspects, now_s))
+            self._say_accused(member, member.accused)
         at = member.at
         if member.is_heard and not self.is_down[at] and (member.name, at) not in self.cut | self.deaf:
             coordinator, connection = self.coordinators[at], member.num_connections
             order = coordinator.order_for(member.name)
             known = coordinator.decree.ballot if coordinator.decree else BEFORE_ALL
             self.letters.append(lambda: self._hear_order(member, order, known, connection))
+            decides, told_s = coordinator.is_active, self.now_s
+            self.letters.append(lambda: self._hear_whether_it_decides(member, connection, told_s, decides=decides))
+
+    def _beat_of(self, member: Member) -> Beat:
+        return Beat(
+            progress=member.num_signs,
+            is_waiting=member.is_waiting,
+            still_s=self.now_s - member.still_since_s,
+            is_starting=member.is_starting,
+        )
+
+    def _hear_whether_it_decides(self, member: Member, connection: int, told_s: float, *, decides: bool) -> None:
+        """Who hears that its coordinator decides no more goes to the other one, and comes back if that does not."""
+        if connection != member.num_connections:
+            return
+        if decides:
+            member.knows_it_decides, member.heard_s = True, max(member.heard_s, told_s)
+        elif member.knows_it_decides and member.can_act:
+            self.rejoin(member)
 
     def _hear_order(self, member: Member, order: Order, known: Ballot, connection: int) -> None:
         """It arrives. Whoever went on with others is not put out by a coordinator that does not know of them."""
@@ -175,14 +190,15 @@ class World:
             assert known >= done, f"what {member.name} did in {done} is lost to a coordinator that knows {known}"
 
     def _ask_back(self, member: Member, rejoining: Rejoining) -> None:
-        connection = member.num_connections
+        connection, lost_s = member.num_connections, self.now_s - member.heard_s
+        asks = replace(rejoining, lost_s=lost_s, patience_s=PATIENCE_S, beat=self._beat_of(member))
 
         def arrive(coordinator: Coordinator, now_s: float) -> None:
-            coordinator.rejoin(rejoining, now_s)
+            coordinator.rejoin(asks, now_s)
             is_answered = (member.name, self.coordinators.index(coordinator)) not in self.cut | self.deaf
             member.is_heard = member.is_heard or (is_answered and connection == member.num_connections)
 
-        self._send(member, arrive)
+        self._send(member, arrive, asks)
 
     def obey(self, member: Member, order: Order) -> None:
         """An order arrives, perhaps late, perhaps again."""
@@ -194,7 +210,7 @@ class World:
                 case Freeze():
                     member.unstood, member.is_settled = action.ballot, False
                     if action.is_urgent or (member.is_frozen and member.forming is None):
-                        member.is_frozen, member.wants_stop, member.forming = True, False, None
+                        member.is_frozen, member.wants_stop, member.forming, member.stops = True, False, None, False
                     else:
                         member.wants_stop = True
                 case Form():
@@ -205,7 +221,7 @@ class World:
                     own = replace(own, is_leaving=member.standing.is_leaving)  # said at any time
                     assert own == member.standing, "it stood still since it said where it stands"
                     member.decree = member.forming = action.decree
-                    member.has_come, member.wants_stop, member.unstood = False, False, None
+                    member.has_come, member.wants_stop, member.unstood, member.stops = False, False, None, False
                     member.is_settled = True
                 case Out():
                     member.is_frozen, member.forming, member.reason = True, None, action.reason
@@ -227,41 +243,62 @@ class World:
             return
         self._settle(member, decree)
         if not member.standing.has_state and not member.standing.is_following:
-            if decree.holders:
-                member.history = dict(self.members[decree.holders[0]].history)
-            is_following = bool(decree.holders) and decree.committed > 0
-            member.standing = replace(
-                member.standing, has_state=not is_following, is_following=is_following, committed=decree.committed
-            )
+            self._learn(member, decree)
         member.forming, member.is_frozen = None, False
+
+    def _learn(self, member: Member, decree: Decree) -> None:
+        """It has what another one has, or what is kept elsewhere; or begins to follow.
+
+        Where the state is kept elsewhere as well nobody follows: the others wait until a newcomer has read it.
+        """
+        member.life = self.lives[decree.ballot]
+        member.history = dict.fromkeys(range(1, decree.committed + 1), decree.ballot)
+        if decree.holders:
+            member.history = dict(self.members[decree.holders[0]].history)
+        is_following = bool(decree.holders) and decree.committed > 0 and not self.wanted.is_kept_elsewhere
+        member.standing = replace(
+            member.standing, has_state=not is_following, is_following=is_following, committed=decree.committed
+        )
 
     def work(self, member: Member) -> None:
         """The next thing that happens in it: it forms its epoch, leaves the border, says that all sums are there, or
-        takes them over."""
+        takes them over. Where its script hangs, its session still ends what it was handed in."""
         if not member.can_act:
             return
         if member.forming is not None:
             self._meet(member, member.forming)
             return
-        if member.is_stuck:
-            return
-        self._end_training(member)
+        if not member.is_stuck:
+            self._end_training(member)
         if member.is_frozen or member.decree is None or member.through_s is not None:
             return
-        member.num_signs += 1
         standing, ballot = member.standing, member.follower.epoch
         number = standing.committed + 1
         together = self.entered.setdefault((ballot, number), set())
-        if standing.is_following:
-            self._follow(member, member.decree, number, together)
-        elif standing.at_border:
-            member.standing = replace(standing, at_border=False)
-        elif not standing.is_prepared:
+        if standing.is_prepared:
+            if together == set(member.decree.members):
+                self._count(member, number)
+                member.stops = self._all_want(member.decree, number)
+                member.is_frozen = member.stops and (not member.is_stuck or member.standing.is_following)
+        elif standing.is_following:
+            if member.num_kept < MOST_KEPT or not member.is_stuck:
+                self._prepare(member, together)
+        elif not member.is_stuck:
+            self._train(member, together)
+
+    def _train(self, member: Member, together: set[str]) -> None:
+        """What the script does: it stops at a border, leaves it, and has all its gradients summed."""
+        if member.stops:
+            member.is_frozen = True
+        elif member.standing.at_border:
+            member.standing = replace(member.standing, at_border=False)
+            self._get_on(member)
+        else:
             self._prepare(member, together)
-        elif together == set(member.decree.members):
-            self._count(member, number)
-            if self._all_want(member.decree, number):
-                member.is_frozen = True
+
+    def _get_on(self, member: Member) -> None:
+        member.num_signs += 1
+        member.still_since_s = self.now_s
 
     def start_over(self, member: Member) -> None:
         """Who follows could not read the state: it is a newcomer again, and lets the coordinator know."""
@@ -277,16 +314,25 @@ class World:
             self._accuse(member, member.decree, suspects)
 
     def _accuse(self, member: Member, decree: Decree, suspects: Collection[str] = ()) -> None:
-        name, ballot, told = member.name, decree.ballot, list(suspects)
-        member.accused, member.suspects = ballot, tuple(told)
-        self._send(member, lambda each, now_s: each.accuse(name, ballot, told, now_s))
+        member.accused, member.suspects = decree.ballot, tuple(suspects)
+        self._say_accused(member, decree.ballot)
+
+    def _say_accused(self, member: Member, ballot: Ballot) -> None:
+        name, suspects = member.name, list(member.suspects)
+        said = Accusation(ballot, member.suspects)
+        self._send(member, lambda each, now_s: each.accuse(name, ballot, suspects, now_s), said)
 
     def _end_training(self, member: Member) -> None:
         """Its script is through once it has done the last reduction; then it says so."""
         standing = member.standing
         knows = standing.has_state or standing.is_following
-        if knows and standing.committed == self.limit and standing.at_border and member.through_s is None:
+        is_through = self.limit is not None and self.done_by(member) >= self.limit
+        if knows and is_through and standing.at_border and member.through_s is None:
             member.through_s = self.now_s
+
+    def done_by(self, member: Member) -> int:
+        """Reductions in the state that it has."""
+        return self.offsets.get(member.life, 0) + member.standing.committed
 
     def _say_through(self, member: Member) -> None:
         """Until somebody has heard it, for a while; then its process ends."""
@@ -310,6 +356,10 @@ class World:
         for member in self.members.values():
             if not member.can_act:
                 continue
+            if member.decree is not None and member.is_heard and self.is_led(member):
+                coordinator = self.coordinators[member.at]
+                if member.name not in coordinator.present and not coordinator.order_for(member.name).is_out:
+                    self.rejoin(member, is_other=False)  # what it missed of that one's stepping down arrives at last
             known = member.decree.members if member.decree else ()
             gone = [each for each in known if self.members[each].is_dead]
             if gone and member.through_s is None and member.accused != member.follower.epoch:
@@ -319,26 +369,26 @@ class World:
             ):
                 member.alone_s = self.now_s
             elif self.now_s - member.alone_s > SEARCH_S:
+                try:
+                    self.verdicts.judge_search(member, self.healed_s, self.now_s)
+                except AssertionError as fault:
+                    raise AssertionError(f"{fault}\n{self.describe()}") from None
                 member.reason = "no coordinator"
                 self.kill(member)
 
-    def _follow(self, member: Member, decree: Decree, number: int, together: set[str]) -> None:
-        """It takes part with nothing, wherever its script is; every third reduction finds it level."""
-        if not member.standing.is_prepared:
-            self._prepare(member, together)
-        elif together == set(decree.members):
-            self._count(member, number)
-            if self._all_want(decree, number):
-                member.is_frozen = True
-
     def _prepare(self, member: Member, together: set[str]) -> None:
-        """It has all sums, and says so."""
+        """It has all sums, and says so; of its own there is nothing in them while it follows."""
         member.standing = replace(member.standing, is_prepared=True)
         member.prepared_in = member.follower.epoch
         together.add(member.name)
+        self._get_on(member)
 
     def _count(self, member: Member, number: int) -> None:
-        is_level = member.standing.is_following and number % 3 == 0
+        """It counts. Every third reduction finds a script level that follows and does not hang."""
+        assert member.life >= self.newest_life, "nobody goes on with what was before others began again"
+        self.newest_life = member.life
+        was_following = member.standing.is_following
+        is_level = was_following and number % 3 == 0 and not member.is_stuck
         member.history[number] = member.follower.epoch
         member.standing = replace(
             member.standing,
@@ -346,12 +396,14 @@ class World:
             is_prepared=False,
             at_border=True,
             has_state=member.standing.has_state or is_level,
-            is_following=member.standing.is_following and not is_level,
+            is_following=was_following and not is_level,
         )
+        member.num_counted += not was_following
+        member.num_kept = member.num_kept + 1 if member.standing.is_following else 0
+        self._get_on(member)
 
     def _all_want(self, decree: Decree, number: int) -> bool:
         """What the rows said: fixed by the first who takes the reduction over."""
-        self.stops = getattr(self, "stops", {})
         key = (decree.ballot, number)
         if key not in self.stops:
             self.stops[key] = all(self.members[each].wants_stop for each in decree.members)
@@ -365,12 +417,14 @@ class World:
     def lose_node(self, index: int, slots: Collection[int]) -> None:
         """A node dies with its coordinator and its workers, and is replaced: others begin in their places."""
         self.coordinators[index] = Coordinator(self.wanted, now_s=self.now_s, index=index, is_standby=True)
+        self.verdicts.restart(index, self.now_s)
         for slot in slots:
             lives = [each for name, each in self.members.items() if slot_of(name)[0] == slot]
             for member in lives:
                 if not member.is_dead:
                     self.kill(member)
-            self.coordinators[index].announce(f"{slot}.{len(lives)}", self.now_s)
+            if not self.wanted.is_kept_elsewhere:  # a ring's hears of no such thing
+                self.coordinators[index].announce(f"{slot}.{len(lives)}", self.now_s)
         for slot in slots:
             self.enter(f"{slot}.{sum(1 for name in self.members if slot_of(name)[0] == slot)}")
         for member in self.members.values():
@@ -385,26 +439,32 @@ class World:
     def hear(self, index: int) -> None:
         """A coordinator asks the other one which term it decides in."""
         process, other = self.coordinators[index], self.coordinators[1 - index]
-        if self.is_down[0] or self.is_down[1]:
+        if self.is_down[0] or self.is_down[1] or self.is_divided:
             return
         is_active, term = other.is_active, other.term
 
         def arrive() -> None:
             if self.is_down[index] or self.coordinators[index] is not process:
                 return
-            process.hear_active(term) if is_active else process.hear_idle(self.now_s)
+            self.unheard.discard(index)
+            if is_active:
+                process.hear_active(term)
+            elif not self.wanted.is_kept_elsewhere:  # nor of this
+                process.hear_idle(self.now_s)
             self.note_decrees()
 
         self.letters.append(arrive)
 
     def rejoin(self, member: Member, *, is_other: bool = True) -> None:
         """It has lost its coordinator, or believes so, takes its leave of it, and asks the other one or it again."""
-        self._send(member, lambda each, _now_s: each.part(member.name))
+        self._send(member, lambda each, _now_s: each.part(member.name), Part())
         member.at = 1 - member.at if is_other else member.at
         name = member.name
-        member.num_connections += 1
+        member.num_connections, member.knows_it_decides = member.num_connections + 1, False
         if member.decree is None:
-            self._send(member, lambda each, now_s: each.join(name, now_s))
+            member.follower.forget_coordinator()
+            member.unstood = None
+            self._send(member, lambda each, now_s: each.join(name, now_s), Join())
             return
         promised = member.follower.promised
         member.follower.forget_coordinator()
@@ -413,13 +473,34 @@ class World:
             standing=member.standing, decree=member.decree, promised=promised, is_settled=member.is_settled
         )
 
-    def heal(self) -> None:
-        """Nothing fails any more."""
+    def wake(self, member: Member) -> None:
+        """It runs again. If its coordinator has stepped down meanwhile, and decides again, it asks anew.
+
+        On a connection that has lasted it would not hear of that, and nobody there knows of it.
+        """
+        was_paused, member.is_paused = member.is_paused, False
+        if was_paused and member.can_act and member.name not in self.coordinators[member.at].present:
+            self.rejoin(member, is_other=False)
+
+    def divide(self, others: Collection[str]) -> None:
+        """These members reach only one coordinator, and all but them only the other one."""
+        self.is_divided, self.unheard = True, {0, 1}
+        self.cut = {(name, 0 if name in others else 1) for name in self.members}
+
+    def mend(self) -> None:
+        """What is sent arrives."""
+        self.is_divided = False
         for each in (self.cut, self.mute, self.deaf):
             each.clear()
+
+    def heal(self, *, mends_scripts: bool = True) -> None:
+        """Nothing fails any more, unless scripts that hang go on doing so."""
+        self.healed_s = self.now_s
+        self.mend()
         self.is_down = [False, False]
         for member in self.members.values():
-            member.is_paused = member.is_stuck = False
+            self.wake(member)
+            member.is_stuck = member.is_stuck and not mends_scripts
 
     def is_led(self, member: Member) -> bool:
         """The coordinator that it asks decides, and it can know that."""
@@ -456,7 +537,7 @@ class World:
             assert len(sets) <= 1, "members of one epoch took over the same gradients in every reduction"
         for member in self.members.values():
             for number, ballot in member.history.items():
-                known = self.taken.setdefault(number, ballot)
+                known = self.taken.setdefault((member.life, number), ballot)
                 assert known == ballot, f"{member.name} took over {number} of {ballot}, others of {known}"
         # Who begins anew knows nothing yet.
         knowing = [each for each in there if each.standing.has_state or each.standing.is_following]
@@ -476,7 +557,7 @@ class World:
         members = [
             f"{each.name} at {each.at} epoch {each.follower.epoch} promised {each.follower.promised} "
             f"out {each.follower.is_out} dead {each.is_dead} frozen {each.is_frozen} stop {each.wants_stop} "
-            f"unstood {each.unstood} {each.standing} {each.reason}"
+            f"stuck {each.is_stuck} unstood {each.unstood} {each.standing} {each.reason}"
             for each in self.members.values()
         ]
         return "\n".join([*coordinators, *members])

@@ -318,10 +318,10 @@ class Agent:
 
     def _rejoining(self) -> Rejoining | None:
         """None before the first epoch: then it is a newcomer like any other."""
-        if self._decree is None:
-            return None
         promised = self._follower.promised
         self._follower.forget_coordinator()
+        if self._decree is None:
+            return None
         standing = _in_short(self._participant.standing())
         decree = replace(self._decree, standings=tuple(map(_in_short, self._decree.standings)), finished=())
         with self._lock:

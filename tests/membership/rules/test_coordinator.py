@@ -256,6 +256,17 @@ def test_a_follower_obeys_nobody_who_knows_less_than_it_has_promised() -> None:
     assert follower.take(Order(ballot=(9, 9), decree=decree)) == [], "out for good"
 
 
+def test_a_newcomer_that_goes_to_another_coordinator_obeys_it_though_its_term_is_an_earlier_one() -> None:
+    """The first had to raise its term for a single member that came back, and was left by most before."""
+    follower = Follower("2.1")
+    follower.take(Order(ballot=(3, 5), proposal=Proposal(ballot=(3, 5), is_urgent=False)))
+    follower.forget_coordinator()
+    proposal = Proposal(ballot=(2, 7), is_urgent=False)
+    assert follower.take(Order(ballot=(2, 7), proposal=proposal)) == [Freeze(ballot=(2, 7), is_urgent=False)]
+    decree = Decree(ballot=(3, 5), standings=(holder("0.0"), Standing(member="2.1")))
+    assert follower.take(Order(ballot=(3, 5), decree=decree)) == [], "it stood for something else since"
+
+
 def test_a_result_that_one_has_taken_over_is_taken_over_by_all() -> None:
     ahead, behind = holder("0.0", committed=6), holder("1.0", is_prepared=True, at_border=False)
     decree = Decree(ballot=(1, 2), standings=(ahead, behind))

@@ -178,6 +178,25 @@ def test_who_comes_far_apart_is_waited_for_longer_though_training_stands_still_u
         assert table.coordinator.decree.members == ("1.0", "2.0", "3.0")
 
 
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_who_comes_and_ends_while_another_one_is_waited_for_is_not_taken_for_missing(is_finished: bool) -> None:
+    decree = Table(5).begin("0.0", "1.0", "2.0", "3.0", "4.0")
+    table = Table(5, index=1, is_standby=True)
+    for member in ("1.0", "2.0", "3.0", "4.0"):
+        rejoining = Rejoining(standing=holder(member), decree=decree, promised=decree.ballot, is_settled=False)
+        table.coordinator.rejoin(rejoining, table.now_s)
+    if is_finished:
+        table.coordinator.leave(holder("4.0", committed=6), table.now_s, is_finished=True)
+    else:
+        table.coordinator.lose("4.0", table.now_s)
+    table.pass_time(3.0, "1.0", "2.0", "3.0")
+    assert table.coordinator.order_for("0.0").reason == "the others went on without it"
+    order = table.coordinator.order_for("4.0")
+    assert (order.is_out, order.reason) == (
+        (False, "") if is_finished else (True, "its connection to the coordinator broke")
+    )
+
+
 def test_a_coordinator_that_hears_of_a_greater_term_is_a_standby_from_then_on() -> None:
     table = Table(3)
     decree = table.begin("0.0", "1.0", "2.0")
@@ -189,6 +208,7 @@ def test_a_coordinator_that_hears_of_a_greater_term_is_a_standby_from_then_on() 
     for member in ("0.0", "1.0"):
         table.coordinator.rejoin(Rejoining(standing=holder(member), decree=decree, promised=(1, 9)), 1.0)
     assert table.coordinator.term == 3, "no term twice"
+    assert [table.coordinator.knows(member) for member in ("0.0", "1.0", "2.0")] == [True, True, False]
 
 
 def test_a_member_of_a_later_epoch_tells_a_coordinator_that_its_time_is_over() -> None:

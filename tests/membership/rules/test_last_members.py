@@ -56,6 +56,30 @@ def test_too_few_wait_for_others_and_then_end() -> None:
     ]
 
 
+def test_others_are_waited_for_from_when_they_are_missed_whatever_was_waited_for_before() -> None:
+    table = Table(3, least=3)
+    decree = table.begin("0.0", "1.0", "2.0")
+    table.coordinator.accuse("0.0", decree.ballot, [], table.now_s)
+    table.stand(holder("0.0"), holder("1.0"))
+    table.pass_time(15.0, "0.0", "1.0", "2.0")
+    table.coordinator.lose("2.0", table.now_s)
+    table.pass_time(19.0, "0.0", "1.0")
+    assert table.coordinator.ended == "", "for 15 s all three were there"
+    table.pass_time(2.0, "0.0", "1.0")
+    assert table.coordinator.ended == "2 workers are left, expected at least 3, and no other came within 20 s"
+
+
+def test_what_a_coordinator_was_stopped_for_is_no_part_of_the_time_that_it_waits_for_others() -> None:
+    """Whoever came meanwhile could not be heard, and has a moment to be."""
+    table = too_few()
+    table.pass_time(15.0, "0.0", "1.0")
+    table.now_s += 25.0
+    table.pass_time(4.0, "0.0", "1.0")
+    assert table.coordinator.ended == ""
+    table.pass_time(2.0, "0.0", "1.0")
+    assert table.coordinator.ended == "2 workers are left, expected at least 3, and no other came within 20 s"
+
+
 def test_of_those_who_are_too_few_the_one_that_is_furthest_saves_the_state() -> None:
     table = Table(4, least=3)
     table.begin("0.0", "1.0", "2.0", "3.0")
@@ -205,3 +229,11 @@ def test_the_last_one_that_has_the_state_is_waited_for_longer_than_others() -> N
     assert table.coordinator.present == ("0.0", "1.1")
     table.pass_time(10.0, "1.1")
     assert table.coordinator.present == ("1.1",), "but not for ever"
+
+
+def test_when_some_are_through_and_the_others_have_died_all_is_done_though_the_state_is_kept_elsewhere() -> None:
+    table = Table(2, is_kept_elsewhere=True)
+    table.begin("0.0", "1.0")
+    table.coordinator.leave(holder("1.0"), 0.5, is_finished=True)
+    table.coordinator.lose("0.0", 0.6)
+    assert table.coordinator.ended == "all workers are done", "nobody was asked to leave"

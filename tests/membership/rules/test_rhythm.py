@@ -70,7 +70,9 @@ def test_what_is_learnt_from_a_member_that_starts_is_forgotten_when_its_training
         for _ in range(20):
             now_s += 2.0
             signs.observe(Beat(is_starting=is_starting), now_s)
-        for _ in range(3):
+        signs.observe(Beat(), now_s)
+        assert not signs.is_silent(now_s + 5.9), "of what is usual now nothing is known yet"
+        for _ in range(8):
             now_s += BEAT_S
             signs.observe(Beat(), now_s)
         assert not signs.is_silent(now_s + SILENCE.least_s - 0.1)

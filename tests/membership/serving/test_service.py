@@ -8,7 +8,7 @@ import pytest
 
 from ringweave import wire
 from ringweave.errors import RemoteError
-from ringweave.membership.messages import Enter, Heartbeat, Stand
+from ringweave.membership.messages import Enter, Heartbeat, Listen, Stand, Told
 from ringweave.membership.rules.coordinator import Coordinator
 from ringweave.membership.rules.electing import Rejoining
 from ringweave.membership.rules.records import Decree, Standing
@@ -63,6 +63,17 @@ def test_who_hangs_up_is_dead_and_who_says_goodbye_is_not(
     wait_until(lambda: count(asker).present == ["0.0"])
     assert headquarters.lost == [("1.0", "its connection to the coordinator broke")]
     for each in (first, asker):
+        each.close()
+
+
+def test_who_is_not_known_any_more_hears_that_nobody_decides_for_it(
+    authority: wire.Authority, headquarters: Headquarters
+) -> None:
+    """It stood still while the coordinator stepped down and decided again, and asks anew then."""
+    known, stranger = members(authority, headquarters.port)[0], client(authority, headquarters.port, "2.0")
+    told = [each.call(Listen(serial=0), timeout_s=CALL_S).message for each in (known, stranger)]
+    assert [each.is_active for each in told if isinstance(each, Told)] == [True, False]
+    for each in (known, stranger):
         each.close()
 
 

@@ -16,10 +16,10 @@ class Contact:
 
     def look(self, beat: Beat, now_s: float) -> Beat:
         """Note how late this process looks, and what it gets done; its beat, with how long it has stood still."""
-        self._delays.observe(now_s)
         if self._is_starting and not beat.is_starting:
             self._answers.forget()
             self._delays.forget()
+        self._delays.observe(now_s)  # how late this look is counts, whatever is forgotten
         self._is_starting = beat.is_starting
         if beat.progress != self._progress or not beat.is_waiting:
             self._progress, self._still_since_s = beat.progress, now_s

@@ -86,6 +86,10 @@ class Coordinator:
         """Members and newcomers that are connected and beat."""
         return tuple(self._presence.here)
 
+    def knows(self, member: str) -> bool:
+        """It has come to this one since it decides. Whom a coordinator had before it stepped down it has forgotten."""
+        return bool(self.ended) or member in self._put_out or self._presence.knows(member)
+
     def order_for(self, member: str) -> Order:
         """What holds for a member now."""
         if self.ended:
@@ -131,7 +135,7 @@ class Coordinator:
             # Whoever asks follows no order of the term that it has given up.
             self._term = self._last_term = self._term_after(rejoining.promised)
             if self._proposal is not None:
-                self._propose(now_s, is_urgent=self._proposal.is_urgent)
+                self._propose(is_urgent=self._proposal.is_urgent)
         if self.is_active and rejoining.decree is not None and not is_known:
             self._refuse(member, "it lost its connection to the coordinator, and the others went on")
             return
@@ -226,7 +230,7 @@ class Coordinator:
         worst = max(self._accusations, key=lambda each: (self._accusations[each], slot_of(each)), default=None)
         if worst in self._presence.here and self._accusations[worst] >= _MOST_ACCUSATIONS:
             self._lose(worst, "the others cannot reach it", is_silent=True)
-        self._propose(now_s, is_urgent=True)
+        self._propose(is_urgent=True)
         self._consider(now_s)
 
     def stand(self, ballot: Ballot, standing: Standing, now_s: float) -> None:
@@ -244,6 +248,8 @@ class Coordinator:
         delay_s = self._delays.observe(now_s)
         if delay_s > _STOPPED_S:  # that the others were silent meanwhile proves nothing
             self._presence.excuse(now_s)
+            if self._waiting_since_s is not None:  # nor that nobody came
+                self._waiting_since_s += delay_s
         if delay_s > MAY_GO_S:  # what has happened since is heard of only now
             self._away_until_s = now_s + SURE_AFTER_S
         for member, reason in self._presence.late(now_s, self._grace_s):
@@ -257,12 +263,13 @@ class Coordinator:
 
     def _ask_for_state(self, now_s: float) -> None:
         """The last one that has the job's state is silent: those who follow say whether they have it by now."""
-        is_asked = self._proposal is not None and self._proposal.is_urgent
-        if is_asked or self.ended or not self.is_active or len(self._presence.here) < 2:
+        if self.ended or not self.is_active or len(self._presence.here) < 2:
             return
         grace_s = self._delays.grace_s
         if any(self._is_last(each) and self._presence.is_silent(each, now_s, grace_s) for each in self.present):
-            self._propose(now_s, is_urgent=True)
+            self._wait_from(now_s)
+            if self._proposal is None or not self._proposal.is_urgent:
+                self._propose(is_urgent=True)
 
     @property
     def _keepers(self) -> set[str]:
@@ -298,9 +305,10 @@ class Coordinator:
         if self._is_waiting_for_rest(now_s):
             return
         for member in self._election.take_absent(self._presence.here):
-            self._lose(member, reasons.WITHOUT_IT, is_silent=True)
+            if not self._presence.knows(member):  # else it came, and has ended or finished since
+                self._lose(member, reasons.WITHOUT_IT, is_silent=True)
         if self._election.take_unsettled():  # the coordinator before was lost in the midst of a change
-            self._propose(now_s, is_urgent=True)
+            self._propose(is_urgent=True)
         is_broken = self.decree is not None and self._presence.misses(self.decree.members, now_s)
         if self._proposal is None or (is_broken and not self._proposal.is_urgent):
             self._consider_change(now_s, is_broken=is_broken)
@@ -321,7 +329,7 @@ class Coordinator:
         lost_s = self._election.lost_s(now_s)
         is_broken = lost_s > ANSWERS.least_s and self._presence.stands_still(_STILL_S)
         if (self._election.take_unsettled() or is_broken) and self._proposal is None:
-            self._propose(now_s, is_urgent=True)
+            self._propose(is_urgent=True)
         is_hopeless, least_s = self._election.is_hopeless(self._presence.here), self._settings.silence.least_s
         if not is_hopeless:
             least_s = max(1.0, self._election.patience_s / ANSWERS.least_s) * max(_REST_S, least_s)
@@ -343,24 +351,22 @@ class Coordinator:
     def _consider_change(self, now_s: float, *, is_broken: bool) -> None:
         num_here, least = len(self._presence.here), self._settings.bounds.least
         if is_broken:
-            self._propose(now_s, is_urgent=True)
+            self._propose(is_urgent=True)
         elif self.decree is None:
             is_late = self._is_out_of_patience(now_s)
             if num_here >= self._settings.expected or (is_late and num_here >= least):
-                self._propose(now_s, is_urgent=True)
+                self._propose(is_urgent=True)
             elif is_late:
                 self._end(f"{num_here} workers came, expected at least {least}")
         elif not num_here and self._presence.has_finished:
             self._end(reasons.ALL_DONE)
         elif self._presence.leaving or self._newcomers():
-            self._propose(now_s, is_urgent=False)
+            self._propose(is_urgent=False)
 
     def _newcomers(self) -> list[str]:
         return self._presence.newcomers(self.decree.members if self.decree else (), self._settings.bounds.most)
 
-    def _propose(self, now_s: float, *, is_urgent: bool) -> None:
-        if is_urgent and self._waiting_since_s is None:
-            self._waiting_since_s = now_s
+    def _propose(self, *, is_urgent: bool) -> None:
         self._number += 1
         self._standings.clear()
         self._proposal = Proposal(ballot=(self._term, self._number), is_urgent=is_urgent)
@@ -379,6 +385,8 @@ class Coordinator:
             self._end(reasons.ALL_DONE if self._presence.has_finished else reasons.NOBODY_LEFT)
         elif self.decree and not quorum.is_majority(self.decree, holders or standings, self._presence.silent):
             self._wait_or_end(now_s, "most of the workers do not answer", holders)
+        elif not standings and self._presence.has_finished:
+            self._end(reasons.ALL_DONE)
         elif self._is_too_few(len(standings)):
             if standings and all(each.is_leaving for each in standings):
                 self._end(reasons.ALL_LEFT, holders)
@@ -424,7 +432,13 @@ class Coordinator:
     def _is_out_of_patience(self, now_s: float) -> bool:
         return self._waiting_since_s is not None and now_s - self._waiting_since_s > self._settings.patience_s
 
+    def _wait_from(self, now_s: float) -> None:
+        """Those who are there may not go on alone: from now on others are waited for, whatever it was before."""
+        if self._waiting_since_s is None:
+            self._waiting_since_s = now_s
+
     def _wait_or_end(self, now_s: float, reason: str, holders: Sequence[Standing]) -> None:
+        self._wait_from(now_s)
         if self._is_out_of_patience(now_s):
             self._end(f"{reason}, and no other came within {self._settings.patience_s:g} s", holders)
 

@@ -67,8 +67,13 @@ class Follower:
         return actions
 
     def forget_coordinator(self) -> None:
-        """It asks another coordinator to take over: whatever the one before still says is of the past."""
-        self.promised = max(self.promised, (self.promised[0] + 1, 0))
+        """It asks another coordinator to take over: whatever the one before still says is of the past.
+
+        Who has never been in an epoch asks to be let in, does not say what it has promised, and owes it to nobody: the
+        term of the one that it comes to may be an earlier one, and all would wait for ever for what it never obeys.
+        """
+        is_new = self.epoch == BEFORE_ALL
+        self.promised = BEFORE_ALL if is_new else max(self.promised, (self.promised[0] + 1, 0))
 
     def _may_begin(self, decree: Decree) -> bool:
         """Only what it stood for last: it may have gone on since it stood for anything else."""

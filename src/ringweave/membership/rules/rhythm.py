@@ -88,8 +88,12 @@ class Rhythm:
         self._last_s = max(now_s, self._last_s)
 
     def forget(self) -> None:
-        """What was observed so far is not usual: what is comes from the gaps that follow."""
-        self._longest_s = 0.0
+        """What was observed so far is not usual: what is comes from the gaps that follow.
+
+        Until those are enough the deadline stays as it is: none is made of too few, and nobody is held to the shortest
+        in the very moment in which nothing is known.
+        """
+        self._first_s, self._num_gaps, self._longest_s = self.deadline_s, 0, 0.0
 
     def excuse(self, now_s: float) -> None:
         """What has passed since the last sign does not count."""

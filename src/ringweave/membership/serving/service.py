@@ -157,7 +157,9 @@ class CoordinatorService:
             self._orders.setdefault(member, (1, self._coordinator.order_for(member)))
             self._changed.wait_for(lambda: self._orders[member][0] != known or call.cancelled.is_set(), _LOOK_S)
             serial, order = self._orders[member]
-            return Told(serial=serial, is_active=self._coordinator.is_active, order=order)
+            # Who stood still while this one stepped down and decided again has to ask anew, or would wait for ever.
+            is_active = self._coordinator.is_active and self._coordinator.knows(member)
+            return Told(serial=serial, is_active=is_active, order=order)
 
     def _beat(self, call: Call) -> Done:
         return self._event_quiet(lambda now_s: self._coordinator.beat(call.peer.name, call.message.beat, now_s))

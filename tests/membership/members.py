@@ -1,0 +1,90 @@
+"""A member as the random tests of the protocol have it: its follower, and the reductions that it has taken over."""
+
+from dataclasses import dataclass, field
+
+from ringweave.membership.rules.electing import Rejoining
+from ringweave.membership.rules.follower import Follower
+from ringweave.membership.rules.records import BEFORE_ALL, Ballot, Decree, Standing
+
+NUM_FIRST = 4
+"""Reductions with which a member starts."""
+MOST_KEPT = 6
+"""Reductions that are kept for a script that follows."""
+
+
+@dataclass
+class Member:
+    """A process. Its script trains; its session, another thread, forms epochs and ends reductions."""
+
+    name: str
+    follower: Follower = field(init=False)
+    standing: Standing = field(init=False)
+    decree: Decree | None = None
+    forming: Decree | None = None
+    """The epoch that was ordered, while its group is not formed."""
+    has_come: bool = False
+    """It is where the members of that epoch meet."""
+    is_settled: bool = True
+    """It was not asked to stand still since its last epoch was ordered."""
+    life: Ballot = BEFORE_ALL
+    """The epoch in which members began with a state that is kept elsewhere as well, if any has; see `World.lives`."""
+    history: dict[int, Ballot] = field(default_factory=dict)
+    """Number of a reduction -> the epoch whose members' gradients are in it."""
+    prepared_in: Ballot = BEFORE_ALL
+    """The epoch of the sums that it has while it is prepared."""
+    is_frozen: bool = True
+    wants_stop: bool = False
+    stops: bool = False
+    """All want to stop, and it does so at its next border."""
+    is_dead: bool = False
+    is_paused: bool = False
+    is_stuck: bool = False
+    """Its script hangs; its other threads do not."""
+    through_s: float | None = None
+    """When its script was through."""
+    has_finished: bool = False
+    """It was through, and its process has ended."""
+    alone_s: float = 0.0
+    """When it last heard a coordinator that decides, or needed none."""
+    heard_s: float = 0.0
+    """When it last heard a coordinator that decides."""
+    still_since_s: float = 0.0
+    """When it last got on, or computed."""
+    num_signs: int = 0
+    """What its script and its session have got done."""
+    num_counted: int = 0
+    """Reductions that its script had the results of when they counted."""
+    num_kept: int = 0
+    """Reductions that it follows, and that its script does later."""
+    reason: str = ""
+    at: int = 0
+    """The coordinator that it asks."""
+    unstood: Ballot | None = None
+    accused: Ballot | None = None
+    suspects: tuple[str, ...] = ()
+    rejoining: Rejoining | None = None
+    num_connections: int = 0
+    knows_it_decides: bool = False
+    """On its connection it has heard that the coordinator decides."""
+    is_heard: bool = True
+    """The coordinator that it asks knows that it is there; it listens to orders from then on."""
+
+    def __post_init__(self) -> None:
+        self.follower = Follower(self.name)
+        self.standing = Standing(member=self.name)
+
+    @property
+    def is_waiting(self) -> bool:
+        """For the others: it has every sum, or its script stands still and does not hang elsewhere."""
+        may_wait = self.is_frozen or self.standing.is_following
+        return self.standing.is_prepared or (may_wait and not self.is_stuck)
+
+    @property
+    def is_starting(self) -> bool:
+        """How late it beats now says nothing of later."""
+        return self.standing.is_following or self.num_counted < NUM_FIRST
+
+    @property
+    def can_act(self) -> bool:
+        """It lives, runs and may."""
+        return not (self.is_dead or self.is_paused or self.follower.is_out)
