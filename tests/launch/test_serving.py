@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ringweave.errors import LaunchError
 from ringweave.launch.local.attendants import Post
 from ringweave.launch.local.sites import ThisMachine
 from ringweave.launch.run_dirs import RunDir
@@ -45,3 +46,35 @@ def test_one_that_dies_time_after_time_is_given_up_and_the_other_one_goes_on(tmp
     ]
     started = [line for line in run_dir.events.read_text().splitlines() if '"server_started"' in line]
     assert len(started) == 11
+
+
+class StartsOnce(ThisMachine):
+    """What runs in the place of a server ends at once, and no other process can be had."""
+
+    num_started = 0
+
+    def enter_node(self, node: str, argv: Sequence[str]) -> Sequence[str]:
+        self.num_started += 1
+        if self.num_started > 2:
+            raise LaunchError("no process is to be had")
+        return [sys.executable, "-I", "-S", "-c", "import sys; sys.exit(3)"]
+
+
+def test_one_that_cannot_be_started_again_is_given_up_and_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    site, said, now_s = StartsOnce(), [], [0.0]
+    posts = [Post(node=node, meeting=site.meeting(node)) for node in ("a", "b")]
+    server = JobServer(
+        posts, site, RunDir(root=tmp_path), Authority("job"), give_up=said.append, clock=lambda: now_s[0]
+    )
+
+    def look() -> bool:
+        now_s[0] += 1.0
+        server.look()
+        return len(said) == 2
+
+    with server.running(os.environ):
+        wait_until(look, "an end of both")
+    assert all(
+        "and another one could not be started: no process is to be had. Training goes on" in each for each in said
+    )

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ringweave import telemetry
+from ringweave.errors import LaunchError
 from ringweave.launch.elastic.respawning import Respawns
 from ringweave.launch.local import attendants
 from ringweave.launch.local.attendants import Post
@@ -138,16 +139,23 @@ class JobServer:
             respawns, exit_code = self._respawns[index], process.poll()
             if exit_code and respawns.note_end(now_s, exit_code):
                 self._note_exit(index, exit_code, was_stopped=False)
-                if respawns.has_given_up:
-                    self._give_up(self._why(index, exit_code, respawns.num_quick))
+                self._tell_given_up(index, f"the last one with exit code {exit_code}")
             if respawns.take_due(now_s):
-                self._processes[index] = self._start(index)
+                try:
+                    self._processes[index] = self._start(index)
+                except (LaunchError, OSError) as error:
+                    respawns.note_death(0.0, now_s)
+                    self._tell_given_up(index, f"and another one could not be started: {error}")
 
-    def _why(self, index: int, exit_code: int, num_deaths: int) -> str:
+    def _tell_given_up(self, index: int, last: str) -> None:
+        if self._respawns[index].has_given_up:
+            self._give_up(self._why(index, last, self._respawns[index].num_quick))
+
+    def _why(self, index: int, last: str, num_deaths: int) -> str:
         node, log = self._posts[index].node, self._run_dir.server_log(index)
         return (
             f"parameter server {index} on node {node} is given up: {num_deaths} of its processes in a row were over "
-            f"soon after they began, the last one with exit code {exit_code}. Training goes on with the other one; "
+            f"soon after they began, {last}. Training goes on with the other one; "
             f"nobody takes over if that dies as well. See what it lacks in {log}."
         )
 

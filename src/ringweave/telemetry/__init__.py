@@ -4,5 +4,6 @@ from ringweave.telemetry.events import Event, EventLog, Tail, read, read_last_at
 from ringweave.telemetry.iterations import Iterations
 from ringweave.telemetry.kind import Kind
 from ringweave.telemetry.kinds import KINDS
+from ringweave.telemetry.saying import say
 
-__all__ = ["KINDS", "Event", "EventLog", "Iterations", "Kind", "Tail", "read", "read_last_attempt"]
+__all__ = ["KINDS", "Event", "EventLog", "Iterations", "Kind", "Tail", "read", "read_last_attempt", "say"]

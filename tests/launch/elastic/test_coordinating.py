@@ -100,7 +100,8 @@ def test_one_that_dies_time_after_time_is_given_up_and_it_is_said(tmp_path: Path
     ]
 
 
-def test_one_that_cannot_be_started_again_is_given_up_and_ends_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [LaunchError("none left"), OSError(errno.EMFILE, "Too many open files")])
+def test_one_that_cannot_be_started_again_is_given_up_and_ends_nothing(tmp_path: Path, error: Exception) -> None:
     (tmp_path / "logs").mkdir()
     site, said, now_s = AlwaysFails(), [], [0.0]
     posts = [Post(node=node, meeting=site.meeting(node)) for node in ("a", "b")]
@@ -108,7 +109,7 @@ def test_one_that_cannot_be_started_again_is_given_up_and_ends_nothing(tmp_path:
 
     def credentials(index: int) -> Credentials:
         if not left:
-            raise LaunchError(f"none left for coordinator-{index}")
+            raise error
         return left.pop()
 
     coordinators = Coordinators(
@@ -128,38 +129,7 @@ def test_one_that_cannot_be_started_again_is_given_up_and_ends_nothing(tmp_path:
 
     with coordinators.running(os.environ):
         wait_until(look, "an end of it")
-    assert "and another one could not be started: none left for coordinator-0. Training goes on" in said[0]
-
-
-def test_one_for_which_there_is_no_descriptor_left_ends_nothing_either(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    site, now_s, left = AlwaysFails(), [0.0], [Authority("job").issue("coordinator", "0")]
-    posts = [Post(node=node, meeting=site.meeting(node)) for node in ("a", "b")]
-    said: list[str] = []
-
-    def credentials(index: int) -> Credentials:
-        if not left:
-            raise OSError(errno.EMFILE, "Too many open files")
-        return left.pop()
-
-    coordinators = Coordinators(
-        Pair(posts=posts, bounds=Bounds(least=1, most=2), expected=2),
-        site,
-        RunDir(root=tmp_path),
-        credentials,
-        own={0: False},
-        give_up=said.append,
-        clock=lambda: now_s[0],
-    )
-
-    def look() -> bool:
-        now_s[0] += 1.0
-        coordinators.look()
-        return bool(said)
-
-    with coordinators.running(os.environ):
-        wait_until(look, "an end of it")
-    assert "Too many open files" in said[0]
+    assert f"and another one could not be started: {error}. Training goes on" in said[0]
 
 
 class Elsewhere(ThisMachine):

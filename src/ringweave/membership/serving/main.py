@@ -16,7 +16,7 @@ from ringweave.membership.rules.records import Decree
 from ringweave.membership.rules.settings import Settings
 from ringweave.membership.serving import parts
 from ringweave.membership.serving.rivals import Rival
-from ringweave.telemetry import EventLog
+from ringweave.telemetry import EventLog, say
 
 TICK_S = 0.05
 ROLE = "coordinator"
@@ -72,20 +72,19 @@ class Process:
     def run(self) -> None:
         """Until the end."""
         with self.server.start(self._asked.host, self._asked.port), self._rival:
-            print(f"coordinator listens on {self._asked.host}:{self.server.port}", flush=True)
+            say(f"coordinator listens on {self._asked.host}:{self.server.port}")
             ended = ""
             while not self._stop.wait(TICK_S):
                 self.service.tick(self.server.names)
                 if self.service.ended != ended:
                     ended = self.service.ended
-                    print(f"coordinator: the job is over: {ended}" if ended else "coordinator: it goes on elsewhere")
-                    sys.stdout.flush()
+                    say(f"coordinator: the job is over: {ended}" if ended else "coordinator: it goes on elsewhere")
 
     def _note_epoch(self, part: str, decree: Decree) -> None:
         term, number = decree.ballot
         members = list(decree.members)
         where = f"{part}: " if part else ""
-        print(f"coordinator: {where}epoch {number} of term {term}: {', '.join(members)}", flush=True)
+        say(f"coordinator: {where}epoch {number} of term {term}: {', '.join(members)}")
         if self._log and part != LOBBY:
             newcomers = [each.member for each in decree.standings if not (each.has_state or each.is_following)]
             self._log.write(
@@ -101,13 +100,13 @@ class Process:
     def _note_lost(self, part: str, member: str, reason: str) -> None:
         if part == LOBBY:
             return
-        print(f"coordinator: {member} is no member any more: {reason or reasons.FINISHED}", flush=True)
+        say(f"coordinator: {member} is no member any more: {reason or reasons.FINISHED}")
         if self._log:
             self._log.write("member_lost", member=member, reason=reason or reasons.FINISHED)
 
 
 def _complain(peer: wire.Identity, kind: str, error: Exception) -> None:
-    print(f"coordinator: {kind} of {peer.name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    say(f"coordinator: {kind} of {peer.name}: {type(error).__name__}: {error}", is_error=True)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -118,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
             signal.signal(how, process.stop)
         process.run()
     except RingweaveError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        say(f"{type(error).__name__}: {error}", is_error=True)
         return error.exit_code
     return 0
 

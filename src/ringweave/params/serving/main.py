@@ -1,7 +1,6 @@
 """The process of a parameter server: `python -m ringweave.params.serving.main`, which `ringweave server` becomes."""
 
 import argparse
-import contextlib
 import gc
 import signal
 import sys
@@ -21,7 +20,7 @@ from ringweave.params.serving.attending import ring_of
 from ringweave.params.serving.replicas import Alone
 from ringweave.params.serving.service import ParameterService
 from ringweave.params.standby.pair import Pair
-from ringweave.telemetry import EventLog
+from ringweave.telemetry import EventLog, say
 from ringweave.wire.metrics import Traffic
 
 _TICK_S = 0.1
@@ -83,7 +82,7 @@ class Process:
     def run(self) -> None:
         """Until the end."""
         with self.server.start(self._asked.host, self._asked.port):
-            print(f"parameter server listens on {self._asked.host}:{self.server.port}", flush=True)
+            say(f"parameter server listens on {self._asked.host}:{self.server.port}")
             if self.pair:
                 self.pair.begin(self.service, self._stop)
             counted_s = saved_s = time.monotonic()
@@ -128,7 +127,7 @@ class Process:
 
     def _note_claim(self, claim: Claim, why: str) -> None:
         others = "with a standby" if len(claim.members) > 1 else "alone"
-        print(f"parameter server: server {claim.leader} leads in term {claim.term}, {others}: {why}", flush=True)
+        say(f"parameter server: server {claim.leader} leads in term {claim.term}, {others}: {why}")
         if self._log:
             self._log.write(
                 "params_led",
@@ -148,8 +147,7 @@ class Process:
             said = status.model_dump()
             self._log.write("params_counted", node=self._asked.node, last=is_last, **said, wire=self._calls())
         if is_last and status.version:
-            with contextlib.suppress(BrokenPipeError):
-                print(to_text(status), flush=True)
+            say(to_text(status))
 
     def _save(self) -> None:
         path = self._asked.snapshots / "server.safetensors"
@@ -158,7 +156,7 @@ class Process:
             version = self.service.snapshot(path)
         except OSError as error:
             text = f"snapshot of the parameter server: {error}. Training goes on. [{path.name}]"
-            print(text, file=sys.stderr, flush=True)
+            say(text, is_error=True)
             return
         if self._log and version is not None:
             seconds = round(time.monotonic() - started_s, 3)
@@ -178,7 +176,7 @@ def to_text(status: Status) -> str:
 
 
 def _complain(peer: wire.Identity, kind: str, error: Exception) -> None:
-    print(f"parameter server: {kind} of {peer.name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    say(f"parameter server: {kind} of {peer.name}: {type(error).__name__}: {error}", is_error=True)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -191,12 +189,12 @@ def main(argv: Sequence[str]) -> int:
         gc.freeze()  # whole collections keep all rings waiting, and would go through all of torch: see decision 0064
         process.run()
     except RingweaveError as error:
-        print(f"ringweave server: error: {error}", file=sys.stderr, flush=True)
+        say(f"ringweave server: error: {error}", is_error=True)
         return error.exit_code
     except OSError as error:
         do = "Look at --host, --port, --credentials, --resume and --run-dir"
         text = explain("parameter server", got=str(error), expected="an address, and files that it can use", do=do)
-        print(f"ringweave server: error: {text}", file=sys.stderr, flush=True)
+        say(f"ringweave server: error: {text}", is_error=True)
         return UsageError.exit_code
     return 0
 

@@ -1,7 +1,6 @@
 """One of two servers, as its process has it: whom it talks to, and what it does as time passes."""
 
 import argparse
-import sys
 import threading
 from collections.abc import Callable, Sequence
 
@@ -13,6 +12,7 @@ from ringweave.params.standby.claims import Claims
 from ringweave.params.standby.following import Following, follow_on
 from ringweave.params.standby.hearing import Hearing
 from ringweave.params.standby.leadership import Leadership
+from ringweave.telemetry import say
 from ringweave.wire import Handler, PeerStatus
 
 _CONNECT_S = 1.0
@@ -76,7 +76,7 @@ class Pair:
         if self.leadership.waits:
             said = said or "answers nothing: it hears neither its standby nor the rings that it needs to go on alone"
         if said not in ("", self._said):
-            print(f"parameter server: {said}", file=sys.stderr, flush=True)
+            say(f"parameter server: {said}", is_error=True)
         self._said = said
         if self.leadership.deposed:
             got, do = self.leadership.deposed, "Start it again: it follows the one that leads"
