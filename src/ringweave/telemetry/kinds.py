@@ -107,7 +107,11 @@ KINDS: Mapping[str, Kind] = {
     "member_lost": Kind(
         meaning="A process is no member any more.",
         written_by="coordinator",
-        fields={"member": "its name", "reason": "why, in words"},
+        fields={
+            "member": "its name",
+            "reason": "why, in words",
+            "term": "of the coordinator that says so; one that was cut off may say so of those who have left it",
+        },
     ),
     "group_formed": Kind(
         meaning="A process group was formed; its first rank says so for all.",

@@ -49,7 +49,7 @@ class Headquarters:
             index=int(is_standby),
             is_standby=is_standby,
             note=lambda part, decree: self.by_part.setdefault(part, []).append(decree),
-            note_lost=lambda _part, member, why: self.lost.append((member, why)),
+            note_lost=lambda _part, member, why, _term: self.lost.append((member, why)),
         )
         trust = wire.Tls(authority.issue("coordinator", "1" if is_standby else "0"))
         roles = ("worker", "coordinator")

@@ -7,7 +7,7 @@ from ringweave.launch.elastic.rolls import PutOut, Rolls, roll
 
 
 def epoch(members: list[str], newcomers: list[str]) -> dict[str, Any]:
-    return {"kind": "epoch_begun", "members": members, "newcomers": newcomers}
+    return {"kind": "epoch_begun", "members": members, "newcomers": newcomers, "term": 1}
 
 
 def test_whoever_was_named_is_a_member_and_has_trained_once_others_had_its_steps() -> None:
@@ -81,8 +81,8 @@ def test_who_was_put_out_is_so_until_an_epoch_begins_with_it(tmp_path: Path) -> 
         with path.open("a") as log:
             log.writelines(f"{json.dumps(event)}\n" for event in events)
 
-    def lost(member: str, reason: str) -> dict[str, Any]:
-        return {"kind": "member_lost", "member": member, "reason": reason}
+    def lost(member: str, reason: str, term: int = 1) -> dict[str, Any]:
+        return {"kind": "member_lost", "member": member, "reason": reason, "term": term}
 
     add(lost("7.0", "of an attempt before"))
     found = PutOut(path)
@@ -91,3 +91,7 @@ def test_who_was_put_out_is_so_until_an_epoch_begins_with_it(tmp_path: Path) -> 
     assert found.look() == {"0.0"}
     add(lost("3.0", "the others cannot reach it"), epoch(["0.0", "1.0"], []))
     assert found.look() == {"3.0"}
+    add(epoch(["0.0", "1.0"], []) | {"term": 2}, lost("1.0", "its heartbeats stay away"))
+    assert found.look() == {"3.0"}, "the coordinator of term 1 was cut off with few, and the others went on without it"
+    add(lost("1.0", "its heartbeats stay away", term=2))
+    assert found.look() == {"1.0", "3.0"}

@@ -68,6 +68,8 @@ class PutOut:
     def __init__(self, path: Path) -> None:
         """What the log has by now is of attempts before."""
         self._tail, self._names = Tail(path), set[str]()
+        self._terms: dict[str, int] = {}
+        """Of the newest epoch that each has begun."""
         self._tail.new()
 
     def look(self) -> frozenset[str]:
@@ -79,6 +81,9 @@ class PutOut:
     def _take(self, events: Iterable[Event]) -> None:
         for event in events:
             if event["kind"] == "member_lost" and event["reason"] not in {FINISHED, LEFT}:
-                self._names.add(event["member"])
+                member = event["member"]
+                if event["term"] >= self._terms.get(member, 0):  # else a coordinator that was left behind says so
+                    self._names.add(member)
             elif event["kind"] == "epoch_begun":  # of a coordinator that had not heard of it
                 self._names -= set(event["members"])
+                self._terms |= {each: max(event["term"], self._terms.get(each, 0)) for each in event["members"]}

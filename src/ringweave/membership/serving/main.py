@@ -97,12 +97,12 @@ class Process:
                 part=part,
             )
 
-    def _note_lost(self, part: str, member: str, reason: str) -> None:
+    def _note_lost(self, part: str, member: str, reason: str, term: int) -> None:
         if part == LOBBY:
             return
         say(f"coordinator: {member} is no member any more: {reason or reasons.FINISHED}")
         if self._log:
-            self._log.write("member_lost", member=member, reason=reason or reasons.FINISHED)
+            self._log.write("member_lost", member=member, reason=reason or reasons.FINISHED, term=term)
 
 
 def _complain(peer: wire.Identity, kind: str, error: Exception) -> None:

@@ -145,7 +145,7 @@ def coordinators(
     index: int,
     is_standby: bool,
     note: Callable[[str, Any], object],
-    note_lost: Callable[[str, str, str], object],
+    note_lost: Callable[[str, str, str, int], object],
     clock: Callable[[], float] = time.monotonic,
 ) -> Parts:
     """Those of one process.
@@ -155,7 +155,7 @@ def coordinators(
         index: Which of the job's two processes it is.
         is_standby: It decides nothing until it is asked to.
         note: Is told of every epoch that begins: the part, and the decree.
-        note_lost: Is told who is put out: the part, the member, and why.
+        note_lost: Is told who is put out: the part, the member, why, and in which term.
         clock: Gives seconds.
     """
 
@@ -164,7 +164,7 @@ def coordinators(
             Coordinator(settings, now_s=clock(), index=index, is_standby=is_standby),
             clock=clock,
             note_epoch=lambda decree: note(part, decree),
-            note_lost=lambda member, reason: note_lost(part, member, reason),
+            note_lost=lambda member, reason, term: note_lost(part, member, reason, term),
         )
 
     return Parts(make(JOB, wanted), make, wanted, clock)

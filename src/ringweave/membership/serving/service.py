@@ -26,10 +26,10 @@ class CoordinatorService:
         *,
         clock: Callable[[], float] = time.monotonic,
         note_epoch: Callable[[Decree], object] = lambda _decree: None,
-        note_lost: Callable[[str, str], object] = lambda _member, _reason: None,
+        note_lost: Callable[[str, str, int], object] = lambda _member, _reason, _term: None,
         seek: Callable[[Mapping[str, str]], Collection[str]] = seeking.unreachable,
     ) -> None:
-        """`note_epoch` is told of every epoch that begins, `note_lost` of who is put out and why.
+        """`note_epoch` is told of every epoch that begins, `note_lost` of who is put out, why, and in which term.
 
         `seek` tells which of these members, by where they listen, cannot be reached.
         """
@@ -125,7 +125,7 @@ class CoordinatorService:
         if not coordinator.is_active:  # nobody is a standby's member, nor any more of one that has become one
             self._known.clear()
         for member in sorted(self._known - here):
-            self._note_lost(member, coordinator.order_for(member).reason)
+            self._note_lost(member, coordinator.order_for(member).reason, coordinator.term)
         self._known = here
         if coordinator.decree is not None and coordinator.decree is not self._noted:
             self._noted = coordinator.decree
