@@ -186,11 +186,12 @@ class Session:
         self._footing.num_signs += 1
 
     def ask_to_leave(self) -> None:
-        """This member goes at the next border; at once where it follows, since the others have nothing of it."""
+        """This member goes at the next border; at once where it follows, while the others have nothing of it."""
         footing = self._footing
         with footing.lock:
             footing.where = replace(footing.where, is_leaving=True)
-            is_following = footing.catching is not None and footing.where.is_following
+            catching = footing.catching
+            is_following = catching is not None and footing.where.is_following and not catching.is_counted_on
         if footing.agent is not None:
             footing.agent.leave(is_finished=False)
         if is_following:

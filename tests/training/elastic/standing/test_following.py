@@ -334,6 +334,37 @@ def test_who_is_asked_to_leave_goes_at_once(groups: Groups) -> None:
     session.close()
 
 
+def test_who_has_said_that_it_is_level_leaves_as_members_do_since_the_others_count_on_it(
+    groups: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_saying, may_say, exchange = threading.Event(), threading.Event(), groups.exchange
+
+    def exchange_late(own: torch.Tensor) -> torch.Tensor:
+        if Row.of(own.tolist()).is_level:
+            is_saying.set()
+            assert may_say.wait(60)
+        return exchange(own)
+
+    monkeypatch.setattr(groups, "exchange", exchange_late)
+    session, coordinator = joined(groups, Crew(lambda _: None))
+    agent: Any = coordinator
+    session.start(agent)
+    session.border(lambda: None)
+    found: list[float] = []
+    thread = threading.Thread(target=lambda: found.append(backward(session, groups)))
+    thread.start()
+    assert is_saying.wait(60)
+    session.ask_to_leave()
+    assert coordinator.left == [False], "the coordinator lets it go at a border"
+    assert not session.is_out
+    may_say.set()
+    thread.join(60)
+    assert found == [8.0]
+    standing = session.standing()
+    assert (standing.has_state, standing.is_following, standing.is_leaving) == (True, False, True)
+    session.close()
+
+
 def wait_until(is_true: Callable[[], bool]) -> None:
     done = threading.Event()
     for _ in range(6000):

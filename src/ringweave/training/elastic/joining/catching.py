@@ -34,6 +34,8 @@ class Catching:
         self._is_holding = False
         self.is_loaded = False
         """The state is there, and the script may go on."""
+        self.is_counted_on = False
+        """It has said in this epoch that it is level: once that counts it has samples in the next step."""
 
     @property
     def number(self) -> int:
@@ -58,6 +60,11 @@ class Catching:
         """
         return self.is_loaded and not self._backlog.num_kept and self._replay is not None and self._replay.is_whole
 
+    def say_level(self) -> bool:
+        """Whether it is level; from now on the others may count on it."""
+        self.is_counted_on = self.is_level
+        return self.is_counted_on
+
     @property
     def is_at_border(self) -> bool:
         """The script has drawn no batch whose reduction does not count yet."""
@@ -81,6 +88,7 @@ class Catching:
     def begin(self, begun: Begun) -> None:
         """An epoch begins, for the script after what is kept already."""
         self._is_hurried = Entrance.of(begun.decree).hurried == self._member
+        self.is_counted_on = False
         self._backlog.begin(begun)
 
     def is_behind(self) -> bool:

@@ -176,7 +176,7 @@ class Counting:
         if not _is_nothing(reduction):
             return reduction.row
         catching = self._footing.catching
-        return Row(is_following=True, is_level=catching is not None and catching.is_level)
+        return Row(is_following=True, is_level=catching is not None and catching.say_level())
 
     def _take(self, prepared: _Prepared, reduction: Reduction | Spread) -> None:
         """It counts; with the lock held."""
