@@ -28,6 +28,7 @@ Letter = Callable[[], None]
 class World:
     """Everything that there is."""
 
+    # Longer than a constructor should be: it only says what there is, and that nothing has happened yet.
     def __init__(self, num_members: int, *, least: int = 1, is_kept_elsewhere: bool = False) -> None:
         """Where the state is kept elsewhere, members are those of a ring: its size is the most that it may have."""
         self.now_s, self.healed_s = 0.0, math.inf

@@ -23,6 +23,8 @@ JOB = ""
 """The part that is the whole job."""
 LOBBY = "lobby"
 """Where members meet before they are told which part they belong to."""
+_RING = "ring "
+"""What the parts that are rings begin with."""
 PLACE = r"^[!-~]{1,255} [0-9]{1,5}$"
 """`HOST PORT`, as a regular expression."""
 MEMBER = r"[0-9]{1,9}\.[0-9]{1,9}"
@@ -69,7 +71,12 @@ BoundedRejoining = Annotated[Rejoining, pydantic.AfterValidator(_bounded_rejoini
 
 def ring_part(ring: int) -> str:
     """The part of a job that a ring is."""
-    return f"ring {ring}"
+    return f"{_RING}{ring}"
+
+
+def is_ring(part: str) -> bool:
+    """Whether that is a ring, and not the job or its lobby."""
+    return part.startswith(_RING)
 
 
 class Enter(Message):

@@ -1,5 +1,7 @@
 """Elastic supervision on a virtual clock, with workers that die when the test says so."""
 
+# Longer than a file should be: every way in which a worker ends is here, each with the same workers and clock.
+
 import itertools
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,7 +1,6 @@
 """Messages that are wrong, and callers that are strangers, at the process of a coordinator itself."""
 
 import contextlib
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from tests.membership.test_agent import Still
 from tests.membership.waiting import wait_until
 from tests.wire.mutations import send_damaged
 from tests.wire.parts import frame
+from tests.wire.processes import serving
 from tests.wire.strangers import authority_and_expired, check_turned_away, refused, strangers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -30,16 +30,12 @@ def coordinator(folder: Path, authority: wire.Authority) -> Iterator[int]:
     argv = [sys.executable, "-m", "ringweave.membership.serving.main", "--host", "127.0.0.1", "--index", "0"]
     argv += ["--credentials", str(folder / "coordinator"), "--run-dir", str(folder)]
     argv += ["--elastic", "1:4", "--expected", "1", "--patience-s", "600"]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield int(process.stdout.readline().rpartition(":")[2])
-            assert process.poll() is None, "it has not ended"
-        finally:
-            process.terminate()
-            said = process.communicate(timeout=CALL_S)
-        assert process.returncode == 0, said
-        assert said[1] == ""
+
+    def check_said(said: str) -> None:
+        assert said == ""
+
+    with serving(argv, CALL_S, check_said) as port:
+        yield port
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Messages that are wrong, and callers that are strangers, at `ringweave server` itself."""
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from ringweave.params.ring.client import RingClient, Round
 from ringweave.params.serving.optimizers import options_of
 from tests.wire.mutations import send_damaged
 from tests.wire.parts import frame, wait_until
+from tests.wire.processes import serving
 from tests.wire.strangers import authority_and_expired, check_turned_away, refused, strangers
 
 SPECS = [TensorSpec(name="weight", shape=[50], dtype="float32")]
@@ -50,16 +50,12 @@ def server(folder: Path, authority: wire.Authority) -> Iterator[int]:
     authority.issue("server", "0").save(folder / "server")
     argv = [sys.executable, "-m", "ringweave", "server", "--host", "127.0.0.1", "--credentials", str(folder / "server")]
     argv += ["--run-dir", str(folder), "--node", "here"]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield int(process.stdout.readline().rpartition(":")[2])
-            assert process.poll() is None, "it has not ended"
-        finally:
-            process.terminate()
-            said = process.communicate(timeout=250)
-        assert process.returncode == 0, said
-        assert "Traceback" not in said[1]
+
+    def check_said(said: str) -> None:
+        assert "Traceback" not in said
+
+    with serving(argv, 250, check_said) as port:
+        yield port
 
 
 @pytest.mark.slow

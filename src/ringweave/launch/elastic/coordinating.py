@@ -18,7 +18,7 @@ from ringweave.launch.local.attendants import Post
 from ringweave.launch.local.sites import Site
 from ringweave.launch.run_dirs import RunDir
 from ringweave.launch.workers import WorkerSpec
-from ringweave.membership.messages import Ask, Count, ring_part
+from ringweave.membership.messages import Ask, Count, is_ring
 from ringweave.membership.rules.settings import Bounds
 from ringweave.topology import Cluster
 from ringweave.wire import Authority, Credentials, Identity
@@ -28,7 +28,6 @@ _MAIN = "ringweave.membership.serving.main"
 _END_S = 3.0
 _ANSWERED_S = 2.0
 """So long each step of a question may take: who leads the workers waits for it."""
-_RINGS = ring_part(0).removesuffix("0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,7 +254,7 @@ class JobCoordinators:
             for address in self.addresses:
                 with suppress(WireError):  # the other one knows
                     count = _count(address, self._trust)
-                    found.update(count.members, names if any(map(_is_ring, count.parts)) else ())
+                    found.update(count.members, names if any(map(is_ring, count.parts)) else ())
         return found
 
 
@@ -265,7 +264,3 @@ def _count(address: tuple[str, int], trust: wire.Trust) -> Count:
         count = client.call(Ask(), timeout_s=_ANSWERED_S).message
     assert isinstance(count, Count), "the class of the reply"
     return count
-
-
-def _is_ring(part: str) -> bool:
-    return part.startswith(_RINGS)

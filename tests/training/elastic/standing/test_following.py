@@ -1,5 +1,7 @@
 """A session whose member follows, with a coordinator, a group and a donor that do as the test says."""
 
+# Longer than a file should be: the doubles are a third of it, and every test here follows with them.
+
 import threading
 from collections.abc import Callable
 from typing import Any
