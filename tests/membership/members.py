@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from ringweave.membership.rules.contact import Contact
 from ringweave.membership.rules.electing import Rejoining
 from ringweave.membership.rules.follower import Follower
 from ringweave.membership.rules.records import BEFORE_ALL, Ballot, Decree, Standing
@@ -48,8 +49,10 @@ class Member:
     """When it last heard a coordinator that decides, or needed none."""
     heard_s: float = 0.0
     """When it last heard a coordinator that decides."""
-    still_since_s: float = 0.0
-    """When it last got on, or computed."""
+    contact: Contact = field(init=False)
+    """What it knows of waiting."""
+    has_missed: Ballot | None = None
+    """An epoch in which it does not notice what it has to do, while it believes that it waits for the others."""
     num_signs: int = 0
     """What its script and its session have got done."""
     num_counted: int = 0
@@ -72,10 +75,18 @@ class Member:
     def __post_init__(self) -> None:
         self.follower = Follower(self.name)
         self.standing = Standing(member=self.name)
+        self.contact = Contact(self.heard_s)
+
+    @property
+    def has_missed_it(self) -> bool:
+        """What it has to do in its epoch."""
+        return self.has_missed == self.follower.epoch
 
     @property
     def is_waiting(self) -> bool:
         """For the others: it has every sum, or its script stands still and does not hang elsewhere."""
+        if self.has_missed_it:
+            return True
         may_wait = self.is_frozen or self.standing.is_following
         return self.standing.is_prepared or (may_wait and not self.is_stuck)
 

@@ -80,7 +80,7 @@ class World:
             self.enter(f"{slot}.0")
 
     def enter(self, name: str) -> None:
-        self.members[name] = Member(name, alone_s=self.now_s, heard_s=self.now_s, still_since_s=self.now_s)
+        self.members[name] = Member(name, alone_s=self.now_s, heard_s=self.now_s)
         self._send(self.members[name], lambda each, now_s: each.join(name, now_s), Join())
 
     def _send(
@@ -145,8 +145,6 @@ class World:
             self._send(member, lambda each, now_s: each.join(member.name, now_s), Join())
         if member.rejoining is not None and not member.is_heard:
             self._ask_back(member, member.rejoining)
-        if not member.is_waiting:
-            member.still_since_s = self.now_s
         beat = self._beat_of(member)
         self._send(member, lambda each, now_s: each.beat(member.name, beat, now_s), beat)
         if member.through_s is not None and member.is_heard:
@@ -167,12 +165,8 @@ class World:
             self.letters.append(lambda: self._hear_whether_it_decides(member, connection, told_s, decides=decides))
 
     def _beat_of(self, member: Member) -> Beat:
-        return Beat(
-            progress=member.num_signs,
-            is_waiting=member.is_waiting,
-            still_s=self.now_s - member.still_since_s,
-            is_starting=member.is_starting,
-        )
+        beat = Beat(progress=member.num_signs, is_waiting=member.is_waiting, is_starting=member.is_starting)
+        return member.contact.look(beat, self.now_s)
 
     def _hear_whether_it_decides(self, member: Member, connection: int, told_s: float, *, decides: bool) -> None:
         """Who hears that its coordinator decides no more goes to the other one, and comes back if that does not."""
@@ -269,6 +263,8 @@ class World:
         if member.forming is not None:
             self._meet(member, member.forming)
             return
+        if member.has_missed_it:
+            return
         if not member.is_stuck:
             self._end_training(member)
         if member.is_frozen or member.decree is None or member.through_s is not None:
@@ -299,7 +295,6 @@ class World:
 
     def _get_on(self, member: Member) -> None:
         member.num_signs += 1
-        member.still_since_s = self.now_s
 
     def start_over(self, member: Member) -> None:
         """Who follows could not read the state: it is a newcomer again, and lets the coordinator know."""

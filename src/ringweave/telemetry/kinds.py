@@ -113,6 +113,12 @@ KINDS: Mapping[str, Kind] = {
             "term": "of the coordinator that says so; one that was cut off may say so of those who have left it",
         },
     ),
+    "standstill": Kind(
+        meaning="In an epoch all members waited for each other, far longer than they usually do, and none got on: the "
+        "same members begin another one. A fault of the network or of ringweave; worth a report.",
+        written_by="coordinator",
+        fields={"term": "of the epoch", "number": "of the epoch in that term"},
+    ),
     "group_formed": Kind(
         meaning="A process group was formed; its first rank says so for all.",
         written_by="worker",

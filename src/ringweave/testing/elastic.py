@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ringweave import wire
 from ringweave.membership.messages import JOB
-from ringweave.membership.rules.records import Decree
+from ringweave.membership.rules.records import Ballot, Decree
 from ringweave.membership.rules.rhythm import Tolerance
 from ringweave.membership.rules.settings import Bounds, Settings
 from ringweave.membership.serving import parts
@@ -44,12 +44,14 @@ class Headquarters:
         """Of the job."""
         self.by_part: dict[str, list[Decree]] = {JOB: self.decrees}
         self.lost: list[tuple[str, str]] = []
+        self.woken: list[Ballot] = []
         self.service = parts.coordinators(
             settings,
             index=int(is_standby),
             is_standby=is_standby,
             note=lambda part, decree: self.by_part.setdefault(part, []).append(decree),
             note_lost=lambda _part, member, why, _term: self.lost.append((member, why)),
+            note_woken=self.woken.append,
         )
         trust = wire.Tls(authority.issue("coordinator", "1" if is_standby else "0"))
         roles = ("worker", "coordinator")

@@ -88,3 +88,37 @@ def test_how_long_training_has_stood_still_is_counted_while_it_waits() -> None:
         ]
     ]
     assert said == [0.0, 1.0, 0.0, 1.5, 0.0]
+
+
+def waited(usual_s: float, *, num: int = 10) -> tuple[Contact, float]:
+    """A contact of a member that has waited for the others so long, so many times, and got on each time."""
+    contact, now_s = Contact(0.0), 0.0
+    for number in range(num):
+        for _ in range(round(usual_s / BEAT_S)):
+            now_s += BEAT_S
+            contact.look(Beat(progress=number, is_waiting=True), now_s)
+    return contact, now_s
+
+
+def waits_in_vain(contact: Contact, since_s: float, last: Beat) -> float | None:
+    """Seconds after which it says so; None within quarter of an hour."""
+    for number in range(1, 3600):
+        now_s = since_s + number * BEAT_S
+        if contact.look(last, now_s).waits_in_vain:
+            return now_s - since_s
+    return None
+
+
+@pytest.mark.parametrize(("usual_s", "expected_s"), [(0.5, 20.0), (1.0, 20.0), (5.0, 40.0)])
+def test_who_waits_for_far_longer_than_it_usually_does_says_so(usual_s: float, expected_s: float) -> None:
+    contact, now_s = waited(usual_s)
+    found_s = waits_in_vain(contact, now_s, Beat(progress=9, is_waiting=True))
+    assert found_s == pytest.approx(expected_s, abs=usual_s + BEAT_S)
+
+
+def test_who_computes_does_not_say_that_it_waits_in_vain_nor_soon_who_does_not_know_what_is_usual() -> None:
+    contact, now_s = waited(1.0)
+    assert waits_in_vain(contact, now_s, Beat(progress=9)) is None
+    contact, now_s = waited(1.0, num=7)
+    found_s = waits_in_vain(contact, now_s, Beat(progress=6, is_waiting=True))
+    assert found_s == pytest.approx(600.0, abs=1.5), "ten minutes, whatever it is"

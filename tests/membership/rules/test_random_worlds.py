@@ -333,6 +333,30 @@ def test_whom_the_others_cannot_reach_in_three_epochs_is_put_out_though_it_beats
     assert world.decrees[ballot].members == ("0.0", "1.0", "3.0")
 
 
+@pytest.mark.parametrize("is_newcomer", [False, True])
+@pytest.mark.parametrize("rounds", range(4))
+def test_one_that_misses_what_it_has_to_do_holds_nobody_up_for_ever(rounds: int, is_newcomer: bool) -> None:
+    """It beats, and says that it waits, as the others do that wait for it: they begin anew, and nobody is put out."""
+    random = begun(3)
+    world = random.world
+    name = "3.0" if is_newcomer else "1.0"
+    if is_newcomer:
+        world.enter(name)
+        while not (world.members[name].standing.is_following and world.live_epochs):
+            random._go_on(1)
+    random._go_on(rounds)
+    world.members[name].has_missed = world.members[name].follower.epoch
+    (before,) = world.live_epochs
+    random._go_on(150)
+    assert world.live_epochs == [before], "that may be usual"
+    done = world.members["0.0"].standing.committed
+    random._go_on(120)
+    (after,) = world.live_epochs
+    assert after > before
+    assert {*world.decrees[after].members} == {"0.0", "1.0", "2.0", name}
+    assert all(each.standing.committed > done + 5 for each in world.members.values()), world.describe()
+
+
 @pytest.mark.parametrize("rounds", range(8))
 def test_a_training_ends_though_the_coordinator_is_lost_while_its_members_finish(rounds: int) -> None:
     """The standby does not know who has finished."""

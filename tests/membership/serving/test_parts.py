@@ -183,6 +183,7 @@ def directly(wanted: Settings, clock: Callable[[], float], *, is_standby: bool =
         is_standby=is_standby,
         note=lambda _part, _decree: None,
         note_lost=lambda _part, _member, _why, _term: None,
+        note_woken=lambda _ballot: None,
         clock=clock,
     )
     calls = {each.message: each.handle for each in found.handlers()}

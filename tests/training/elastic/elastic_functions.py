@@ -20,6 +20,7 @@ from ringweave.comm.regrouping import EpochGroups
 from ringweave.comm.running import engine
 from ringweave.planning.balancing import Speed, SpeedEstimator
 from ringweave.testing.elastic import own_member, say
+from ringweave.training.elastic.standing.serving import Serving
 
 NUM_SAMPLES, BATCH, WIDTH = 96, 12, 6
 HIDDEN, CAP_MB = 16, 0.001
@@ -168,7 +169,7 @@ def train_from_checkpoints(
 
 
 def arm(fault: str, model: Any, optimizer: Any) -> None:
-    """Die when that moment of the present step comes; see `Sums` for the one in the midst of a sum."""
+    """Die, or hang, when that moment of the present step comes; see `Sums` for the one in the midst of a sum."""
     parameters = list(model.module.parameters())
     if fault == "forward":
         model.module[2].register_forward_hook(kill_self)
@@ -184,6 +185,8 @@ def arm(fault: str, model: Any, optimizer: Any) -> None:
         optimizer.register_step_pre_hook(kill_self)
     elif fault == "hang":
         hang()
+    elif fault == "miss":
+        miss()
     else:
         assert fault == "second sum", fault
 
@@ -211,6 +214,17 @@ def hang() -> None:
     signal.signal(signal.SIGUSR1, lambda *_: woken.set())
     say(("hangs",))
     woken.wait()
+
+
+def miss() -> None:
+    """From now on its session does not see that there is something to be summed, until it is told to stand still."""
+    real, seen = Serving._is_ready, list[int]()
+
+    def is_ready(session: Serving) -> bool:
+        seen.append(session._footing.generation)
+        return seen[-1] != seen[0] and real(session)
+
+    Serving._is_ready = is_ready
 
 
 class Sums:

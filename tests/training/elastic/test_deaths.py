@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from ringweave.membership.rules.reasons import ALL_DONE
 from ringweave.membership.rules.rhythm import STANDSTILL
 from ringweave.testing.elastic import ElasticJob
 from ringweave.training.checkpoints import disk
@@ -193,6 +194,19 @@ def test_a_stopped_member_is_left_behind_and_changes_nothing_when_it_wakes() -> 
         check_alike(values)
         assert done_steps(job, "0.0") == list(range(24 * NUM_STEPS))
         assert all(account.is_accounted for account in values[0]["accounts"])
+
+
+def test_one_that_misses_what_it_has_to_do_is_not_waited_for_for_ever_and_all_go_on() -> None:
+    """A fault of this system, as there was one: each waits for the others, and says so."""
+    with ElasticJob(functions.train, 3, 3, {"1.0": (16, "miss")}, 0.3) as job:
+        values = [value_of(job, member) for member in job.members]
+        assert len(job.headquarters[0].woken) == 1, "once is enough"
+        assert {why for _, why in job.headquarters[0].lost} <= {"", ALL_DONE}, "nobody is put out"
+        check_alike(values)
+        for member in job.members:
+            assert done_steps(job, member) == list(range(3 * NUM_STEPS)), "every step once"
+        assert all(account.is_accounted and not account.lost.num_samples for account in values[0]["accounts"])
+        check_exact(values[0], samples_that_count(job, {}))
 
 
 def test_one_that_hangs_while_its_heartbeats_go_on_is_put_out_and_no_step_is_lost() -> None:

@@ -2,8 +2,11 @@
 
 from dataclasses import replace
 
-from ringweave.membership.rules.rhythm import ANSWERS, BEAT_S, Delays, Rhythm
+from ringweave.membership.rules.rhythm import ANSWERS, BEAT_S, WAITS, Delays, Rhythm
 from ringweave.membership.rules.signs import Beat
+
+_FIRST_WAIT_S = 600.0
+"""So long a member waits for the others in any case as long as it does not know what is usual."""
 
 
 class Contact:
@@ -11,6 +14,7 @@ class Contact:
 
     def __init__(self, now_s: float) -> None:
         self._answers, self._delays = Rhythm(ANSWERS, now_s), Delays(now_s, BEAT_S)
+        self._waits = Rhythm(WAITS, now_s, _FIRST_WAIT_S)
         self._heard_s = now_s
         self._progress, self._still_since_s, self._is_starting = -1, now_s, False
 
@@ -21,9 +25,14 @@ class Contact:
             self._delays.forget()
         self._delays.observe(now_s)  # how late this look is counts, whatever is forgotten
         self._is_starting = beat.is_starting
+        if beat.progress != self._progress:
+            self._waits.observe(now_s)
+        elif not beat.is_waiting:
+            self._waits.excuse(now_s)
         if beat.progress != self._progress or not beat.is_waiting:
             self._progress, self._still_since_s = beat.progress, now_s
-        return replace(beat, still_s=now_s - self._still_since_s)
+        is_in_vain = self._waits.is_late(now_s, self._delays.grace_s)
+        return replace(beat, still_s=now_s - self._still_since_s, waits_in_vain=is_in_vain)
 
     def begin(self, now_s: float) -> None:
         """From now on another coordinator is to answer, or the same one again."""

@@ -5,6 +5,7 @@ It keeps nothing that its members do not know, so that another one can take its 
 
 # Longer than a file should be: every event of the one state machine is here, read beside what others do to it.
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from ringweave.membership.rules import quorum, reasons
 from ringweave.membership.rules.electing import Election, Rejoining
 from ringweave.membership.rules.presence import Presence
 from ringweave.membership.rules.records import Ballot, Decree, Order, Proposal, Standing, slot_of, with_one_layout
-from ringweave.membership.rules.rhythm import ANSWERS, Delays
+from ringweave.membership.rules.rhythm import ANSWERS, WAITS, Delays
 from ringweave.membership.rules.settings import Settings
 from ringweave.membership.rules.signs import MAY_GO_S, SURE_AFTER_S, Beat
 
@@ -24,6 +25,7 @@ _REST_S = 1.2
 """After a coordinator was lost: so long who has not asked the other one is waited for while training stands still."""
 _FIRST_FACTOR = 2.0
 """Times its own patience: so long a member that has asked another coordinator may say nothing at first."""
+_MOST_DOUBLINGS = 7
 _MOST_ACCUSATIONS = 3
 """Without a reduction in between."""
 
@@ -56,6 +58,8 @@ class Coordinator:
         self._finished: list[Standing] = []
         self._accusations: dict[str, int] = {}
         self._waiting_since_s: float | None = None
+        self._woken_s, self.num_woken = -math.inf, 0
+        """How often all waited for each other in vain since a reduction last counted, and were told to begin anew."""
         self.decree: Decree | None = None
         """The epoch that holds."""
         self.ended = ""
@@ -255,6 +259,7 @@ class Coordinator:
         for member, reason in self._presence.late(now_s, self._grace_s):
             self._lose(member, reason, is_silent=True)
         self._ask_for_state(now_s)
+        self._wake(now_s)
         self._consider(now_s)
 
     def _grace_s(self, member: str) -> float:
@@ -270,6 +275,22 @@ class Coordinator:
             self._wait_from(now_s)
             if self._proposal is None or not self._proposal.is_urgent:
                 self._propose(is_urgent=True)
+
+    def _wake(self, now_s: float) -> None:
+        """All wait for each other, and far longer than they usually do: one of them has missed what it is to do.
+
+        That is a fault of this system or of the network below it, and nobody is to blame. They form an epoch of the
+        same members, and reduce the same gradients again. Where it is not a fault, but the network has become very
+        slow, that takes the longer the oftener it happens, so that they do get through at last. Where the state is
+        kept elsewhere they may be waiting for whoever keeps it.
+        """
+        is_forming = self._proposal is not None and self._proposal.is_urgent
+        if self.decree is None or self.ended or is_forming or self._settings.is_kept_elsewhere:
+            return
+        rest_s = WAITS.least_s * 2 ** min(self.num_woken, _MOST_DOUBLINGS)
+        if self._presence.waits_in_vain and now_s - self._woken_s > rest_s:
+            self._woken_s, self.num_woken = now_s, self.num_woken + 1
+            self._propose(is_urgent=True)
 
     @property
     def _keepers(self) -> set[str]:
@@ -417,6 +438,7 @@ class Coordinator:
         decree = Decree(ballot=proposal.ballot, standings=with_one_layout(staying), finished=finished)
         if self.decree is None or decree.committed > self.decree.committed:
             self._accusations.clear()
+            self.num_woken = 0
         self.decree = decree
         self._reign, self._proposal, self._waiting_since_s = proposal.ballot[0], None, None
         for each in standings:

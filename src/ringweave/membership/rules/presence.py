@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from ringweave.membership.rules.records import slot_of
-from ringweave.membership.rules.rhythm import SILENCE, Tolerance
+from ringweave.membership.rules.rhythm import SILENCE, WAITS, Tolerance
 from ringweave.membership.rules.signs import Beat, Signs
 
 _ENDING_S = 3.0
@@ -85,6 +85,16 @@ class Presence:
     def stands_still(self, least_s: float) -> bool:
         """All who are here have waited for others for so long, and none has got on."""
         return bool(self.here) and all(signs.still_s >= least_s for signs in self.here.values())
+
+    @property
+    def waits_in_vain(self) -> bool:
+        """All who are here wait for others, none gets on, and it takes far longer than one of them is used to.
+
+        Who has come a short while ago does not know yet what is usual.
+        """
+        there = self.here.values()
+        is_reading = any(signs.is_reading for signs in there)
+        return self.stands_still(WAITS.least_s) and not is_reading and any(signs.waits_in_vain for signs in there)
 
     def excuse(self, now_s: float) -> None:
         """Nobody is to blame for what was not heard so far."""

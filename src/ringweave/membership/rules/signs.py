@@ -24,6 +24,10 @@ class Beat:
     """Seconds that the process has computed, or wanted to. Who evaluates or saves makes no progress, but is at work."""
     still_s: float = 0.0
     """For so long it has waited for the other members without getting on."""
+    waits_in_vain: bool = False
+    """That is far longer than it usually waits."""
+    is_reading: bool = False
+    """It reads the job's state, for which others may have to wait."""
     is_starting: bool = False
     """It imports, plans, or follows the others: how long its signs take now says nothing of later ones."""
 
@@ -48,6 +52,16 @@ class Signs:
     def still_s(self) -> float:
         """For so long it had waited for the others without getting on, when it was last heard of."""
         return self._last.still_s
+
+    @property
+    def waits_in_vain(self) -> bool:
+        """It has waited for the other members for far longer than it usually does, when it was last heard of."""
+        return self._last.waits_in_vain
+
+    @property
+    def is_reading(self) -> bool:
+        """It reads the job's state."""
+        return self._last.is_reading
 
     def observe(self, beat: Beat, now_s: float) -> None:
         """A heartbeat has come."""

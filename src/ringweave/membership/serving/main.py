@@ -12,7 +12,7 @@ from ringweave import wire
 from ringweave.errors import RingweaveError
 from ringweave.membership.messages import LOBBY
 from ringweave.membership.rules import reasons, settings
-from ringweave.membership.rules.records import Decree
+from ringweave.membership.rules.records import Ballot, Decree
 from ringweave.membership.rules.settings import Settings
 from ringweave.membership.serving import parts
 from ringweave.membership.serving.rivals import Rival
@@ -48,7 +48,12 @@ class Process:
         self._stop = threading.Event()
         wanted = Settings(bounds=settings.parse(asked.elastic), expected=asked.expected, patience_s=asked.patience_s)
         self.service = parts.coordinators(
-            wanted, index=asked.index, is_standby=asked.standby, note=self._note_epoch, note_lost=self._note_lost
+            wanted,
+            index=asked.index,
+            is_standby=asked.standby,
+            note=self._note_epoch,
+            note_lost=self._note_lost,
+            note_woken=self._note_woken,
         )
         self.service.announce([each for each in asked.successors.split(",") if each])
         trust = wire.Tls(wire.Credentials.load_from(asked.credentials))
@@ -103,6 +108,12 @@ class Process:
         say(f"coordinator: {member} is no member any more: {reason or reasons.FINISHED}")
         if self._log:
             self._log.write("member_lost", member=member, reason=reason or reasons.FINISHED, term=term)
+
+    def _note_woken(self, ballot: Ballot) -> None:
+        term, number = ballot
+        say(f"coordinator: in epoch {number} of term {term} all wait for each other, and none gets on: another begins")
+        if self._log:
+            self._log.write("standstill", term=term, number=number)
 
 
 def _complain(peer: wire.Identity, kind: str, error: Exception) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from ringweave.errors import RefusedError, explain
 from ringweave.membership.messages import JOB, LOBBY, Accuse, Ask, Count, Enter, Heartbeat, Leave, Listen, Stand
 from ringweave.membership.rules.coordinator import Coordinator
+from ringweave.membership.rules.records import Ballot
 from ringweave.membership.rules.settings import Bounds, Settings
 from ringweave.membership.serving.service import CoordinatorService
 from ringweave.wire import Call, Handler, Identity
@@ -146,6 +147,7 @@ def coordinators(
     is_standby: bool,
     note: Callable[[str, Any], object],
     note_lost: Callable[[str, str, str, int], object],
+    note_woken: Callable[[Ballot], object],
     clock: Callable[[], float] = time.monotonic,
 ) -> Parts:
     """Those of one process.
@@ -156,6 +158,7 @@ def coordinators(
         is_standby: It decides nothing until it is asked to.
         note: Is told of every epoch that begins: the part, and the decree.
         note_lost: Is told who is put out: the part, the member, why, and in which term.
+        note_woken: Is told of the ballot of an epoch in which all waited for each other in vain.
         clock: Gives seconds.
     """
 
@@ -165,6 +168,7 @@ def coordinators(
             clock=clock,
             note_epoch=lambda decree: note(part, decree),
             note_lost=lambda member, reason, term: note_lost(part, member, reason, term),
+            note_woken=note_woken,
         )
 
     return Parts(make(JOB, wanted), make, wanted, clock)

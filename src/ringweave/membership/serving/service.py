@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from ringweave.errors import RefusedError, explain
 from ringweave.membership.messages import Accuse, Ask, Count, Enter, Heartbeat, Leave, Listen, Stand, Told
 from ringweave.membership.rules.coordinator import Coordinator
-from ringweave.membership.rules.records import BEFORE_ALL, Decree, Order, Standing
+from ringweave.membership.rules.records import BEFORE_ALL, Ballot, Decree, Order, Standing
 from ringweave.membership.serving import seeking
 from ringweave.wire import Answer, Call, Done, Handler, Identity, Message
 
@@ -27,18 +27,21 @@ class CoordinatorService:
         clock: Callable[[], float] = time.monotonic,
         note_epoch: Callable[[Decree], object] = lambda _decree: None,
         note_lost: Callable[[str, str, int], object] = lambda _member, _reason, _term: None,
+        note_woken: Callable[[Ballot], object] = lambda _ballot: None,
         seek: Callable[[Mapping[str, str]], Collection[str]] = seeking.unreachable,
     ) -> None:
         """`note_epoch` is told of every epoch that begins, `note_lost` of who is put out, why, and in which term.
 
+        `note_woken` hears of an epoch in which all waited for each other in vain, and that another one follows.
         `seek` tells which of these members, by where they listen, cannot be reached.
         """
         self._seek = seek
         self._coordinator, self._clock = coordinator, clock
-        self._note_epoch, self._note_lost = note_epoch, note_lost
+        self._note_epoch, self._note_lost, self._note_woken = note_epoch, note_lost, note_woken
         self._changed = threading.Condition()
         self._orders: dict[str, tuple[int, Order]] = {}
         self._noted: Decree | None = None
+        self._num_woken = 0
         self._known: set[str] = set()
         self._handle = {each.message: each.handle for each in self.handlers()}
 
@@ -127,6 +130,9 @@ class CoordinatorService:
         for member in sorted(self._known - here):
             self._note_lost(member, coordinator.order_for(member).reason, coordinator.term)
         self._known = here
+        if coordinator.num_woken > self._num_woken and coordinator.decree is not None:
+            self._note_woken(coordinator.decree.ballot)
+        self._num_woken = coordinator.num_woken
         if coordinator.decree is not None and coordinator.decree is not self._noted:
             self._noted = coordinator.decree
             self._note_epoch(coordinator.decree)

@@ -223,6 +223,7 @@ class Session:
             is_waiting=footing.is_waiting or is_reading,
             cpu_s=cpu_s,
             is_starting=footing.catching is not None or footing.num_counted < _NUM_FIRST,
+            is_reading=is_reading,
         )
 
     # The agent's thread.

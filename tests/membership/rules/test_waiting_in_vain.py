@@ -1,0 +1,91 @@
+"""All members wait for each other, and none gets on: nobody is to blame, and they begin anew."""
+
+from dataclasses import replace
+
+import pytest
+
+from ringweave.membership.rules.records import Proposal
+from ringweave.membership.rules.signs import Beat
+from tests.membership.rules.table import Table, holder
+
+VAIN = Beat(is_waiting=True, still_s=21.0, waits_in_vain=True)
+WAITS = Beat(is_waiting=True, still_s=21.0)
+
+
+def proposal_after(table: Table, *beats: Beat, seconds: float = 0.2) -> Proposal | None:
+    """What members 0, 1 and so on are asked to stand still for when they have beaten so for a while."""
+    for _ in range(round(seconds / 0.1)):
+        table.now_s += 0.1
+        for slot, beat in enumerate(beats):
+            table.coordinator.beat(f"{slot}.0", beat, table.now_s)
+        table.coordinator.tick(table.now_s)
+    return table.coordinator.order_for("0.0").proposal
+
+
+def test_all_who_wait_in_vain_form_an_epoch_of_the_same_members() -> None:
+    table = Table(3)
+    table.begin("0.0", "1.0", "2.0")
+    proposal = proposal_after(table, WAITS, VAIN, WAITS)
+    assert proposal is not None, "one that knows what is usual is enough: another may have come a moment ago"
+    assert proposal.is_urgent
+    table.stand(*(holder(f"{slot}.0", at_border=False) for slot in range(3)))
+    assert table.coordinator.decree is not None
+    assert table.coordinator.decree.ballot == proposal.ballot
+    assert table.coordinator.decree.members == ("0.0", "1.0", "2.0")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Beat(),
+        replace(VAIN, still_s=19.0),
+        replace(VAIN, is_reading=True),
+    ],
+    ids=["computes", "got on", "reads the state"],
+)
+def test_as_long_as_one_of_them_is_busy_nobody_waits_in_vain(other: Beat) -> None:
+    table = Table(3)
+    table.begin("0.0", "1.0", "2.0")
+    assert proposal_after(table, VAIN, other, VAIN) is None
+    assert proposal_after(table, VAIN, VAIN, VAIN) is not None
+
+
+def test_where_none_knows_what_is_usual_they_wait() -> None:
+    table = Table(2)
+    table.begin("0.0", "1.0")
+    assert proposal_after(table, WAITS, WAITS) is None
+
+
+def test_a_border_that_none_comes_to_is_not_waited_for() -> None:
+    table = Table(2)
+    table.begin("0.0", "1.0")
+    table.coordinator.join("2.0", table.now_s)
+    asked = table.coordinator.order_for("0.0").proposal
+    assert asked is not None
+    assert not asked.is_urgent
+    proposal = proposal_after(table, VAIN, VAIN, WAITS)
+    assert proposal is not None
+    assert proposal.is_urgent
+
+
+def test_where_the_state_is_kept_elsewhere_they_may_be_waiting_for_that() -> None:
+    table = Table(2, is_kept_elsewhere=True)
+    table.begin("0.0", "1.0")
+    assert proposal_after(table, VAIN, VAIN) is None
+
+
+def test_who_is_only_slow_gets_twice_the_time_whenever_that_was_not_enough() -> None:
+    table = Table(2)
+    table.begin("0.0", "1.0")
+    rests_s, last_s = [], 0.0
+    while len(rests_s) < 4:
+        if proposal_after(table, VAIN, VAIN, seconds=0.1) is not None:
+            rests_s.append(table.now_s - last_s)
+            last_s = table.now_s
+            table.stand(holder("0.0", at_border=False), holder("1.0", at_border=False))
+    assert rests_s[1:] == pytest.approx([20.0, 40.0, 80.0], abs=0.3)
+    assert table.coordinator.num_woken == 3, "since they last got on"
+    assert table.coordinator.decree is not None
+    table.coordinator.accuse("0.0", table.coordinator.decree.ballot, [], table.now_s)
+    table.stand(holder("0.0", committed=6), holder("1.0", committed=6))
+    assert table.coordinator.num_woken == 0, "they have got on"
