@@ -1,14 +1,17 @@
 """A member as the random tests of the protocol have it: its follower, and the reductions that it has taken over."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ringweave.membership.rules.contact import Contact
 from ringweave.membership.rules.electing import Rejoining
 from ringweave.membership.rules.follower import Follower
 from ringweave.membership.rules.records import BEFORE_ALL, Ballot, Decree, Standing
+from ringweave.membership.rules.signs import Beat
 
 NUM_FIRST = 4
 """Reductions with which a member starts."""
+PAUSED_S = 0.5
+"""Between two looks: more means that it did not run."""
 MOST_KEPT = 6
 """Reductions that are kept for a script that follows."""
 
@@ -31,6 +34,10 @@ class Member:
     """The epoch in which members began with a state that is kept elsewhere as well, if any has; see `World.lives`."""
     history: dict[int, Ballot] = field(default_factory=dict)
     """Number of a reduction -> the epoch whose members' gradients are in it."""
+    rosters: dict[int, Ballot] = field(default_factory=dict)
+    """First of the batches -> the epoch whose members share those from there on. A batch has its reduction's number."""
+    drawn: dict[int, Ballot] = field(default_factory=dict)
+    """Batch -> the epoch whose members shared it when this one drew it."""
     prepared_in: Ballot = BEFORE_ALL
     """The epoch of the sums that it has while it is prepared."""
     is_frozen: bool = True
@@ -55,6 +62,17 @@ class Member:
     """An epoch in which it does not notice what it has to do, while it believes that it waits for the others."""
     num_signs: int = 0
     """What its script and its session have got done."""
+    looked_s: float = 0.0
+    """When it last looked what that is."""
+    on_s: float = 0.0
+    """When it had last got on by then, or waited; what it was paused for does not count."""
+    num_seen: int = -1
+    """What it had got done by then."""
+    num_gaps: int = 0
+    longest_s: float = 0.0
+    """Between two looks at which it had got on."""
+    idle_s: dict[int, float] = field(default_factory=dict)
+    """Number of a heartbeat -> for how long it had neither got on nor waited when it said so."""
     num_counted: int = 0
     """Reductions that its script had the results of when they counted."""
     num_kept: int = 0
@@ -76,6 +94,40 @@ class Member:
         self.follower = Follower(self.name)
         self.standing = Standing(member=self.name)
         self.contact = Contact(self.heard_s)
+        self.looked_s = self.on_s = self.heard_s
+
+    def draw(self, number: int) -> None:
+        """The next batch, shared as is known here."""
+        roster = self.rosters[max(first for first in self.rosters if first <= number)]
+        self.drawn[number] = roster
+        sharing = f"{roster[0]} {roster[1]}"
+        self.standing = replace(self.standing, at_border=False, num_drawn=number, sharing=sharing)
+
+    def begin_roster(self, decree: Decree) -> None:
+        """What others have drawn is shared as they say; what nobody has, by the members of this epoch."""
+        first = 1 + max((each.num_drawn for each in decree.standings if each.has_state), default=decree.committed)
+        known = {number: roster for number, roster in self.rosters.items() if number < first}
+        for each in decree.standings:
+            if each.sharing:
+                term, number = map(int, each.sharing.split())
+                known = {first: roster for first, roster in known.items() if first < each.num_drawn}
+                known[each.num_drawn] = term, number
+        self.rosters = {**known, first: decree.ballot}
+
+    def look(self, now_s: float) -> Beat:
+        """Its next heartbeat."""
+        if now_s - self.looked_s > PAUSED_S:
+            self.on_s += now_s - self.looked_s
+        gets_on, waits = self.num_signs != self.num_seen, self.is_waiting
+        if gets_on:
+            self.num_gaps, self.longest_s = self.num_gaps + 1, max(self.longest_s, now_s - self.on_s)
+        if gets_on or waits:
+            self.on_s = now_s
+        self.looked_s, self.num_seen = now_s, self.num_signs
+        beat = Beat(progress=self.num_signs, is_waiting=waits, is_starting=self.is_starting)
+        said = self.contact.look(beat, now_s)
+        self.idle_s[said.number] = now_s - self.on_s
+        return said
 
     @property
     def has_missed_it(self) -> bool:

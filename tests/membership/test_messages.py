@@ -5,7 +5,7 @@ import math
 import pydantic
 import pytest
 
-from ringweave.membership.messages import MAX_LAYOUT, MAX_NOTE, Enter, Heartbeat, Stand
+from ringweave.membership.messages import MAX_LAYOUT, MAX_NOTE, MAX_SHARING, Enter, Heartbeat, Stand
 from ringweave.membership.rules.electing import Rejoining
 from ringweave.membership.rules.records import Decree, Standing
 from ringweave.membership.rules.signs import Beat
@@ -13,7 +13,7 @@ from ringweave.membership.rules.signs import Beat
 SHORT = Standing(member="0.0")
 
 
-@pytest.mark.parametrize(("what", "most"), [("note", MAX_NOTE), ("layout", MAX_LAYOUT)])
+@pytest.mark.parametrize(("what", "most"), [("note", MAX_NOTE), ("layout", MAX_LAYOUT), ("sharing", MAX_SHARING)])
 def test_long_texts_are_refused_wherever_they_stand(what: str, most: int) -> None:
     long = Standing(member="0.0", **{what: "x" * (most + 1)})
     rejoinings = (
@@ -45,6 +45,6 @@ def test_times_that_are_none_are_refused(seconds: float) -> None:
     for what in ("lost_s", "patience_s"):
         with pytest.raises(pydantic.ValidationError, match=f"{what} of {seconds}, expected seconds"):
             Enter(rejoining=Rejoining(standing=SHORT, decree=None, **{what: seconds}))
-    for what in ("cpu_s", "still_s"):
+    for what in ("cpu_s", "still_s", "stuck_s"):
         with pytest.raises(pydantic.ValidationError, match=f"{what} of {seconds}, expected seconds"):
             Heartbeat(beat=Beat(**{what: seconds}))

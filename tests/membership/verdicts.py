@@ -66,12 +66,8 @@ class Heard:
 
     at_s: float
     """A sign of life, the last one."""
-    on_s: float
-    """When it had last got on, or waited."""
-    progress: int = -1
-    num_signs: int = 0
-    longest_s: float = 0.0
-    """Between two signs that it gets on."""
+    last: Beat = field(default_factory=Beat)
+    """The last one that it has sent, of those that have come."""
     stood: Stand | None = None
     accused_in: set[Ballot] = field(default_factory=set)
     """Epochs in which somebody accused it, or it somebody."""
@@ -79,12 +75,7 @@ class Heard:
     def beat(self, beat: Beat, now_s: float) -> None:
         """A heartbeat has come."""
         self.at_s = now_s
-        if beat.progress != self.progress:
-            self.longest_s = max(self.longest_s, now_s - self.on_s)
-            self.num_signs, self.progress = self.num_signs + 1, beat.progress
-            self.on_s = now_s
-        elif beat.is_waiting:
-            self.on_s = now_s
+        self.last = max(self.last, beat, key=lambda each: each.number)
 
 
 @dataclass
@@ -203,14 +194,10 @@ class Verdicts:
                 f"{member.name} gives up though most of {newest.ballot} are there: {sorted(left)}"
             )
 
-    def heard_by(self, member: Member) -> Heard | None:
-        """What the coordinator that it asks has heard of it."""
-        return self._sides[member.at].heard.get(member.name)
-
     def _come(self, side: Side, member: str, now_s: float) -> Heard:
         if not side.heard:
             side.first_s = now_s
-        return side.heard.setdefault(member, Heard(now_s, now_s))
+        return side.heard.setdefault(member, Heard(now_s))
 
     # Who is put out.
 
@@ -228,7 +215,7 @@ class Verdicts:
             "its connection to the coordinator broke": member.is_dead,
             "it was not heard of in time": self._silent_s(side, heard, now_s) >= max(SILENT_S, patience_s),
             "it stood still while others waited for it": heard is not None
-            and now_s - max(heard.on_s, side.woken_s) + _EPSILON_S >= STILL_S + patience_s,
+            and member.idle_s.get(heard.last.number, 0.0) + _EPSILON_S >= STILL_S + patience_s,
             "the others cannot reach it": heard is not None and len(heard.accused_in) >= 3 and not patience_s,
             "the others went on without it": not is_member
             or is_followed

@@ -11,7 +11,6 @@ from ringweave.membership.rules.electing import Rejoining
 from ringweave.membership.rules.follower import Form, Freeze, Out, resolve
 from ringweave.membership.rules.records import BEFORE_ALL, Ballot, Decree, Order, Standing, slot_of
 from ringweave.membership.rules.settings import Bounds, Settings
-from ringweave.membership.rules.signs import Beat
 from tests.membership.members import MOST_KEPT, Member
 from tests.membership.verdicts import Accusation, Join, Part, Said, Stand, Verdicts
 
@@ -75,6 +74,8 @@ class World:
         self.newest_life = BEFORE_ALL
         """In which a reduction has counted."""
         self.stops: dict[tuple[Ballot, int], bool] = {}
+        self.shared: dict[tuple[Ballot, int], Ballot] = {}
+        """(life, number) of a batch that counts -> the epoch whose members shared it."""
         self.verdicts = Verdicts(self.members, self.coordinators, self.wanted)
         for slot in range(num_members):
             self.enter(f"{slot}.0")
@@ -145,7 +146,7 @@ class World:
             self._send(member, lambda each, now_s: each.join(member.name, now_s), Join())
         if member.rejoining is not None and not member.is_heard:
             self._ask_back(member, member.rejoining)
-        beat = self._beat_of(member)
+        beat = member.look(self.now_s)
         self._send(member, lambda each, now_s: each.beat(member.name, beat, now_s), beat)
         if member.through_s is not None and member.is_heard:
             self._say_through(member)
@@ -163,10 +164,6 @@ class World:
             self.letters.append(lambda: self._hear_order(member, order, known, connection))
             decides, told_s = coordinator.is_active, self.now_s
             self.letters.append(lambda: self._hear_whether_it_decides(member, connection, told_s, decides=decides))
-
-    def _beat_of(self, member: Member) -> Beat:
-        beat = Beat(progress=member.num_signs, is_waiting=member.is_waiting, is_starting=member.is_starting)
-        return member.contact.look(beat, self.now_s)
 
     def _hear_whether_it_decides(self, member: Member, connection: int, told_s: float, *, decides: bool) -> None:
         """Who hears that its coordinator decides no more goes to the other one, and comes back if that does not."""
@@ -186,7 +183,7 @@ class World:
 
     def _ask_back(self, member: Member, rejoining: Rejoining) -> None:
         connection, lost_s = member.num_connections, self.now_s - member.heard_s
-        asks = replace(rejoining, lost_s=lost_s, patience_s=PATIENCE_S, beat=self._beat_of(member))
+        asks = replace(rejoining, lost_s=lost_s, patience_s=PATIENCE_S, beat=member.look(self.now_s))
 
         def arrive(coordinator: Coordinator, now_s: float) -> None:
             coordinator.rejoin(asks, now_s)
@@ -214,6 +211,7 @@ class World:
                         self._accuse(member, action.decree)
                         continue
                     own = replace(own, is_leaving=member.standing.is_leaving)  # said at any time
+                    own = replace(own, sharing=member.standing.sharing)  # of one only
                     assert own == member.standing, "it stood still since it said where it stands"
                     member.decree = member.forming = action.decree
                     member.has_come, member.wants_stop, member.unstood, member.stops = False, False, None, False
@@ -229,6 +227,7 @@ class World:
             self._count(member, number)
             member.history[number] = member.prepared_in
         member.standing = replace(member.standing, is_prepared=False)
+        member.begin_roster(decree)
 
     def _meet(self, member: Member, decree: Decree) -> None:
         """Go on with the others, once all have come; a newcomer with the state of one of them."""
@@ -251,8 +250,9 @@ class World:
         if decree.holders:
             member.history = dict(self.members[decree.holders[0]].history)
         is_following = bool(decree.holders) and decree.committed > 0 and not self.wanted.is_kept_elsewhere
+        done = decree.committed
         member.standing = replace(
-            member.standing, has_state=not is_following, is_following=is_following, committed=decree.committed
+            member.standing, has_state=not is_following, is_following=is_following, committed=done, num_drawn=done
         )
 
     def work(self, member: Member) -> None:
@@ -288,7 +288,7 @@ class World:
         if member.stops:
             member.is_frozen = True
         elif member.standing.at_border:
-            member.standing = replace(member.standing, at_border=False)
+            member.draw(member.standing.committed + 1)
             self._get_on(member)
         else:
             self._prepare(member, together)
@@ -386,9 +386,12 @@ class World:
         was_following = member.standing.is_following
         is_level = was_following and number % 3 == 0 and not member.is_stuck
         member.history[number] = member.follower.epoch
+        self._compare(member, number)
         member.standing = replace(
             member.standing,
             committed=number,
+            num_drawn=number,
+            sharing="",
             is_prepared=False,
             at_border=True,
             has_state=member.standing.has_state or is_level,
@@ -397,6 +400,12 @@ class World:
         member.num_counted += not was_following
         member.num_kept = member.num_kept + 1 if member.standing.is_following else 0
         self._get_on(member)
+
+    def _compare(self, member: Member, number: int) -> None:
+        """Whose gradients are in one sum have drawn the batch alike: else samples are in it twice, or not at all."""
+        if number in member.drawn:
+            shared = self.shared.setdefault((member.life, number), member.drawn[number])
+            assert shared == member.drawn[number], f"{member.name} drew {number} as of {member.drawn[number]}: {shared}"
 
     def _all_want(self, decree: Decree, number: int) -> bool:
         """What the rows said: fixed by the first who takes the reduction over."""

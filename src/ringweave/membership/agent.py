@@ -340,4 +340,4 @@ class Agent:
 
 def _in_short(standing: Standing) -> Standing:
     """Without what coordinators only pass on."""
-    return replace(standing, note="", layout="")
+    return replace(standing, note="", layout="", sharing="")

@@ -15,6 +15,8 @@ MAX_NOTE = 64 * 1024
 """Characters of a note; each of the members gets those of all."""
 MAX_LAYOUT = 256 * 1024
 """Characters of a layout; each of the members gets one."""
+MAX_SHARING = 1024 * 1024
+"""Characters of how a batch is shared, by as many members as there may be; likewise."""
 
 
 MAX_MEMBERS = 65536
@@ -32,7 +34,7 @@ MEMBER = r"[0-9]{1,9}\.[0-9]{1,9}"
 
 
 def _bounded(standing: Standing) -> Standing:
-    bounds = (("note", MAX_NOTE), ("layout", MAX_LAYOUT))
+    bounds = (("note", MAX_NOTE), ("layout", MAX_LAYOUT), ("sharing", MAX_SHARING))
     for what, most in bounds:
         text = getattr(standing, what)
         if len(text) > most:
@@ -45,7 +47,7 @@ def _bounded(standing: Standing) -> Standing:
 
 
 def _sound(beat: Beat) -> Beat:
-    for what in ("cpu_s", "still_s"):
+    for what in ("cpu_s", "still_s", "stuck_s"):
         if not 0 <= getattr(beat, what) < math.inf:
             raise ValueError(f"{what} of {getattr(beat, what)}, expected seconds")
     return beat

@@ -226,8 +226,7 @@ class RandomWorld(RuleBasedStateMachine):
         is_any = any(each.is_stuck for each in self.world.members.values())
         most_s = self.world.wanted.patience_s + _LATE_S if is_any else 0.0
         for member in self.world.members.values():
-            heard = self.world.verdicts.heard_by(member)
-            usual_s = 8 * heard.longest_s if heard is not None and heard.num_signs > 8 else math.inf
+            usual_s = 8 * member.longest_s if member.num_gaps > 8 else math.inf
             if member.is_stuck and member.can_act:
                 member.is_stuck = usual_s < _LONG_S
                 most_s = max(most_s, 2 * self.world.wanted.patience_s + _LATE_S + (usual_s if member.is_stuck else 0.0))
@@ -311,6 +310,20 @@ def begun(num_members: int) -> RandomWorld:
 def test_who_hangs_is_put_out_and_the_others_go_on() -> None:
     random = begun(3)
     world = random.world
+    world.members["1.0"].is_stuck = True
+    random._go_on(120)
+    assert world.members["1.0"].reason == "it stood still while others waited for it"
+    (ballot,) = world.live_epochs
+    assert world.decrees[ballot].members == ("0.0", "2.0")
+
+
+def test_who_hangs_just_when_another_coordinator_takes_over_is_put_out_as_soon() -> None:
+    """What is usual of a member it knows itself: the one that takes over has heard nothing of it so far."""
+    random = begun(3)
+    world = random.world
+    random.lose_coordinator()
+    while not world.coordinators[1].is_active:
+        random._go_on(1)
     world.members["1.0"].is_stuck = True
     random._go_on(120)
     assert world.members["1.0"].reason == "it stood still while others waited for it"

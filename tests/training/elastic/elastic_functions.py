@@ -18,6 +18,7 @@ from ringweave.comm.adapting.consulting import Council
 from ringweave.comm.choosing import MIN_SCHEDULED_BYTES
 from ringweave.comm.regrouping import EpochGroups
 from ringweave.comm.running import engine
+from ringweave.errors import PeerError
 from ringweave.planning.balancing import Speed, SpeedEstimator
 from ringweave.testing.elastic import own_member, say
 from ringweave.training.elastic.standing.serving import Serving
@@ -187,6 +188,8 @@ def arm(fault: str, model: Any, optimizer: Any) -> None:
         hang()
     elif fault == "miss":
         miss()
+    elif fault == "met in vain":
+        meet_in_vain()
     else:
         assert fault == "second sum", fault
 
@@ -225,6 +228,19 @@ def miss() -> None:
         return seen[-1] != seen[0] and real(session)
 
     Serving._is_ready = is_ready
+
+
+def meet_in_vain() -> None:
+    """The next time that this member has met the others its group breaks, a moment later: they go on without it."""
+    real = EpochGroups.form
+
+    def form(*args: Any, **more: Any) -> None:
+        real(*args, **more)
+        EpochGroups.form = real
+        time.sleep(1.0)
+        raise PeerError("group: it broke as soon as it stood")
+
+    EpochGroups.form = form
 
 
 class Sums:

@@ -196,6 +196,21 @@ def test_a_stopped_member_is_left_behind_and_changes_nothing_when_it_wakes() -> 
         assert all(account.is_accounted for account in values[0]["accounts"])
 
 
+def test_what_one_drew_in_an_epoch_that_the_others_never_formed_the_others_draw_so_too() -> None:
+    """The others' batch was shared with one that is gone, and that one's in an epoch without it."""
+    at = 5
+    faults = {"3.0": (at - 1, "committed"), "0.0": (at - 1, "met in vain"), "1.0": (at - 1, "met in vain")}
+    with ElasticJob(functions.train, 4, 2, faults, 0.5) as job:
+        left = ["0.0", "1.0", "2.0"]
+        values = [value_of(job, member) for member in left]
+        epochs = [decree.members for decree in job.headquarters[0].decrees]
+        assert epochs[:3] == [("0.0", "1.0", "2.0", "3.0"), tuple(left), tuple(left)]
+        assert [len(drawn_in(job, member, at)) for member in left] == [4, 4, 4], "no sample is lost"
+        check_alike(values)
+        check_exact(values[0], samples_that_count(job, {"3.0": faults["3.0"]}, ["3.0"]))
+        assert all(account.is_accounted and not account.lost.num_samples for account in values[0]["accounts"])
+
+
 def test_one_that_misses_what_it_has_to_do_is_not_waited_for_for_ever_and_all_go_on() -> None:
     """A fault of this system, as there was one: each waits for the others, and says so."""
     with ElasticJob(functions.train, 3, 3, {"1.0": (16, "miss")}, 0.3) as job:

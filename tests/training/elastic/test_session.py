@@ -88,6 +88,9 @@ class EasyCrew:
     def note(self) -> dict[str, Any]:
         return {}
 
+    def drawn(self) -> tuple[int, str]:
+        return 0, ""
+
     def check(self, *_: Any) -> None: ...
 
     def begin(self, *_: Any, **__: Any) -> None: ...

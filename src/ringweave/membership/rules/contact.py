@@ -1,12 +1,8 @@
-"""A member's side of silence: whether its coordinator still answers, and for how long training has stood still."""
+"""A member's side of silence: whether its coordinator still answers."""
 
-from dataclasses import replace
-
-from ringweave.membership.rules.rhythm import ANSWERS, BEAT_S, WAITS, Delays, Rhythm
+from ringweave.membership.rules.progress import Progress
+from ringweave.membership.rules.rhythm import ANSWERS, BEAT_S, Delays, Rhythm
 from ringweave.membership.rules.signs import Beat
-
-_FIRST_WAIT_S = 600.0
-"""So long a member waits for the others in any case as long as it does not know what is usual."""
 
 
 class Contact:
@@ -14,25 +10,18 @@ class Contact:
 
     def __init__(self, now_s: float) -> None:
         self._answers, self._delays = Rhythm(ANSWERS, now_s), Delays(now_s, BEAT_S)
-        self._waits = Rhythm(WAITS, now_s, _FIRST_WAIT_S)
+        self._progress = Progress(now_s)
         self._heard_s = now_s
-        self._progress, self._still_since_s, self._is_starting = -1, now_s, False
+        self._is_starting = False
 
     def look(self, beat: Beat, now_s: float) -> Beat:
-        """Note how late this process looks, and what it gets done; its beat, with how long it has stood still."""
+        """Note how late this process looks, and what it gets done; its beat, with what follows from that."""
         if self._is_starting and not beat.is_starting:
             self._answers.forget()
             self._delays.forget()
         self._delays.observe(now_s)  # how late this look is counts, whatever is forgotten
         self._is_starting = beat.is_starting
-        if beat.progress != self._progress:
-            self._waits.observe(now_s)
-        elif not beat.is_waiting:
-            self._waits.excuse(now_s)
-        if beat.progress != self._progress or not beat.is_waiting:
-            self._progress, self._still_since_s = beat.progress, now_s
-        is_in_vain = self._waits.is_late(now_s, self._delays.grace_s)
-        return replace(beat, still_s=now_s - self._still_since_s, waits_in_vain=is_in_vain)
+        return self._progress.look(beat, now_s, self._delays.grace_s)
 
     def begin(self, now_s: float) -> None:
         """From now on another coordinator is to answer, or the same one again."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from ringweave.membership.rules import quorum, reasons
 from ringweave.membership.rules.electing import Election, Rejoining
 from ringweave.membership.rules.presence import Presence
-from ringweave.membership.rules.records import Ballot, Decree, Order, Proposal, Standing, slot_of, with_one_layout
+from ringweave.membership.rules.records import Ballot, Decree, Order, Proposal, Standing, as_passed_on, slot_of
 from ringweave.membership.rules.rhythm import ANSWERS, WAITS, Delays
 from ringweave.membership.rules.settings import Settings
 from ringweave.membership.rules.signs import MAY_GO_S, SURE_AFTER_S, Beat
@@ -434,8 +434,8 @@ class Coordinator:
         is_heirless = bool(holders) and not any(each.has_state for each in staying)
         if is_heirless and not self._settings.is_kept_elsewhere:
             staying, num_left = standings, len(standings)
-        finished = tuple(replace(each, layout="") for each in self._finished)
-        decree = Decree(ballot=proposal.ballot, standings=with_one_layout(staying), finished=finished)
+        finished = tuple(replace(each, layout="", sharing="") for each in self._finished)
+        decree = Decree(ballot=proposal.ballot, standings=as_passed_on(staying), finished=finished)
         if self.decree is None or decree.committed > self.decree.committed:
             self._accusations.clear()
             self.num_woken = 0

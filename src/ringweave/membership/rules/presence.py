@@ -111,7 +111,7 @@ class Presence:
         for member, signs in list(self.here.items()):
             if signs.is_silent(now_s, grace_s(member)):
                 yield member, "it was not heard of in time"
-            elif somebody_waits and signs.is_stuck(now_s, grace_s(member)):
+            elif somebody_waits and signs.is_stuck(grace_s(member)):
                 yield member, "it stood still while others waited for it"
 
     def lose(self, member: str, *, is_silent: bool) -> None:

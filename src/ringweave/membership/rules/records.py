@@ -35,6 +35,12 @@ class Standing:
     """What the other members have to know of it and the coordinator does not: passed on as it is."""
     layout: str = ""
     """What newcomers have to know to take part; all who have the state say the same; only the first's is passed on."""
+    num_drawn: int = 0
+    """Batches that its script has drawn."""
+    sharing: str = ""
+    """Who computes what of those of them that do not count yet. All who have drawn a batch say the same of it, and the
+    others are to draw it so: they may not have been in the epoch that it was drawn in. Only one's is passed on that has
+    drawn the most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,10 +110,15 @@ class Order:
     """Of a job that is over: the member that is to save the state; empty if nobody who is left has it."""
 
 
-def with_one_layout(standings: Sequence[Standing]) -> tuple[Standing, ...]:
-    """All layouts say the same, and grow with the model: only that of the first with the job's state is left."""
-    first = next((each for each in standings if each.has_state), None)
-    return tuple(replace(each, layout=each.layout if each is first else "") for each in standings)
+def as_passed_on(standings: Sequence[Standing]) -> tuple[Standing, ...]:
+    """What several say alike, and grows with the model or the job, is left of one of them."""
+    holders = [each for each in standings if each.has_state]
+    first = next(iter(holders), None)
+    furthest = max(holders, key=lambda each: each.num_drawn, default=None)
+    return tuple(
+        replace(each, layout=each.layout if each is first else "", sharing=each.sharing if each is furthest else "")
+        for each in standings
+    )
 
 
 def slot_of(member: str) -> tuple[int, int]:

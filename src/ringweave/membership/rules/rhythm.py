@@ -101,6 +101,10 @@ class Rhythm:
         """What has passed since the last sign does not count."""
         self._last_s = max(now_s, self._last_s)
 
+    def shift(self, seconds: float) -> None:
+        """So much of what has passed since the last sign does not count."""
+        self._last_s += seconds
+
     @property
     def deadline_s(self) -> float:
         """Seconds after the last sign from which its absence is no longer usual."""
@@ -114,6 +118,10 @@ class Rhythm:
         """When that is for the next sign."""
         return self._last_s + self.deadline_s
 
+    def late_s(self, now_s: float, grace_s: float = 0.0) -> float:
+        """By how much more than the grace the next sign is overdue."""
+        return max(0.0, now_s - self._last_s - self.deadline_s - grace_s)
+
     def is_late(self, now_s: float, grace_s: float = 0.0) -> bool:
         """Whether the next sign is overdue, and by more than the grace."""
-        return now_s - self._last_s > self.deadline_s + grace_s
+        return self.late_s(now_s, grace_s) > 0.0

@@ -2,20 +2,20 @@
 
 from dataclasses import dataclass
 
-from ringweave.membership.rules.rhythm import ANSWERS, SILENCE, STANDSTILL, Rhythm, Tolerance
+from ringweave.membership.rules.rhythm import ANSWERS, SILENCE, Rhythm, Tolerance
 
 MAY_GO_S = 0.75 * ANSWERS.least_s
 """After a silence that is longer, on either side, a member may be with another coordinator, its goodbye unheard."""
 SURE_AFTER_S = 2.5
 """Then all has been heard of what has happened meanwhile."""
-_IDLE_FRACTION = 0.1
-"""Of a processor: below it a process does nothing but beat."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beat:
-    """What a heartbeat says."""
+    """What a heartbeat says. What is usual of a member it knows itself, whichever coordinator it tells."""
 
+    number: int = 0
+    """Grows with each."""
     progress: int = 0
     """Counts whatever the training thread gets done: batches, buckets, steps."""
     is_waiting: bool = False
@@ -24,8 +24,10 @@ class Beat:
     """Seconds that the process has computed, or wanted to. Who evaluates or saves makes no progress, but is at work."""
     still_s: float = 0.0
     """For so long it has waited for the other members without getting on."""
+    stuck_s: float = 0.0
+    """For so long it ought to have got on, by what is usual of it: it neither computes nor waits."""
     waits_in_vain: bool = False
-    """That is far longer than it usually waits."""
+    """It has waited for far longer than is usual of it."""
     is_reading: bool = False
     """It reads the job's state, for which others may have to wait."""
     is_starting: bool = False
@@ -38,9 +40,7 @@ class Signs:
     def __init__(self, now_s: float, silence: Tolerance = SILENCE, first_s: float | None = None) -> None:
         """`first_s` is the deadline of heartbeats until their rhythm is known; None is a long one."""
         self._beats = Rhythm(silence, now_s, first_s)
-        self._steps = Rhythm(STANDSTILL, now_s)
         self._last = Beat()
-        self._looked_s = now_s
         self._heard_s = self._sure_s = now_s
 
     @property
@@ -71,17 +71,12 @@ class Signs:
         self._beats.observe(now_s)
         if self._last.is_starting and not beat.is_starting:
             self._beats.forget()
-        used_s, passed_s = beat.cpu_s - self._last.cpu_s, now_s - self._looked_s
-        if beat.progress != self._last.progress:
-            self._steps.observe(now_s)
-        elif beat.is_waiting or used_s > _IDLE_FRACTION * passed_s:
-            self._steps.excuse(now_s)
-        self._last, self._looked_s = beat, now_s
+        if beat.number >= self._last.number:
+            self._last = beat
 
     def excuse(self, now_s: float) -> None:
         """The one who listens was away itself: nothing that passed meanwhile counts."""
         self._beats.excuse(now_s)
-        self._steps.excuse(now_s)
 
     def may_have_gone(self, now_s: float) -> bool:
         """It was not heard of for so long, a moment ago, that it may have gone to another coordinator.
@@ -94,6 +89,6 @@ class Signs:
         """No heartbeat when one was due: the process is stopped, cut off or starved."""
         return self._beats.is_late(now_s, grace_s)
 
-    def is_stuck(self, now_s: float, grace_s: float = 0.0) -> bool:
+    def is_stuck(self, grace_s: float = 0.0) -> bool:
         """It beats, but neither computes nor waits nor gets on."""
-        return not self._last.is_waiting and self._steps.is_late(now_s, grace_s)
+        return self._last.stuck_s > grace_s

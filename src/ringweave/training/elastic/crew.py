@@ -11,6 +11,7 @@ from ringweave import wire
 from ringweave.membership.rules.records import Decree
 from ringweave.planning.balancing import Change, Speed, SpeedEstimator
 from ringweave.training import control
+from ringweave.training.elastic import sharings
 from ringweave.training.elastic.books import Books
 from ringweave.training.elastic.joining.reading import Reading
 from ringweave.training.elastic.loader import Place
@@ -140,6 +141,12 @@ class JobCrew:
             "books": self.books.to_words(),
         }
 
+    def drawn(self) -> tuple[int, str]:
+        """See `seams.Crew`."""
+        end = self.place.num_drawn
+        num_open = self.place.num_since_commit
+        return end, sharings.to_text(self.rosters.sharing(end - num_open, end)) if num_open else ""
+
     def commit(self, commit: Commit) -> None:
         """A reduction counts."""
         self._tell.committed()
@@ -168,6 +175,7 @@ class JobCrew:
         """
         for standing, note in zip(decree.standings, notes, strict=True):
             check_crew(standing, note)
+            sharings.of_text(standing.sharing)
         first = decree.teller
         names = [f"worker {member}" for member in (first, self._facts.member)]
         said = [notes[decree.members.index(member)]["alike"] for member in (first, self._facts.member)]
@@ -183,6 +191,9 @@ class JobCrew:
             place.epoch, place.position, place.num_drawn, place.num_steps_before = notes[holders[0]]["place"]
             epoch, place.counted, place.is_latecomer = place.epoch, (place.epoch, place.position), True
             self.books.load(epoch, notes[holders[0]]["books"])
+        following = self.rosters.still_following(followers)
+        for each in decree.standings:
+            self.rosters.share_so(sharings.of_text(each.sharing))
         speeds = [None if note["speed"] is None else _speed(note["speed"]) for note in notes]
         self.rosters.begin(
             max(note["place"][2] for note in notes),
@@ -190,7 +201,7 @@ class JobCrew:
             [note["cap"] for note in notes],
             speeds,
             [note["assumed_speed"] for note in notes],
-            self.rosters.still_following(followers),
+            following,
         )
         self._tell.begun()
 

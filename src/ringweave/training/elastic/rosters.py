@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ringweave.planning import balancing
 from ringweave.planning.balancing import Change, Speed
@@ -117,9 +117,15 @@ class Rosters:
         while len(self._rosters) > 1 and self._rosters[1].first_batch <= before_batch:
             del self._rosters[0]
 
-    def to_words(self) -> list[list[object]]:
-        """For a newcomer."""
-        return [[each.first_batch, list(each.members), list(each.shares)] for each in self._rosters]
+    def sharing(self, first: int, end: int) -> list[Roster]:
+        """The rosters of batches `first` to `end - 1`."""
+        later = [each for each in self._rosters if first < each.first_batch < end]
+        return [replace(self.of(first), first_batch=first), *later]
+
+    def share_so(self, sharing: Sequence[Roster]) -> None:
+        """Batches that others have drawn are shared so: with members, perhaps, that have never met this one."""
+        for each in sharing:
+            self._add(each)
 
     def _add(self, roster: Roster) -> Roster:
         self._rosters = [each for each in self._rosters if each.first_batch < roster.first_batch] + [roster]

@@ -40,6 +40,10 @@ class Crew(Protocol):
         """What the others have to know when an epoch begins."""
         ...
 
+    def drawn(self) -> tuple[int, str]:
+        """How many batches it has drawn, and who computes what of those that do not count yet; see `Standing`."""
+        ...
+
     def commit(self, commit: Commit) -> None:
         """A reduction counts."""
         ...

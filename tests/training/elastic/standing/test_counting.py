@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ringweave.errors import TrainingError
 from ringweave.membership.rules.records import Decree, Standing
 from ringweave.training.elastic.kept import Reduction, Spread
 from ringweave.training.elastic.rows import Commit, Row
@@ -48,7 +49,7 @@ class Crew:
         self.tells.append(self.is_teller())
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: {} if name == "note" else None
+        return lambda *_, **__: {"note": {}, "drawn": (0, "")}.get(name)
 
 
 class Agent:
@@ -95,6 +96,29 @@ def test_the_script_goes_on_when_what_counts_was_handed_over(session: Session, m
     may_hand_over.set()
     script.join(PATIENCE_S)
     assert heard == [{"version": 4}]
+
+
+def test_what_goes_wrong_as_a_reduction_comes_to_count_the_script_hears(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An account that is wrong, say. Once the script waited for ever for what was not handed over."""
+
+    def fail(_: Commit) -> None:
+        raise TrainingError("account of reduction 1")
+
+    monkeypatch.setattr(session._footing.crew, "commit", fail)
+    heard: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            session.spread(lambda: {"version": 4})
+        except BaseException as error:
+            heard.append(error)
+
+    script = threading.Thread(target=run, daemon=True)
+    script.start()
+    script.join(PATIENCE_S)
+    assert [str(each) for each in heard] == ["account of reduction 1"]
 
 
 @pytest.mark.parametrize(("members", "tells"), [(("1.0", "2.0"), True), (("0.1", "1.0"), False)])

@@ -82,6 +82,9 @@ class Crew:
     def note(self) -> dict[str, Any]:
         return {}
 
+    def drawn(self) -> tuple[int, str]:
+        return 0, ""
+
     def check(self, *_: Any) -> None: ...
 
     def row(self) -> Row:

@@ -184,9 +184,9 @@ class Counting:
         if _is_nothing(reduction):
             self._keep(prepared, reduction)
             return
-        self._is_settling = True
         footing.crew.withdraw()
         footing.crew.commit(commit)
+        self._is_settling = True  # not before: what raises there is the end, and the script hears of it
         footing.reduction = None
         footing.where = replace(footing.where, committed=commit.number, is_prepared=False)
         footing.num_signs += 1

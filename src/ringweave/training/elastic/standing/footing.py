@@ -88,8 +88,9 @@ class Footing:
         where = self.where
         if where.is_following and self.catching is not None:
             where = replace(where, at_border=self.catching.is_at_border)
-        place = self.crew.state_place
-        return replace(where, place=place, note=json.dumps(note), layout=layout)
+        num_drawn, sharing = self.crew.drawn()
+        where = replace(where, place=self.crew.state_place, num_drawn=num_drawn, sharing=sharing)
+        return replace(where, note=json.dumps(note), layout=layout)
 
     def raise_reason(self) -> None:
         """Why this member cannot go on, if it cannot.

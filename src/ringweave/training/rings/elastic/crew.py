@@ -138,6 +138,10 @@ class RingCrew:
         ring = {"ring": self.ring_place.to_words(), "is_whole": self.is_whole}
         return {**self._crew.note(), **ring}
 
+    def drawn(self) -> tuple[int, str]:
+        """See `seams.Crew`."""
+        return self._crew.drawn()
+
     def commit(self, commit: Commit) -> None:
         """Gradients count, or what was spread does."""
         if self.is_spreading:

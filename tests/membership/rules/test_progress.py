@@ -1,0 +1,101 @@
+import pytest
+
+from ringweave.membership.rules.progress import Progress
+from ringweave.membership.rules.rhythm import BEAT_S, STANDSTILL
+from ringweave.membership.rules.signs import Beat
+
+
+def test_how_long_training_has_stood_still_is_counted_while_it_waits() -> None:
+    made = Progress(0.0)
+    said = [
+        made.look(Beat(progress=num_signs, is_waiting=is_waiting), now_s, 0.0).still_s
+        for now_s, num_signs, is_waiting in [
+            (1.0, 7, True),
+            (2.0, 7, True),
+            (3.0, 8, True),
+            (4.5, 8, True),
+            (5.0, 8, False),
+        ]
+    ]
+    assert said == [0.0, 1.0, 0.0, 1.5, 0.0]
+
+
+def at_work(seconds: float) -> tuple[Progress, float]:
+    """A member that makes a step every second, of which it computes half."""
+    made, now_s = Progress(0.0), 0.0
+    while now_s < seconds:
+        now_s += 0.1
+        made.look(Beat(progress=int(now_s), cpu_s=now_s / 2), now_s, 0.0)
+    return made, now_s
+
+
+def test_who_computes_for_long_is_not_stuck() -> None:
+    made, now_s = at_work(20.0)
+    for index in range(600):
+        beat = Beat(progress=20, cpu_s=now_s / 2 + index * 0.09)
+        assert made.look(beat, now_s + index * 0.1, 0.0).stuck_s == 0
+
+
+def test_who_neither_computes_nor_waits_nor_gets_on_is_stuck() -> None:
+    made, now_s = at_work(20.0)
+    said = {index: made.look(Beat(progress=20, cpu_s=now_s / 2), now_s + index * 0.1, 0.0) for index in range(200)}
+    first = next(index for index, beat in said.items() if beat.stuck_s > 0)
+    assert STANDSTILL.least_s <= first * 0.1 <= 10.0
+    assert said[199].stuck_s == pytest.approx((199 - first) * 0.1, abs=0.11)
+    assert [beat.number for beat in said.values()] == list(range(said[0].number, said[0].number + 200))
+
+
+def test_who_waits_for_others_is_never_stuck() -> None:
+    made, now_s = at_work(20.0)
+    for index in range(1000):
+        beat = Beat(progress=20, is_waiting=True, cpu_s=now_s / 2)
+        assert made.look(beat, now_s + index * 0.1, 0.0).stuck_s == 0
+
+
+def test_what_a_process_was_stopped_for_it_was_not_stuck_for_nor_did_it_wait() -> None:
+    made, now_s = at_work(20.0)
+    assert made.look(Beat(progress=20, cpu_s=now_s / 2), now_s + 500.0, 0.0).stuck_s == 0
+    waiting, now_s = waited(1.0)
+    assert not waiting.look(Beat(progress=9, is_waiting=True), now_s + 500.0, 0.0).waits_in_vain
+
+
+def test_on_a_busy_machine_all_of_that_takes_longer() -> None:
+    made, now_s = at_work(20.0)
+    for number in range(1, 60):
+        alone = made.look(Beat(progress=20, cpu_s=now_s / 2), now_s + number * BEAT_S, 0.0).stuck_s
+        busy = made.look(Beat(progress=20, cpu_s=now_s / 2), now_s + number * BEAT_S, 2.0).stuck_s
+        assert busy == pytest.approx(max(0.0, alone - 2.0))
+
+
+def waited(usual_s: float, *, num: int = 10) -> tuple[Progress, float]:
+    """A member that has waited for the others so long, so many times, and got on each time."""
+    made, now_s = Progress(0.0), 0.0
+    for number in range(num):
+        for _ in range(round(usual_s / BEAT_S)):
+            now_s += BEAT_S
+            made.look(Beat(progress=number, is_waiting=True), now_s, 0.0)
+    return made, now_s
+
+
+def waits_in_vain(made: Progress, since_s: float, last: Beat) -> float | None:
+    """Seconds after which it says so; None within quarter of an hour."""
+    for number in range(1, 3600):
+        now_s = since_s + number * BEAT_S
+        if made.look(last, now_s, 0.0).waits_in_vain:
+            return now_s - since_s
+    return None
+
+
+@pytest.mark.parametrize(("usual_s", "expected_s"), [(0.5, 20.0), (1.0, 20.0), (5.0, 40.0)])
+def test_who_waits_for_far_longer_than_it_usually_does_says_so(usual_s: float, expected_s: float) -> None:
+    made, now_s = waited(usual_s)
+    found_s = waits_in_vain(made, now_s, Beat(progress=9, is_waiting=True))
+    assert found_s == pytest.approx(expected_s, abs=usual_s + BEAT_S)
+
+
+def test_who_computes_does_not_say_that_it_waits_in_vain_nor_soon_who_does_not_know_what_is_usual() -> None:
+    made, now_s = waited(1.0)
+    assert waits_in_vain(made, now_s, Beat(progress=9)) is None
+    made, now_s = waited(1.0, num=7)
+    found_s = waits_in_vain(made, now_s, Beat(progress=6, is_waiting=True))
+    assert found_s == pytest.approx(600.0, abs=1.5), "ten minutes, whatever it is"

@@ -1,0 +1,69 @@
+import pytest
+
+from ringweave.errors import TrainingError
+from ringweave.membership.messages import MAX_SHARING
+from ringweave.membership.rules.records import Standing, as_passed_on
+from ringweave.training.elastic import sharings
+from ringweave.training.elastic.rosters import Roster, Rosters
+
+
+def begun(*members: str, first: int = 0, batch: int = 12) -> Rosters:
+    rosters = Rosters(batch, is_balanced=False)
+    rosters.begin(first, members, [None] * len(members), [None] * len(members), [1.0] * len(members))
+    return rosters
+
+
+def test_batches_that_others_have_drawn_are_shared_as_they_drew_them_and_the_next_ones_are_not() -> None:
+    others = begun("0.0", "1.0", "2.0")
+    told = sharings.of_text(sharings.to_text(others.sharing(7, 8)))
+    assert told == [Roster(first_batch=7, members=("0.0", "1.0", "2.0"), shares=(4, 4, 4))]
+    rosters = begun("0.0", "1.0", "2.0", "3.0")
+    rosters.share_so(told)
+    rosters.begin(8, ["0.0", "1.0"], [None] * 2, [None] * 2, [1.0] * 2)
+    assert [rosters.of(number).shares for number in (6, 7, 8)] == [(3, 3, 3, 3), (4, 4, 4), (6, 6)]
+
+
+def test_what_is_told_is_of_the_batches_that_are_asked_for() -> None:
+    rosters = begun("0.0", "1.0")
+    rosters.begin(5, ["0.0"], [None], [None], [1.0])
+    rosters.begin(9, ["0.0", "2.0"], [None] * 2, [None] * 2, [1.0] * 2)
+    assert [(each.first_batch, each.members) for each in rosters.sharing(4, 9)] == [(4, ("0.0", "1.0")), (5, ("0.0",))]
+    assert [(each.first_batch, each.members) for each in rosters.sharing(6, 7)] == [(6, ("0.0",))]
+
+
+def test_only_one_passes_it_on_that_has_drawn_the_most_and_has_the_state() -> None:
+    standings = [
+        Standing(member="0.0", has_state=True, num_drawn=7, sharing="a", layout="l"),
+        Standing(member="1.0", has_state=True, num_drawn=8, sharing="b", layout="l"),
+        Standing(member="2.0", has_state=True, num_drawn=8, sharing="b", layout="l"),
+        Standing(member="3.0", is_following=True, num_drawn=9, sharing="c"),
+    ]
+    passed = as_passed_on(standings)
+    assert [each.sharing for each in passed] == ["", "b", "", ""]
+    assert [each.layout for each in passed] == ["l", "", "", ""]
+    assert [each.num_drawn for each in passed] == [7, 8, 8, 9]
+    assert as_passed_on(standings[3:])[0].sharing == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "all of it: Invalid JSON"),
+        ('[{"first_batch":-1,"members":["0.0"],"shares":[1]}]', "0.first_batch: Input should be greater than"),
+        ('[{"first_batch":1,"members":["x"],"shares":[1]}]', "0.members.0: String should match pattern"),
+        ('[{"first_batch":1,"members":[],"shares":[]}]', "0.members: List should have at least 1 item"),
+        ('[{"first_batch":1,"members":["0.0"],"shares":[]}]', "[] of 1 members, expected one of each"),
+        ('[{"first_batch":1,"members":["0.0"],"shares":[0]}]', "expected one of each"),
+        ('[{"first_batch":1,"members":["0.0"],"shares":[true]}]', "0.shares.0: Input should be a valid integer"),
+        ("[" + " " * MAX_SHARING + "]", f"{MAX_SHARING + 2} characters', expected at most {MAX_SHARING}"),
+    ],
+)
+def test_what_no_member_says_is_refused(text: str, reason: str) -> None:
+    with pytest.raises(TrainingError, match="batches that were drawn: ") as raised:
+        sharings.of_text(text)
+    assert reason in str(raised.value)
+    assert "Run the same ringweave on all nodes" in str(raised.value)
+
+
+def test_nothing_that_is_open_is_no_text() -> None:
+    assert sharings.of_text("") == []
