@@ -105,14 +105,14 @@ class Member:
 
     def begin_roster(self, decree: Decree) -> None:
         """What others have drawn is shared as they say; what nobody has, by the members of this epoch."""
-        first = 1 + max((each.num_drawn for each in decree.standings if each.has_state), default=decree.committed)
-        known = {number: roster for number, roster in self.rosters.items() if number < first}
-        for each in decree.standings:
-            if each.sharing:
+        training = [each for each in decree.standings if each.has_state or each.is_following]
+        drawn = max((each.num_drawn for each in training), default=decree.committed)
+        self.rosters = {number: roster for number, roster in self.rosters.items() if number <= drawn}
+        for each in training:
+            if each.sharing and each.num_drawn == drawn:
                 term, number = map(int, each.sharing.split())
-                known = {first: roster for first, roster in known.items() if first < each.num_drawn}
-                known[each.num_drawn] = term, number
-        self.rosters = {**known, first: decree.ballot}
+                self.rosters[drawn] = term, number
+        self.rosters[drawn + 1] = decree.ballot
 
     def look(self, now_s: float) -> Beat:
         """Its next heartbeat."""

@@ -278,10 +278,17 @@ class World:
                 member.stops = self._all_want(member.decree, number)
                 member.is_frozen = member.stops and (not member.is_stuck or member.standing.is_following)
         elif standing.is_following:
-            if member.num_kept < MOST_KEPT or not member.is_stuck:
-                self._prepare(member, together)
+            self._follow(member, together)
         elif not member.is_stuck:
             self._train(member, together)
+
+    def _follow(self, member: Member, together: set[str]) -> None:
+        """Its script draws the batch that it is level with; else it takes part, as long as it may be behind."""
+        number = member.standing.committed + 1
+        if self._is_level_at(member, number) and number not in member.drawn:
+            member.draw(number)
+        elif member.num_kept < MOST_KEPT or not member.is_stuck:
+            self._prepare(member, together)
 
     def _train(self, member: Member, together: set[str]) -> None:
         """What the script does: it stops at a border, leaves it, and has all its gradients summed."""
@@ -380,11 +387,11 @@ class World:
         self._get_on(member)
 
     def _count(self, member: Member, number: int) -> None:
-        """It counts. Every third reduction finds a script level that follows and does not hang."""
+        """It counts."""
         assert member.life >= self.newest_life, "nobody goes on with what was before others began again"
         self.newest_life = member.life
         was_following = member.standing.is_following
-        is_level = was_following and number % 3 == 0 and not member.is_stuck
+        is_level = was_following and self._is_level_at(member, number)
         member.history[number] = member.follower.epoch
         self._compare(member, number)
         member.standing = replace(
@@ -400,6 +407,10 @@ class World:
         member.num_counted += not was_following
         member.num_kept = member.num_kept + 1 if member.standing.is_following else 0
         self._get_on(member)
+
+    def _is_level_at(self, member: Member, number: int) -> bool:
+        """Every third reduction finds a script level that follows and does not hang: it has drawn that batch too."""
+        return number % 3 == 0 and not member.is_stuck
 
     def _compare(self, member: Member, number: int) -> None:
         """Whose gradients are in one sum have drawn the batch alike: else samples are in it twice, or not at all."""

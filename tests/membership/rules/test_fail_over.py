@@ -102,6 +102,22 @@ def test_who_was_lost_with_the_coordinator_is_waited_for_from_then_on_if_trainin
     assert table.coordinator.order_for("0.0").reason == "the others went on without it"
 
 
+def test_who_hangs_when_it_asks_is_put_out_by_whoever_decides_then_and_hears_so() -> None:
+    """A standby that has not taken over yet could not tell it so that it obeyed."""
+    decree = Table(5).begin(*(f"{slot}.0" for slot in range(5)))
+    table = Table(5, index=1, is_standby=True)
+    table.pass_time(10.0)
+    for slot in range(5):
+        beat = Beat(stuck_s=2.0) if slot == 0 else Beat(is_waiting=True)
+        rejoining = Rejoining(standing=holder(f"{slot}.0"), decree=decree, promised=decree.ballot, beat=beat)
+        table.coordinator.rejoin(rejoining, table.now_s)
+        table.now_s += 0.05
+        table.coordinator.tick(table.now_s)
+    order = table.coordinator.order_for("0.0")
+    assert order.reason == "it stood still while others waited for it"
+    assert order.ballot > (2, 0), "greater than what it has promised to the one before"
+
+
 def test_where_members_have_learnt_to_be_patient_who_is_missing_has_more_time() -> None:
     """The machine is busy: whoever is missing may not even know yet that the coordinator is lost."""
     table, decree = taken_over(lost_s=1.35, still_s=0.7, patience_s=1.6)

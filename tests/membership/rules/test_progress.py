@@ -65,6 +65,12 @@ def test_on_a_busy_machine_all_of_that_takes_longer() -> None:
         alone = made.look(Beat(progress=20, cpu_s=now_s / 2), now_s + number * BEAT_S, 0.0).stuck_s
         busy = made.look(Beat(progress=20, cpu_s=now_s / 2), now_s + number * BEAT_S, 2.0).stuck_s
         assert busy == pytest.approx(max(0.0, alone - 2.0))
+    waiting, now_s = waited(1.0)
+    said = {
+        number: waiting.look(Beat(progress=9, is_waiting=True), now_s + number * BEAT_S, 10.0) for number in range(140)
+    }
+    assert not said[28 * 4].waits_in_vain
+    assert said[139].waits_in_vain
 
 
 def waited(usual_s: float, *, num: int = 10) -> tuple[Progress, float]:
@@ -99,3 +105,28 @@ def test_who_computes_does_not_say_that_it_waits_in_vain_nor_soon_who_does_not_k
     made, now_s = waited(1.0, num=7)
     found_s = waits_in_vain(made, now_s, Beat(progress=6, is_waiting=True))
     assert found_s == pytest.approx(600.0, abs=1.5), "ten minutes, whatever it is"
+
+
+def test_what_a_member_computes_between_its_signs_says_nothing_of_how_long_it_waits() -> None:
+    """Ten backward passes, and then the first sum: how long that takes nobody knows."""
+    made, now_s = Progress(0.0), 0.0
+    for number in range(10):
+        now_s += 1.0
+        made.look(Beat(progress=number), now_s, 0.0)
+    found_s = waits_in_vain(made, now_s, Beat(progress=9, is_waiting=True))
+    assert found_s == pytest.approx(600.0, abs=1.5)
+
+
+def test_in_each_epoch_a_wait_begins_anew() -> None:
+    made, now_s = waited(1.0)
+    assert waits_in_vain(made, now_s, Beat(progress=9, is_waiting=True)) == pytest.approx(20.0, abs=1.5)
+    now_s += 30.0
+    found_s = waits_in_vain(made, now_s, Beat(progress=9, is_waiting=True, num_epochs=1))
+    assert found_s == pytest.approx(20.0, abs=1.5)
+
+
+def test_whose_looks_are_always_late_hangs_all_the_same() -> None:
+    made, now_s = at_work(20.0)
+    said = [made.look(Beat(progress=20, cpu_s=now_s / 2), now_s + index * 0.6, 0.0).stuck_s for index in range(60)]
+    assert said[0] == 0
+    assert 0 < said[59] < 30, "though what it was late for does not count"

@@ -63,7 +63,7 @@ def test_a_border_that_none_comes_to_is_not_waited_for() -> None:
     asked = table.coordinator.order_for("0.0").proposal
     assert asked is not None
     assert not asked.is_urgent
-    proposal = proposal_after(table, VAIN, VAIN, WAITS)
+    proposal = proposal_after(table, VAIN, VAIN, Beat())
     assert proposal is not None
     assert proposal.is_urgent
 
@@ -74,18 +74,29 @@ def test_where_the_state_is_kept_elsewhere_they_may_be_waiting_for_that() -> Non
     assert proposal_after(table, VAIN, VAIN) is None
 
 
+def woken_s(table: Table, num: int, *, committed: int = 5) -> list[float]:
+    """Seconds from the begin of each epoch until its members are told to begin anew, so many times."""
+    found, begun_s = [], table.now_s
+    while len(found) < num:
+        if proposal_after(table, VAIN, VAIN, seconds=0.1) is not None:
+            found.append(table.now_s - begun_s)
+            table.stand(*(holder(each, at_border=False, committed=committed) for each in ("0.0", "1.0")))
+            begun_s = table.now_s
+    return found
+
+
 def test_who_is_only_slow_gets_twice_the_time_whenever_that_was_not_enough() -> None:
     table = Table(2)
     table.begin("0.0", "1.0")
-    rests_s, last_s = [], 0.0
-    while len(rests_s) < 4:
-        if proposal_after(table, VAIN, VAIN, seconds=0.1) is not None:
-            rests_s.append(table.now_s - last_s)
-            last_s = table.now_s
-            table.stand(holder("0.0", at_border=False), holder("1.0", at_border=False))
-    assert rests_s[1:] == pytest.approx([20.0, 40.0, 80.0], abs=0.3)
-    assert table.coordinator.num_woken == 3, "since they last got on"
+    table.pass_time(100.0, "0.0", "1.0")
+    assert woken_s(table, 8)[1:] == pytest.approx([200 * 2**number for number in range(7)], rel=0.01), "without an end"
+    assert table.coordinator.num_woken == 8
     assert table.coordinator.decree is not None
     table.coordinator.accuse("0.0", table.coordinator.decree.ballot, [], table.now_s)
     table.stand(holder("0.0", committed=6), holder("1.0", committed=6))
-    assert table.coordinator.num_woken == 0, "they have got on"
+    assert woken_s(table, 1, committed=6) == pytest.approx([0.1]), "they have got on since then"
+
+
+def test_nobody_is_told_to_wait_anew_by_a_coordinator_that_decides_nothing() -> None:
+    standby = Table(2, index=1, is_standby=True)
+    assert proposal_after(standby, VAIN, VAIN) is None

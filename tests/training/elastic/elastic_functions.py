@@ -78,6 +78,7 @@ def train(
         for number, (inputs, targets, indices) in enumerate(loader, start=loader.state_dict()["position"] // BATCH):
             step = epoch * (NUM_SAMPLES // BATCH) + number
             say(("drawn", step, indices.tolist() if loader.fraction else []))
+            say(("in", step, loader._parts.session.decree.ballot))
             sums.begin_step(step)
             if step == at:
                 arm(moment, model, optimizer)

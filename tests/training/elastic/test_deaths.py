@@ -205,6 +205,9 @@ def test_what_one_drew_in_an_epoch_that_the_others_never_formed_the_others_draw_
         values = [value_of(job, member) for member in left]
         epochs = [decree.members for decree in job.headquarters[0].decrees]
         assert epochs[:3] == [("0.0", "1.0", "2.0", "3.0"), tuple(left), tuple(left)]
+        second, third = (decree.ballot for decree in job.headquarters[0].decrees[1:3])
+        drawn = {member: [said[2] for said, _ in job.said(member) if said[:2] == ("in", at)] for member in left}
+        assert drawn == {"0.0": [third], "1.0": [third], "2.0": [second]}
         assert [len(drawn_in(job, member, at)) for member in left] == [4, 4, 4], "no sample is lost"
         check_alike(values)
         check_exact(values[0], samples_that_count(job, {"3.0": faults["3.0"]}, ["3.0"]))

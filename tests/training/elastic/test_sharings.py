@@ -31,18 +31,18 @@ def test_what_is_told_is_of_the_batches_that_are_asked_for() -> None:
     assert [(each.first_batch, each.members) for each in rosters.sharing(6, 7)] == [(6, ("0.0",))]
 
 
-def test_only_one_passes_it_on_that_has_drawn_the_most_and_has_the_state() -> None:
+@pytest.mark.parametrize(("num_drawn", "passed_on"), [(8, ["", "", "b", ""]), (9, ["c", "", "", ""])])
+def test_only_one_passes_it_on_that_has_drawn_the_most(num_drawn: int, passed_on: list[str]) -> None:
     standings = [
-        Standing(member="0.0", has_state=True, num_drawn=7, sharing="a", layout="l"),
-        Standing(member="1.0", has_state=True, num_drawn=8, sharing="b", layout="l"),
+        Standing(member="0.1", is_following=True, num_drawn=num_drawn, sharing="c"),
+        Standing(member="1.0", has_state=True, num_drawn=7, sharing="a", layout="l"),
         Standing(member="2.0", has_state=True, num_drawn=8, sharing="b", layout="l"),
-        Standing(member="3.0", is_following=True, num_drawn=9, sharing="c"),
+        Standing(member="3.0", has_state=True, num_drawn=8, sharing="b", layout="l"),
     ]
-    passed = as_passed_on(standings)
-    assert [each.sharing for each in passed] == ["", "b", "", ""]
-    assert [each.layout for each in passed] == ["l", "", "", ""]
-    assert [each.num_drawn for each in passed] == [7, 8, 8, 9]
-    assert as_passed_on(standings[3:])[0].sharing == ""
+    passed = as_passed_on([*standings, Standing(member="4.0", num_drawn=12)])
+    assert [each.sharing for each in passed] == [*passed_on, ""]
+    assert [each.layout for each in passed] == ["", "l", "", "", ""]
+    assert [each.num_drawn for each in passed] == [num_drawn, 7, 8, 8, 12]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ _REST_S = 1.2
 """After a coordinator was lost: so long who has not asked the other one is waited for while training stands still."""
 _FIRST_FACTOR = 2.0
 """Times its own patience: so long a member that has asked another coordinator may say nothing at first."""
-_MOST_DOUBLINGS = 7
 _MOST_ACCUSATIONS = 3
 """Without a reduction in between."""
 
@@ -58,8 +57,9 @@ class Coordinator:
         self._finished: list[Standing] = []
         self._accusations: dict[str, int] = {}
         self._waiting_since_s: float | None = None
-        self._woken_s, self.num_woken = -math.inf, 0
-        """How often all waited for each other in vain since a reduction last counted, and were told to begin anew."""
+        self._begun_s, self._rest_s, self._woken_at = -math.inf, 0.0, -1
+        self.num_woken = 0
+        """How often all waited for each other in vain, and were told to begin anew."""
         self.decree: Decree | None = None
         """The epoch that holds."""
         self.ended = ""
@@ -256,8 +256,9 @@ class Coordinator:
                 self._waiting_since_s += delay_s
         if delay_s > MAY_GO_S:  # what has happened since is heard of only now
             self._away_until_s = now_s + SURE_AFTER_S
-        for member, reason in self._presence.late(now_s, self._grace_s):
-            self._lose(member, reason, is_silent=True)
+        if self.is_active:  # a standby's members are not its own yet: it could not tell them
+            for member, reason in self._presence.late(now_s, self._grace_s):
+                self._lose(member, reason, is_silent=True)
         self._ask_for_state(now_s)
         self._wake(now_s)
         self._consider(now_s)
@@ -281,15 +282,16 @@ class Coordinator:
 
         That is a fault of this system or of the network below it, and nobody is to blame. They form an epoch of the
         same members, and reduce the same gradients again. Where it is not a fault, but the network has become very
-        slow, that takes the longer the oftener it happens, so that they do get through at last. Where the state is
-        kept elsewhere they may be waiting for whoever keeps it.
+        slow, they get twice the time that was not enough, so that they do get through at last. Where the state is kept
+        elsewhere they may be waiting for whoever keeps it.
         """
         is_forming = self._proposal is not None and self._proposal.is_urgent
         if self.decree is None or self.ended or is_forming or self._settings.is_kept_elsewhere:
             return
-        rest_s = WAITS.least_s * 2 ** min(self.num_woken, _MOST_DOUBLINGS)
-        if self._presence.waits_in_vain and now_s - self._woken_s > rest_s:
-            self._woken_s, self.num_woken = now_s, self.num_woken + 1
+        passed_s = now_s - self._begun_s
+        if self._presence.wait_in_vain(self.decree.members) and passed_s > self._rest_s:
+            self._rest_s, self._woken_at = 2 * max(WAITS.least_s, passed_s), -1
+            self.num_woken += 1
             self._propose(is_urgent=True)
 
     @property
@@ -347,8 +349,8 @@ class Coordinator:
         """
         if not self._election.is_waiting(now_s, self._settings.recovery_s, self._presence.here):
             return self._is_waiting_for_state(now_s)
-        lost_s = self._election.lost_s(now_s)
-        is_broken = lost_s > ANSWERS.least_s and self._presence.stands_still(_STILL_S)
+        lost_s, members = self._election.lost_s(now_s), self.decree.members if self.decree else ()
+        is_broken = lost_s > ANSWERS.least_s and self._presence.stand_still(members, _STILL_S)
         if (self._election.take_unsettled() or is_broken) and self._proposal is None:
             self._propose(is_urgent=True)
         is_hopeless, least_s = self._election.is_hopeless(self._presence.here), self._settings.silence.least_s
@@ -438,7 +440,11 @@ class Coordinator:
         decree = Decree(ballot=proposal.ballot, standings=as_passed_on(staying), finished=finished)
         if self.decree is None or decree.committed > self.decree.committed:
             self._accusations.clear()
-            self.num_woken = 0
+        if self._woken_at < 0:  # where they stood when they were told to begin anew
+            self._woken_at = decree.committed
+        elif decree.committed > self._woken_at:
+            self._rest_s = 0.0
+        self._begun_s = now_s
         self.decree = decree
         self._reign, self._proposal, self._waiting_since_s = proposal.ballot[0], None, None
         for each in standings:
@@ -478,7 +484,7 @@ class Coordinator:
         assert newest is not None, "the election was won by its members"
         self._term, self._number = self._term_after(self._election.highest_ballot), 0
         self._reign = self._last_term = self._term
-        self.decree, self._waiting_since_s = newest, None
+        self.decree, self._waiting_since_s, self._begun_s = newest, None, now_s
         for stranger in set(self._presence.here) - set(newest.members):
             self._lose(stranger, reasons.WITHOUT_IT)
         missing = set(newest.members) - set(self._presence.here)

@@ -82,19 +82,23 @@ class Presence:
         """One that is here may be with another coordinator by now."""
         return member in self.here and self.here[member].may_have_gone(now_s)
 
-    def stands_still(self, least_s: float) -> bool:
-        """All who are here have waited for others for so long, and none has got on."""
-        return bool(self.here) and all(signs.still_s >= least_s for signs in self.here.values())
+    def stand_still(self, members: Collection[str], least_s: float) -> bool:
+        """All of them that are here have waited for others for so long, and none has got on."""
+        there = self._of(members)
+        return bool(there) and all(signs.still_s >= least_s for signs in there)
 
-    @property
-    def waits_in_vain(self) -> bool:
-        """All who are here wait for others, none gets on, and it takes far longer than one of them is used to.
+    def wait_in_vain(self, members: Collection[str]) -> bool:
+        """All of them that are here wait for others, none gets on, and it takes far longer than one of them is used to.
 
         Who has come a short while ago does not know yet what is usual.
         """
-        there = self.here.values()
+        there = self._of(members)
         is_reading = any(signs.is_reading for signs in there)
-        return self.stands_still(WAITS.least_s) and not is_reading and any(signs.waits_in_vain for signs in there)
+        is_in_vain = self.stand_still(members, WAITS.least_s) and any(signs.waits_in_vain for signs in there)
+        return is_in_vain and not is_reading
+
+    def _of(self, members: Collection[str]) -> list[Signs]:
+        return [signs for member, signs in self.here.items() if member in members]
 
     def excuse(self, now_s: float) -> None:
         """Nobody is to blame for what was not heard so far."""

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ringweave.membership.rules.rhythm import STANDSTILL, WAITS, Rhythm
+from ringweave.membership.rules.rhythm import BEAT_S, STANDSTILL, WAITS, Rhythm
 from ringweave.membership.rules.signs import Beat
 
 _IDLE_FRACTION = 0.1
@@ -25,16 +25,17 @@ class Progress:
         """The next beat, with what it tells of what is usual; a busy machine's process gets this grace."""
         passed_s = now_s - self._looked_s
         if passed_s > _STOPPED_S:
-            self._steps.shift(passed_s)
-            self._waits.shift(passed_s)
+            self._steps.shift(passed_s - BEAT_S)
+            self._waits.shift(passed_s - BEAT_S)
         gets_on = beat.progress != self._last.progress
         computes = beat.cpu_s - self._last.cpu_s > _IDLE_FRACTION * passed_s
         if gets_on:
             self._steps.observe(now_s)
-            self._waits.observe(now_s)
         elif beat.is_waiting or computes:
             self._steps.excuse(now_s)
-        if not gets_on and not beat.is_waiting:
+        if gets_on and self._last.is_waiting:
+            self._waits.observe(now_s)
+        elif gets_on or not beat.is_waiting or beat.num_epochs != self._last.num_epochs:
             self._waits.excuse(now_s)
         if gets_on or not beat.is_waiting:
             self._still_since_s = now_s

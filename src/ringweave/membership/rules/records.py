@@ -40,7 +40,7 @@ class Standing:
     sharing: str = ""
     """Who computes what of those of them that do not count yet. All who have drawn a batch say the same of it, and the
     others are to draw it so: they may not have been in the epoch that it was drawn in. Only one's is passed on that has
-    drawn the most."""
+    drawn the most, and be it one that follows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,13 +112,22 @@ class Order:
 
 def as_passed_on(standings: Sequence[Standing]) -> tuple[Standing, ...]:
     """What several say alike, and grows with the model or the job, is left of one of them."""
-    holders = [each for each in standings if each.has_state]
-    first = next(iter(holders), None)
-    furthest = max(holders, key=lambda each: each.num_drawn, default=None)
+    first = next((each for each in standings if each.has_state), None)
+    furthest = furthest_of(standings)
     return tuple(
         replace(each, layout=each.layout if each is first else "", sharing=each.sharing if each is furthest else "")
         for each in standings
     )
+
+
+def furthest_of(standings: Sequence[Standing]) -> Standing:
+    """One that has drawn the most batches, of those that do what the job does; of all, where none does so yet.
+
+    Who follows may be waiting for a step whose batch those who have the state have not drawn; of several that have
+    drawn as many it is one with the state.
+    """
+    training = [each for each in standings if each.has_state or each.is_following]
+    return max(training or standings, key=lambda each: (each.num_drawn, each.has_state))
 
 
 def slot_of(member: str) -> tuple[int, int]:

@@ -29,7 +29,9 @@ class Beat:
     waits_in_vain: bool = False
     """It has waited for far longer than is usual of it."""
     is_reading: bool = False
-    """It reads the job's state, for which others may have to wait."""
+    """It reads the job's state, or does something else that others may have to wait for."""
+    num_epochs: int = 0
+    """That it has begun: in each, whatever it waits for begins anew."""
     is_starting: bool = False
     """It imports, plans, or follows the others: how long its signs take now says nothing of later ones."""
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from typing_extensions import Buffer
 
 from ringweave import wire
-from ringweave.membership.rules.records import Decree
+from ringweave.membership.rules.records import Decree, furthest_of
 from ringweave.planning.balancing import Change, Speed, SpeedEstimator
 from ringweave.training import control
 from ringweave.training.elastic import sharings
@@ -191,12 +191,11 @@ class JobCrew:
             place.epoch, place.position, place.num_drawn, place.num_steps_before = notes[holders[0]]["place"]
             epoch, place.counted, place.is_latecomer = place.epoch, (place.epoch, place.position), True
             self.books.load(epoch, notes[holders[0]]["books"])
-        following = self.rosters.still_following(followers)
-        for each in decree.standings:
-            self.rosters.share_so(sharings.of_text(each.sharing))
+        following, furthest = self.rosters.still_following(followers), furthest_of(decree.standings)
+        self.rosters.share_so(sharings.of_text(furthest.sharing))
         speeds = [None if note["speed"] is None else _speed(note["speed"]) for note in notes]
         self.rosters.begin(
-            max(note["place"][2] for note in notes),
+            furthest.num_drawn,
             decree.members,
             [note["cap"] for note in notes],
             speeds,

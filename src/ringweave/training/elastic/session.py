@@ -132,8 +132,16 @@ class Session:
         return spread.said
 
     def change(self, change: Callable[[], None]) -> None:
-        """Do something that what this member says of itself depends on, while it is asked nothing."""
-        with self._footing.lock:
+        """Do something that what this member says of itself depends on, while it is asked nothing.
+
+        Raises:
+            MembershipError: This member was put out, or the job is over.
+        """
+        footing = self._footing
+        with footing.bequeathing(), footing.lock:
+            footing.is_waiting = True
+            footing.wait_thawed()
+            footing.is_waiting = False
             change()
 
     @property
@@ -224,6 +232,7 @@ class Session:
             cpu_s=cpu_s,
             is_starting=footing.catching is not None or footing.num_counted < _NUM_FIRST,
             is_reading=is_reading,
+            num_epochs=footing.num_epochs,
         )
 
     # The agent's thread.

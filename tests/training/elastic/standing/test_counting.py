@@ -49,7 +49,7 @@ class Crew:
         self.tells.append(self.is_teller())
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: {"note": {}, "drawn": (0, "")}.get(name)
+        return lambda *_, **__: {"note": {}, "drawn": (0, ""), "row": Row()}.get(name)
 
 
 class Agent:
@@ -119,6 +119,37 @@ def test_what_goes_wrong_as_a_reduction_comes_to_count_the_script_hears(
     script.start()
     script.join(PATIENCE_S)
     assert [str(each) for each in heard] == ["account of reduction 1"]
+
+
+def test_the_script_waits_for_no_gradients_that_cannot_be_handed_over(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of a device shows up anywhere."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(Reduction, "resolve", fail)
+    future = session.reduce(torch.ones(3))
+    session.end_pass(0)
+    with pytest.raises(TrainingError, match="CUDA error"):
+        future.wait()
+    with session._footing.lock:
+        assert session._footing.lock.wait_for(lambda: session._footing.refusal is not None, PATIENCE_S)
+    with pytest.raises(TrainingError, match=r"elastic training: .*CUDA error.*, expected no failure"):
+        session.wait_counted()
+
+
+def test_what_a_member_says_of_itself_changes_only_while_it_is_asked_nothing(session: Session) -> None:
+    session.freeze(is_urgent=True)
+    changes: list[bool] = []
+    script = threading.Thread(target=lambda: session.change(lambda: changes.append(session._footing.is_frozen)))
+    script.start()
+    script.join(0.2)
+    assert changes == []
+    session.form(Decree(ballot=(1, 2), standings=(Standing(member="0.0", has_state=True, note=NOTE),)))
+    script.join(PATIENCE_S)
+    assert changes == [False]
 
 
 @pytest.mark.parametrize(("members", "tells"), [(("1.0", "2.0"), True), (("0.1", "1.0"), False)])

@@ -106,7 +106,7 @@ class Counting:
         footing = self._footing
         with footing.bequeathing(), footing.lock:
             footing.lock.wait_for(lambda: not self._is_settling and (footing.reduction is None or footing.has_ended))
-            if footing.reduction is not None:
+            if footing.reduction is not None or footing.refusal is not None:
                 footing.raise_reason()
 
     # The session's own thread.
@@ -218,6 +218,9 @@ class Counting:
             for own, first in prepared.buffers:
                 own.copy_(first)
             reduction.resolve(prepared.commit, is_mean=self._is_mean)
+        except Exception as error:  # such as one of the device: the script is to hear of it, and not to wait
+            reduction.fail(seams.refusal_of(error))
+            raise
         finally:
             with self._footing.lock:
                 self._is_settling = False

@@ -54,6 +54,8 @@ class Footing:
         self.catching: Catching | None = None
         """Until the script has done all that was kept for it; it alone ends that."""
         self.num_signs, self.is_waiting = 0, False
+        self.num_epochs = 0
+        """That it has begun."""
         self.num_counted = 0
         """Reductions that its script has had the results of when they counted."""
         self.save_last: Callable[[], str] | None = None
@@ -134,6 +136,8 @@ class Footing:
         """This member cannot go on: its script raises, and the others hear that it is gone when its process ends."""
         with self.lock:
             self.refusal = seams.refusal_of(error)
+            if self.reduction is not None:
+                self.reduction.fail(self.refusal)
             self.lock.notify_all()
         self.groups.abort()
 

@@ -109,6 +109,7 @@ class Serving:
             footing.decree, self._counting.source = begun.decree, entrance.holders[0]
             self._following.begin(begun, entrance)
             footing.is_frozen, footing.is_ordered, footing.is_up, footing.stops = False, False, True, False
+            footing.num_epochs += 1
             error = footing.start_buckets()
             footing.lock.notify_all()
         footing.tell_broken(error, generation)

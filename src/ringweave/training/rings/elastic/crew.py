@@ -103,6 +103,11 @@ class RingCrew:
         """The train steps that the batch makes which was drawn last."""
         return self._open[-1].batch_share if self._open else 1.0
 
+    @property
+    def drawn_last(self) -> Roster:
+        """Who shares that batch: whatever epoch begins meanwhile, the books have it so."""
+        return self._open[-1].roster
+
     def open_epoch(self, number: int) -> None:
         """A new epoch of the data, from its begin."""
         self._crew.place.epoch, self.is_whole = number, True

@@ -201,11 +201,11 @@ class KeptRingLoader(ServedLoader):
         if count == 0:
             return None
         parts.timer.begin()
-        batch, number = indices[first : first + count], crew.place.num_drawn
+        batch = indices[first : first + count]
         at = first + self._epoch_samples - len(indices)
         part = balancing.batch_part(at, count, batch_samples=self.batch_size, num_samples=self._epoch_samples)
         parts.session.change(lambda: crew.draw(batch, part, first))
-        own = part_of(batch, crew.rosters.of(number), parts.name)
+        own = part_of(batch, crew.drawn_last, parts.name)
         return Portion(indices=own, num_total=len(batch), stand_ins=stand_ins(batch))
 
     def _leave_behind(self) -> None:

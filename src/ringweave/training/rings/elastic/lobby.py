@@ -153,9 +153,9 @@ def _wait_seated(
 def agent_of(
     lobby: Lobby, member: str, addresses: Sequence[tuple[str, int]], trust: wire.Trust, num_workers: int
 ) -> Agent:
-    """Who speaks for a worker in the lobby."""
+    """Who speaks for a worker in the lobby, where one of them begins the job at the server, and the others wait."""
     enter = Enter(part=LOBBY, expected=num_workers)
-    return Agent(member, addresses, trust, lobby, lambda: Beat(progress=0, is_waiting=True, cpu_s=0.0), enter=enter)
+    return Agent(member, addresses, trust, lobby, lambda: Beat(is_waiting=True, is_reading=True), enter=enter)
 
 
 def why_over(addresses: Sequence[tuple[str, int]], trust: wire.Trust) -> str:
