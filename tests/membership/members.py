@@ -124,7 +124,9 @@ class Member:
         if gets_on or waits:
             self.on_s = now_s
         self.looked_s, self.num_seen = now_s, self.num_signs
-        beat = Beat(progress=self.num_signs, is_waiting=waits, is_starting=self.is_starting)
+        beat = Beat(
+            progress=self.num_signs, is_waiting=waits, is_starting=self.is_starting, num_counted=self.num_counted
+        )
         said = self.contact.look(beat, now_s)
         self.idle_s[said.number] = now_s - self.on_s
         return said

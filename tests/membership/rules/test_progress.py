@@ -56,7 +56,7 @@ def test_what_a_process_was_stopped_for_it_was_not_stuck_for_nor_did_it_wait() -
     made, now_s = at_work(20.0)
     assert made.look(Beat(progress=20, cpu_s=now_s / 2), now_s + 500.0, 0.0).stuck_s == 0
     waiting, now_s = waited(1.0)
-    assert not waiting.look(Beat(progress=9, is_waiting=True), now_s + 500.0, 0.0).waits_in_vain
+    assert not waiting.look(Beat(progress=9, is_waiting=True, num_counted=9), now_s + 500.0, 0.0).waits_in_vain
 
 
 def test_on_a_busy_machine_all_of_that_takes_longer() -> None:
@@ -67,7 +67,8 @@ def test_on_a_busy_machine_all_of_that_takes_longer() -> None:
         assert busy == pytest.approx(max(0.0, alone - 2.0))
     waiting, now_s = waited(1.0)
     said = {
-        number: waiting.look(Beat(progress=9, is_waiting=True), now_s + number * BEAT_S, 10.0) for number in range(140)
+        number: waiting.look(Beat(progress=9, is_waiting=True, num_counted=9), now_s + number * BEAT_S, 10.0)
+        for number in range(140)
     }
     assert not said[28 * 4].waits_in_vain
     assert said[139].waits_in_vain
@@ -79,7 +80,7 @@ def waited(usual_s: float, *, num: int = 10) -> tuple[Progress, float]:
     for number in range(num):
         for _ in range(round(usual_s / BEAT_S)):
             now_s += BEAT_S
-            made.look(Beat(progress=number, is_waiting=True), now_s, 0.0)
+            made.look(Beat(progress=number, is_waiting=True, num_counted=number), now_s, 0.0)
     return made, now_s
 
 
@@ -95,7 +96,7 @@ def waits_in_vain(made: Progress, since_s: float, last: Beat) -> float | None:
 @pytest.mark.parametrize(("usual_s", "expected_s"), [(0.5, 20.0), (1.0, 20.0), (5.0, 40.0)])
 def test_who_waits_for_far_longer_than_it_usually_does_says_so(usual_s: float, expected_s: float) -> None:
     made, now_s = waited(usual_s)
-    found_s = waits_in_vain(made, now_s, Beat(progress=9, is_waiting=True))
+    found_s = waits_in_vain(made, now_s, Beat(progress=9, is_waiting=True, num_counted=9))
     assert found_s == pytest.approx(expected_s, abs=usual_s + BEAT_S)
 
 
@@ -103,7 +104,7 @@ def test_who_computes_does_not_say_that_it_waits_in_vain_nor_soon_who_does_not_k
     made, now_s = waited(1.0)
     assert waits_in_vain(made, now_s, Beat(progress=9)) is None
     made, now_s = waited(1.0, num=7)
-    found_s = waits_in_vain(made, now_s, Beat(progress=6, is_waiting=True))
+    found_s = waits_in_vain(made, now_s, Beat(progress=6, is_waiting=True, num_counted=6))
     assert found_s == pytest.approx(600.0, abs=1.5), "ten minutes, whatever it is"
 
 
@@ -117,11 +118,20 @@ def test_what_a_member_computes_between_its_signs_says_nothing_of_how_long_it_wa
     assert found_s == pytest.approx(600.0, abs=1.5)
 
 
+def test_sums_that_are_there_at_once_are_learnt_from_though_nobody_is_seen_to_wait_for_them() -> None:
+    made, now_s = Progress(0.0), 0.0
+    for number in range(10):
+        now_s += BEAT_S
+        made.look(Beat(progress=number, num_counted=number), now_s, 0.0)
+    found_s = waits_in_vain(made, now_s, Beat(progress=9, is_waiting=True, num_counted=9))
+    assert found_s == pytest.approx(20.0, abs=1.5)
+
+
 def test_in_each_epoch_a_wait_begins_anew() -> None:
     made, now_s = waited(1.0)
-    assert waits_in_vain(made, now_s, Beat(progress=9, is_waiting=True)) == pytest.approx(20.0, abs=1.5)
+    assert waits_in_vain(made, now_s, Beat(progress=9, is_waiting=True, num_counted=9)) == pytest.approx(20.0, abs=1.5)
     now_s += 30.0
-    found_s = waits_in_vain(made, now_s, Beat(progress=9, is_waiting=True, num_epochs=1))
+    found_s = waits_in_vain(made, now_s, Beat(progress=9, is_waiting=True, num_counted=9, num_epochs=1))
     assert found_s == pytest.approx(20.0, abs=1.5)
 
 

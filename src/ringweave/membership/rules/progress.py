@@ -33,7 +33,7 @@ class Progress:
             self._steps.observe(now_s)
         elif beat.is_waiting or computes:
             self._steps.excuse(now_s)
-        if gets_on and self._last.is_waiting:
+        if beat.num_counted != self._last.num_counted:
             self._waits.observe(now_s)
         elif gets_on or not beat.is_waiting or beat.num_epochs != self._last.num_epochs:
             self._waits.excuse(now_s)

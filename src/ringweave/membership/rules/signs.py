@@ -30,6 +30,8 @@ class Beat:
     """It has waited for far longer than is usual of it."""
     is_reading: bool = False
     """It reads the job's state, or does something else that others may have to wait for."""
+    num_counted: int = 0
+    """Reductions that it has the results of: so often it has waited for the others, and not in vain."""
     num_epochs: int = 0
     """That it has begun: in each, whatever it waits for begins anew."""
     is_starting: bool = False

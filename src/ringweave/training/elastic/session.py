@@ -232,6 +232,7 @@ class Session:
             cpu_s=cpu_s,
             is_starting=footing.catching is not None or footing.num_counted < _NUM_FIRST,
             is_reading=is_reading,
+            num_counted=footing.num_counted,
             num_epochs=footing.num_epochs,
         )
 

@@ -20,10 +20,12 @@ def made(epoch: int) -> KeptRingLoader:
     """Of a ring with one member, which is in that epoch."""
     place = SimpleNamespace(epoch=epoch, num_drawn=0, is_latecomer=False)
     nothing = lambda *_, **__: None  # noqa: E731 - what the ring hears of it
+    roster = Roster(first_batch=0, members=("0.0",), shares=(4,))
     crew = SimpleNamespace(
         batch_part=1.0,
         place=place,
-        rosters=SimpleNamespace(of=lambda _: Roster(first_batch=0, members=("0.0",), shares=(4,))),
+        rosters=SimpleNamespace(of=lambda _: roster),
+        drawn_last=roster,
         end_step=nothing,
         draw=nothing,
         drop=nothing,
