@@ -134,6 +134,7 @@ class Ended:
         for event in gone:
             reduction = event["reduction"]
             share = max((drawn.get(reduction - back, 0) for back in range(_BEFORE)), default=0)
+            share += 1  # what does not divide among those who were there may have been with who is gone
             assert event["lost"] <= missing[reduction] * share, (
                 f"step {reduction}: {event['lost']} samples lost with {missing[reduction]} members of {share} at most"
             )

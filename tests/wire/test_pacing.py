@@ -108,3 +108,28 @@ def test_what_nobody_needs_any_more_is_given_up() -> None:
     ended.set()
     with pytest.raises(DeadlineError, match=r"^state: 'unfinished', expected all of it\. It was given up\.$"):
         pace.wait(MEGABYTE, 0.1)
+
+
+class Looks(threading.Event):
+    """Nobody ends it; it notes what was waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited_s: list[float] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waited_s.append(timeout or 0.0)
+        return False
+
+
+@pytest.mark.parametrize(("hastes", "waited_s"), [([0.0] * 99, 2.0), ([0.0, 0.0, 0.0, 1.0], 0.3), ([0.5] * 99, 1.0)])
+def test_after_a_chunk_that_a_cut_held_up_the_pause_is_short_and_ends_when_others_wait(
+    hastes: list[float], waited_s: float
+) -> None:
+    looks, left = Looks(), iter(hastes)
+    pace = GivingWay(lambda: next(left), looks)
+    for seconds in (0.03, 0.1):
+        pace.wait(MEGABYTE, seconds)
+    assert sum(looks.waited_s) == 0
+    pace.wait(MEGABYTE, 6.5)
+    assert sum(looks.waited_s) == pytest.approx(waited_s)

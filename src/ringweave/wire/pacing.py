@@ -49,6 +49,10 @@ _FORGET = 0.98
 """Of the best rate, with each chunk: what a link could do once it may not be able to do now."""
 _RESTED_S = 0.02
 """After a pause, what the link has saved up is through when chunks have taken so long: it passes in no time."""
+_MOST_S = 2.0
+"""No pause is longer: a chunk that took seconds was held up by something else, such as a link that was cut."""
+_LOOK_S = 0.1
+"""After which a pause looks whether there is haste by now."""
 _YIELD = 3.0
 """After a slow chunk nothing is asked for that many times as long as it took: with half of the link while a chunk is
 under way, an eighth of it all in all."""
@@ -85,11 +89,27 @@ class GivingWay:
         Raises:
             DeadlineError: It is not needed any more.
         """
-        if self._ended.wait(self.pause_s(num_bytes, seconds)):
+        waited_s, longest_s = 0.0, self._longest_s(num_bytes, seconds)
+        while not self._ended.wait(look_s := min(_LOOK_S, self._left_s(longest_s, waited_s))):
+            if look_s == 0:
+                break
+            waited_s, self._busy_s = waited_s + look_s, 0.0
+        else:
             raise DeadlineError(explain("state", got="unfinished", expected="all of it", do="It was given up"))
 
+    def _left_s(self, longest_s: float, waited_s: float) -> float:
+        """Of a pause, with the haste that there is by now."""
+        return max(0.0, longest_s * (1.0 - min(1.0, max(0.0, self._haste()))) - waited_s) if longest_s > 0 else 0.0
+
     def pause_s(self, num_bytes: int, seconds: float) -> float:
-        """Seconds until the next chunk may be asked for."""
+        """Seconds until the next chunk may be asked for, if haste stays what it is."""
+        pause_s = self._left_s(self._longest_s(num_bytes, seconds), 0.0)
+        if pause_s > 0:
+            self._busy_s = 0.0
+        return pause_s
+
+    def _longest_s(self, num_bytes: int, seconds: float) -> float:
+        """The same without haste."""
         self._num_bytes, self._seconds = self._num_bytes + num_bytes, self._seconds + seconds
         if self._num_bytes < _LEAST_BYTES or self._seconds <= 0:  # a few bytes say nothing of the link
             return 0.0
@@ -101,7 +121,4 @@ class GivingWay:
         self._busy_s += took_s
         if rate >= _SLOW * self._best:
             return 0.0
-        pause_s = _YIELD * took_s * (1.0 - min(1.0, max(0.0, self._haste())))
-        if pause_s > 0:
-            self._busy_s = 0.0
-        return pause_s
+        return min(_MOST_S, _YIELD * took_s)

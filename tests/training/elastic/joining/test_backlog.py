@@ -213,4 +213,4 @@ def test_who_is_to_have_the_state_soon_reads_it_at_once_and_gives_way_to_nobody(
     catching.read(pull, lambda error: pauses_s.append(-1.0 if error else 0.0))
     catching.wait_stopped(60.0)
     assert stepped.num_waits == (0 if is_alone else 1)
-    assert pauses_s == ([0.0] * 4 if is_alone else [0.0, 0.0, pytest.approx(3.0), 0.0])
+    assert pauses_s == ([0.0] * 4 if is_alone else [0.0, 0.0, pytest.approx(2.0), 0.0])
