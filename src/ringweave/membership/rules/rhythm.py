@@ -33,7 +33,7 @@ it can, before the one that it has left would put it out; to ask without need co
 STANDSTILL = Tolerance(factor=8.0, least_s=5.0, most_s=3600.0)
 """Between two signs of progress of the thread that trains, while it computes and others wait for it."""
 WAITS = Tolerance(factor=8.0, least_s=20.0, most_s=3600.0)
-"""Between two signs of progress of a member that waits for others: a sum that usually takes a minute has eight."""
+"""From when a member begins to wait until a reduction counts: one that usually takes a minute has eight."""
 
 
 _USUAL_S = 0.15
