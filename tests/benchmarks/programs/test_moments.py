@@ -70,7 +70,6 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
         ("backward", 1, "backward"),
         ("bucket 0", 3, "bucket 0"),
         ("bucket 1", 4, "bucket 1"),
-        ("bucket 7", 4, "commit"),
         ("commit", 4, "commit"),
         ("committed", 5, "committed"),
         ("optimizer", 5, "optimizer"),
@@ -87,6 +86,28 @@ def test_a_step_ends_at_its_moment_and_it_is_told_which_one_came(
     with pytest.raises(_StoppedError, match=f"^{reached}$"):
         step(said, model, optimizer)
     assert said == WHOLE[:num_before]
+
+
+def test_where_a_whole_step_has_no_such_bucket_it_is_the_commit_of_that(said: list[str]) -> None:
+    model, optimizer = trained()
+    moments.arm("bucket 7", optimizer, stop)
+    step(said, model, optimizer)
+    with pytest.raises(_StoppedError, match=r"^commit$"):
+        step(said, model, optimizer)
+    assert said == [*WHOLE, *WHOLE[:4]]
+
+
+def test_a_bucket_is_waited_for_where_the_step_s_sums_are_under_way_already(said: list[str]) -> None:
+    """Of a worker that follows another thread takes part in them: the rest of those proves nothing."""
+    groups: Any = None
+    model, optimizer = trained()
+    moments.arm("bucket 1", optimizer, stop)
+    dist.all_reduce(torch.ones(1))
+    EpochGroups.vote(groups, is_for=False)
+    said.clear()
+    with pytest.raises(_StoppedError, match=r"^bucket 1$"):
+        step(said, model, optimizer)
+    assert said == WHOLE[:4]
 
 
 def test_a_moment_that_there_is_not() -> None:
@@ -109,6 +130,8 @@ def test_a_worker_says_at_which_moment_it_dies(
     notes.leave(note, os.getpid(), moment)
     step(said, model, optimizer)
     watched.done(optimizer)
+    if reached == "commit":  # of the next whole step
+        step(said, model, optimizer)
     with pytest.raises(_StoppedError):
         step(said, model, optimizer)
     assert notes.answered(note, os.getpid()) == reached

@@ -98,7 +98,7 @@ class Targets:
     """Of a train step, at which workers are killed at random, equally often; none: whenever it is time."""
     num_buckets: int = 4
     """Random moments are in one of the first so many. How many a script has is not known beforehand: a worker whose
-    step has no such bucket dies at its commit, and says so."""
+    steps have no such bucket dies at a commit, and says so."""
     services: Sequence[str] = ()
     """Of `SERVICES`, those that are killed and paused at random too, each as often as any worker."""
 

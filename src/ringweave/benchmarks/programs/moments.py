@@ -32,7 +32,8 @@ def arm(moment: str, optimizer: Optimizer, end: Callable[[str], Any]) -> None:
     """Let `end` be called when that moment of the next train step comes.
 
     Args:
-        moment: One of `faults.MOMENTS`; of a bucket with its number, from 0. If a step has fewer buckets: its commit.
+        moment: One of `faults.MOMENTS`; of a bucket with its number, from 0. If steps have fewer buckets: the commit of
+            the next whole step.
         optimizer: Has the parameters: gradients of the one in the midst are what backward has reached.
         end: What happens then; it is told which moment has come, for where buckets are fewer it is another one.
 
@@ -59,8 +60,11 @@ def _ending(end: Callable[[str], Any], reached: str) -> Callable[..., Any]:
 
 
 def _at_bucket(wanted: int, end: Callable[[str], Any]) -> None:
-    """When the sum of that bucket has begun: its first bytes may be on their way."""
-    num_begun = 0
+    """When the sum of that bucket has begun: its first bytes may be on their way.
+
+    Sums may be under way already: of a worker that follows another thread takes part in them.
+    """
+    num_begun = num_votes = 0
 
     def begin(real: Callable[..., Any]) -> Callable[..., Any]:
         def begin_one(*args: Any, **more: Any) -> Any:
@@ -73,8 +77,18 @@ def _at_bucket(wanted: int, end: Callable[[str], Any]) -> None:
 
         return begin_one
 
+    def vote(real: Callable[..., Any]) -> Callable[..., Any]:
+        def vote_one(*args: Any, **more: Any) -> Any:
+            nonlocal num_begun, num_votes
+            num_begun, num_votes = 0, num_votes + 1
+            if num_votes > 1:  # a whole step had no such bucket
+                end(COMMIT)
+            return real(*args, **more)
+
+        return vote_one
+
     _replace(dist, "all_reduce", begin)
-    _replace(*_VOTE, lambda _real: _ending(end, COMMIT))
+    _replace(*_VOTE, vote)
 
 
 def _replace(where: object, name: str, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
