@@ -1,3 +1,5 @@
+# Longer than a file should be: one machine of random faults, and the histories that it was taught.
+
 import math
 
 import hypothesis.strategies as st

@@ -139,9 +139,7 @@ class Session:
         """
         footing = self._footing
         with footing.bequeathing(), footing.lock:
-            footing.is_waiting = True
             footing.wait_thawed()
-            footing.is_waiting = False
             change()
 
     @property
@@ -183,9 +181,7 @@ class Session:
         if agent is not None and standing is not None:
             agent.stand(standing)
         with footing.bequeathing(), footing.lock:
-            footing.is_waiting = True
             footing.wait_thawed()
-            footing.is_waiting = False
             footing.where = replace(footing.where, at_border=False)
             draw()
 

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from ringweave.errors import TrainingError, explain
 from ringweave.membership.messages import MAX_MEMBERS, MAX_SHARING, MEMBER
+from ringweave.training.elastic.refusals import in_words
 from ringweave.training.elastic.rosters import Roster
 
 _NUMBER = Annotated[int, Field(ge=0, lt=2**63)]
@@ -52,9 +53,7 @@ def of_text(text: str) -> list[Roster]:
     try:
         found = _ADAPTER.validate_json(text)
     except pydantic.ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"])) or "all of it"
-        raise _refusal(f"{where}: {first['msg']}", "who computes what, of each") from None
+        raise _refusal(in_words(error), "who computes what, of each") from None
     return [
         Roster(first_batch=each.first_batch, members=tuple(each.members), shares=tuple(each.shares)) for each in found
     ]

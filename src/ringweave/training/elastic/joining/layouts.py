@@ -13,6 +13,7 @@ from pydantic import Field
 
 from ringweave.errors import TrainingError, explain
 from ringweave.membership.messages import MAX_LAYOUT
+from ringweave.training.elastic.refusals import in_words
 
 Layout = Sequence[Sequence[Any]]
 """(number of elements, dtype without `torch.`, type of device) of each bucket."""
@@ -62,9 +63,7 @@ def of_text(text: str) -> list[list[Any]]:
     try:
         return [list(bucket) for bucket in _ADAPTER.validate_json(words)]
     except pydantic.ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"])) or "all of it"
-        raise _refusal(f"{where}: {first['msg']}", "elements, dtype and device of each bucket") from None
+        raise _refusal(in_words(error), "elements, dtype and device of each bucket") from None
 
 
 def _refusal(got: str, expected: str) -> TrainingError:

@@ -74,14 +74,16 @@ class Footing:
         self.generation += 1
 
     def wait_thawed(self) -> None:
-        """Until an epoch is formed.
+        """Until an epoch is formed; this member waits for the others meanwhile.
 
         Raises:
             MembershipError: This member was put out, or the job is over.
             SystemExit: It has left, as it wanted to.
         """
+        self.is_waiting = True
         self.lock.wait_for(lambda: not self.is_frozen or self.has_ended)
         self.raise_reason()
+        self.is_waiting = False
 
     def standing(self) -> Standing:
         """What the others hear of it."""

@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field
 from ringweave.errors import RingweaveError, TrainingError, explain
 from ringweave.membership.messages import MAX_NOTE, PLACE
 from ringweave.membership.rules.records import Standing
+from ringweave.training.elastic.refusals import in_words
 
 _MOST = 2**63
 _FINGERPRINTS = 2**64
@@ -82,9 +83,7 @@ def _read(what: str, member: str, text: str, most: int, read: Callable[[], _Foun
     try:
         return read()
     except pydantic.ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"])) or "all of it"
-        raise _refusal(what, member, f"{where}: {first['msg']}", _AS_PREPARED) from None
+        raise _refusal(what, member, in_words(error), _AS_PREPARED) from None
     except (ValueError, OverflowError, RecursionError, RingweaveError) as error:
         raise _refusal(what, member, str(error) or type(error).__name__, _AS_PREPARED) from None
 
