@@ -46,7 +46,7 @@ def main() -> None:
     options.checks.mkdir(parents=True, exist_ok=True)
     member = os.environ[environment.MEMBER]
     with (options.checks / f"{member}.txt").open("a", encoding="ascii") as file:
-        for _ in loader.epochs(options.epochs):
+        for epoch in loader.epochs(options.epochs):
             for x, y in loader:
                 optimizer.zero_grad()
                 functional.cross_entropy(model(x), y).backward()
@@ -56,7 +56,7 @@ def main() -> None:
                 digest = xxhash.xxh3_64()
                 for each in bare.parameters():
                     digest.update(each.detach().numpy().data)
-                done = f"{time.monotonic():.6f} {place.ring} {place.num_pushed} {digest.hexdigest()}"
+                done = f"{time.monotonic():.6f} {place.ring} {place.num_pushed} {epoch} {digest.hexdigest()}"
                 file.write(f"{done}\n")
                 file.flush()
             account = loader.account

@@ -7,8 +7,9 @@ A job in a lab in mode ps-hra under --elastic. Each kill is a SIGKILL from outsi
 a ring's representative and another member. Stalls are the longest time between two steps around the kill, less the
 usual time of a step. The same longest time where nothing was killed is taken of the other rings: a busy machine makes
 gaps of its own. Another ring has stood still if a worker of it waited for a whole step longer than it did where nothing
-was killed. Parameters of a ring's members are compared bit by bit, push by push; each push has to have made one version
-on the server, and no other one; and accounts of epochs have to add up.
+was killed; but at the end of an epoch of the data all rings meet, and wait for one that lost a member in its last step:
+what that takes is said apart. Parameters of a ring's members are compared bit by bit, push by push; each push has to
+have made one version on the server, and no other one; and accounts of epochs have to add up.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from typing import Any
 
 import lab_jobs
 import ring_runs
-from ring_runs import Done, Run, longest_s, usual_s
+from ring_runs import Done, Run, Waits, longest_apart, longest_s, usual_s
 
 from ringweave.benchmarks.chaos import session
 from ringweave.benchmarks.chaos.quantiles import quantile
@@ -49,7 +50,10 @@ class Stall:
     ring_s: float | None
     """Of the survivor of its ring that it was longest for; None if one made no step any more."""
     others_s: float | None
-    """Of the worker of another ring that it was longest for, before the victim was started again; None likewise."""
+    """Of the worker of another ring that it was longest for, before the victim was started again; None likewise. What
+    rings wait for each other at the end of an epoch is not in it."""
+    meeting_s: float
+    """That: from the last step of an epoch to the first of the next one, if one ended then, less a usual step; or 0."""
     quiet_s: float
     """Of the same workers in a window as long before the kill."""
     step_s: float
@@ -71,15 +75,16 @@ def judge(victim: str, was_representative: bool, at_s: float, steps: Mapping[str
     ring = _ring(steps[victim], at_s)
     own = [steps[name] for name, of in rings.items() if of == ring and name != victim]
     others = [steps[name] for name, of in rings.items() if of != ring]
-    of_others = [_stall_s(each, at_s, OTHERS_S) for each in others]
-    before = [_stall_s(each, at_s - WINDOW_S, OTHERS_S) or 0.0 for each in others]
+    of_others = [_of_another_ring(each, at_s) for each in others]
+    before = [_of_another_ring(each, at_s - WINDOW_S) for each in others]
     return Stall(
         victim=victim,
         was_representative=was_representative,
         at_s=at_s,
         ring_s=_longest([_stall_s(each, at_s, WINDOW_S) for each in own]),
-        others_s=_longest(of_others),
-        quiet_s=max(before, default=0.0),
+        others_s=_longest([each and each.inside_s for each in of_others]),
+        meeting_s=max((each.meeting_s for each in of_others if each), default=0.0),
+        quiet_s=max((each.inside_s for each in before if each), default=0.0),
         step_s=max((usual_s(each) for each in others), default=0.0),
         num_peers=len(own),
         num_others=len(others),
@@ -93,6 +98,12 @@ def _ring(each: Sequence[Done], at_s: float) -> int:
 def _stall_s(each: Sequence[Done], since_s: float, window_s: float) -> float | None:
     found = longest_s(each, since_s, since_s + window_s)
     return None if found is None else max(0.0, found - usual_s(each))
+
+
+def _of_another_ring(each: Sequence[Done], since_s: float) -> Waits | None:
+    """Less a usual step."""
+    found = longest_apart(each, since_s, since_s + OTHERS_S)
+    return found and Waits(*(max(0.0, wait_s - usual_s(each)) for wait_s in found))
 
 
 def _longest(stalls: Sequence[float | None]) -> float | None:
@@ -131,6 +142,8 @@ def summary(stalls: Sequence[Stall], steps: Mapping[str, Sequence[Done]]) -> dic
         "ring_stall_p95_s": quantile(ring, 0.95),
         "other_rings_stall_p50_s": quantile(others, 0.5),
         "other_rings_stall_max_s": round(max(others, default=0.0), 3),
+        "kills_as_rings_met": sum(each.meeting_s > 0 for each in stalls),
+        "rings_met_for_max_s": round(max(each.meeting_s for each in stalls), 3),
         "other_rings_without_a_kill_p50_s": quantile(quiet, 0.5),
         "other_rings_without_a_kill_max_s": round(max(quiet), 3),
         "kills_that_stopped_other_rings": sum(each.stopped_others for each in stalls),

@@ -1,7 +1,7 @@
 """What the benches of rings share: a job in mode ps-hra under --elastic, what its processes said, and what is checked.
 
-Every process leaves a line for each of its steps: when it was done, by which push of which ring, and a check of the
-parameters; and the account of each epoch of the data.
+Every process leaves a line for each of its steps: when it was done, by which push of which ring, in which epoch of the
+data, and a check of the parameters; and the account of each epoch.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import lab_jobs
 from job import BATCH
@@ -38,19 +38,42 @@ class Done:
     time_s: float
     ring: int
     num_pushed: int
+    epoch: int
     digest: str
 
 
 def longest_s(steps: Sequence[Done], since_s: float, until_s: float) -> float | None:
     """The longest time between two steps that overlaps a window; None if there is no step after it."""
-    gaps = [
-        (before.time_s, after.time_s)
+    gaps = _gaps(steps, since_s, until_s)
+    return None if gaps is None else max(after.time_s - before.time_s for before, after in gaps)
+
+
+class Waits(NamedTuple):
+    """The longest time between two steps; 0 where there is none of the kind."""
+
+    inside_s: float
+    """Of the same epoch of the data."""
+    meeting_s: float
+    """The last of an epoch and the first of the next one: all rings meet there."""
+
+
+def longest_apart(steps: Sequence[Done], since_s: float, until_s: float) -> Waits | None:
+    """As `longest_s`, inside epochs and between them."""
+    gaps = _gaps(steps, since_s, until_s)
+    if gaps is None:
+        return None
+    inside = [after.time_s - before.time_s for before, after in gaps if before.epoch == after.epoch]
+    meeting = [after.time_s - before.time_s for before, after in gaps if before.epoch != after.epoch]
+    return Waits(max(inside, default=0.0), max(meeting, default=0.0))
+
+
+def _gaps(steps: Sequence[Done], since_s: float, until_s: float) -> list[tuple[Done, Done]] | None:
+    found = [
+        (before, after)
         for before, after in itertools.pairwise(steps)
         if after.time_s > since_s and before.time_s < until_s
     ]
-    if not gaps or steps[-1].time_s < until_s:
-        return None
-    return max(end - begin for begin, end in gaps)
+    return found if found and steps[-1].time_s >= until_s else None
 
 
 def usual_s(steps: Sequence[Done]) -> float:
@@ -77,9 +100,9 @@ def read(checks: Path) -> dict[str, list[Done]]:
     for path in checks.glob("*.txt"):
         rows = [line.split() for line in path.read_text(encoding="ascii").splitlines()]
         steps = [
-            Done(time_s=float(row[0]), ring=int(row[1]), num_pushed=int(row[2]), digest=row[3])
+            Done(time_s=float(row[0]), ring=int(row[1]), num_pushed=int(row[2]), epoch=int(row[3]), digest=row[4])
             for row in rows
-            if len(row) == 4 and len(row[3]) == 16
+            if len(row) == 5 and len(row[4]) == 16
         ]
         if steps:
             found[path.stem] = steps

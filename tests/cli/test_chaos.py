@@ -109,6 +109,26 @@ def test_a_broken_promise_is_said_and_is_exit_code_1(
     assert (document["broken"], document["never_began"]) == (list(broken), ["at 7s kill server"])
 
 
+def test_moments_at_which_workers_died_are_printed_and_those_that_were_not_asked_for_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    died = {"at 3s kill worker 0 during bucket 1": "commit", "at 4s kill worker 0 during forward": "forward"}
+    events = [{"time": 1.0 + step, "kind": "train_step_done", "rank": 0, "steps_since_start": step} for step in (1, 2)]
+    events += [
+        {"time": 5.0, "kind": "fault_begun", "fault": line, "target": f"process 7 during {moment}"}
+        for line, moment in died.items()
+    ]
+    wanted = faults.parse("\n".join(died))
+    found = accounts.report(events, num_workers=1, workers_on={}, restart_s=0, wanted=wanted)
+    monkeypatch.setattr(session, "run", lambda *_: found)
+    lines = chaos(capsys, CLUSTER, "--random", "kill", "--", "x.py")[1].splitlines()
+    assert [line.split() for line in lines if line.startswith("killed")] == [
+        ["killed", "during", "commit", "1"],
+        ["killed", "during", "forward", "1"],
+    ]
+    assert "at 3s kill worker 0 during bucket 1: it died during commit" in lines
+
+
 @pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.distributed

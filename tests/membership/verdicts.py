@@ -26,7 +26,7 @@ AWAY_S = 0.5
 FOUND_S = 12.0
 """In it whoever looks for a coordinator has asked both, several times."""
 _EPSILON_S = 1e-6
-_TOO_FEW = re.compile(r"(\d+) workers are left, expected at least (\d+), and no other came within 20 s")
+_TOO_FEW = re.compile(r"workers left: (\d+), expected at least (\d+), and no other came within 20 s")
 _NOBODY_CAME = re.compile(r"(\d+) workers came, expected at least (\d+)")
 
 

@@ -132,6 +132,7 @@ def _to_text(found: Report) -> str:
         ("samples unaccounted", _shown(found.samples_unaccounted)),
         ("attempts", _shown(found.attempts)),
         ("faults", _shown(found.faults)),
+        *(("killed during " + moment, _shown(often)) for moment, often in found.moments.items()),
         ("time to recover, median", _shown(found.recover_p50_s, " s")),
         ("time to recover, p95", _shown(found.recover_p95_s, " s")),
         ("fault-free rate", _shown(found.fault_free_steps_per_s, " steps/s")),
@@ -142,6 +143,7 @@ def _to_text(found: Report) -> str:
     lines = [f"{name:{width}} {value}" for name, value in rows]
     lines += [f"{each.fault}: longest wait {_shown(each.stall_s, ' s')}" for each in found.recoveries]
     lines += [f"{fault}: never began" for fault in found.never_began]
+    lines += found.at_other_moments
     lines += [f"broken: {promise}" for promise in found.broken]
     return "\n".join([*lines, "All of it is measured."])
 

@@ -93,7 +93,7 @@ def epoch(time: float, members: list[str], newcomers: list[str]) -> dict[str, An
         "time": time,
         "kind": "epoch_begun",
         "term": 1,
-        "number": 2,
+        "number": round(time),
         "members": members,
         "newcomers": newcomers,
         "committed": 10,
@@ -117,6 +117,15 @@ def test_who_joins_an_elastic_job_counts_on_from_where_the_others_are() -> None:
     ]
     found = judge([*begin(), *first, *joins, *alone[:10], fault("at 17s kill worker 0", 117.5), *alone[10:]])
     assert (found.steps, found.steps_lost) == (30, 0)
+
+
+def test_who_has_joined_counts_on_though_a_coordinator_that_takes_over_says_its_epoch_again() -> None:
+    """Worker 1 joins after step 10, its epoch is said again after step 15, and it dies after step 20."""
+    first = [epoch(99, ["0.0", "1.0"], ["0.0", "1.0"]), *steps(1, 10, 100.0)]
+    joins = [fault("at 9s kill worker 1", 109.5), watched(1, 111), epoch(112, ["0.0", "1.1"], ["1.1"])]
+    newcomers = [{**each, "rank": 1, "time": 112.5 + number} for number, each in enumerate(steps(1, 10, 0, ranks=1))]
+    both = [*steps(11, 30, 113.0, ranks=1), *newcomers, {**joins[-1], "time": 117.4}]
+    assert judge([*begin(), *first, *joins, *sorted(both, key=lambda each: each["time"])]).steps == 30
 
 
 def test_samples_that_a_step_counts_without_are_lost() -> None:

@@ -1,5 +1,6 @@
 """What the benches of rings check can fail: rings that hang or stop others, pushes and samples that are missing."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,7 +28,7 @@ def runs(kills: ModuleType) -> ModuleType:
 
 def steps(kills: ModuleType, ring: int, *times: float) -> list[Any]:
     return [
-        kills.Done(time_s=time_s, ring=ring, num_pushed=number, digest=CHECK)
+        kills.Done(time_s=time_s, ring=ring, num_pushed=number, epoch=0, digest=CHECK)
         for number, time_s in enumerate(times, start=1)
     ]
 
@@ -66,6 +67,20 @@ def test_another_ring_that_waits_for_a_step_more_than_usual_was_stopped(kills: M
     assert not found.stopped_others, "it was as slow before"
 
 
+def test_what_rings_wait_for_each_other_at_the_end_of_an_epoch_is_said_apart(kills: ModuleType) -> None:
+    late = [*every_second(21), *(23.0 + second for second in range(15))]
+    times = two_rings(kills, w3_0=late)
+    found = kills.judge("1.0", True, 20.5, times)
+    assert (found.others_s, found.meeting_s, found.stopped_others) == (2.0, 0.0, True)
+    times["3.0"] = [replace(each, epoch=int(each.time_s > 22)) for each in times["3.0"]]
+    found = kills.judge("1.0", True, 20.5, times)
+    assert (found.others_s, found.meeting_s, found.stopped_others) == (0.0, 2.0, False)
+    said = kills.summary([found], times)
+    assert (said["kills_as_rings_met"], said["rings_met_for_max_s"]) == (1, 2.0)
+    times["3.0"] = [replace(each, epoch=int(each.time_s > 30)) for each in times["3.0"]]
+    assert kills.judge("1.0", True, 20.5, times).stopped_others, "no epoch ended then"
+
+
 def test_those_who_were_killed_before_are_not_waited_for(kills: ModuleType, runs: ModuleType) -> None:
     times = two_rings(kills, w2_0=every_second(10), w2_1=every_second()[12:], w2_2=every_second()[20:])
     assert sorted(runs.alive_at(times, 20.5)) == ["0.0", "1.0", "2.1", "3.0"]
@@ -73,7 +88,7 @@ def test_those_who_were_killed_before_are_not_waited_for(kills: ModuleType, runs
 
 def accounts(runs: ModuleType, folder: Path, *lines: str, num_gone: int = 1) -> tuple[int, int]:
     for number, line in enumerate(lines):
-        (folder / f"{number}.0.txt").write_text(f"1.5 0 1 {CHECK}\n{line}\n")
+        (folder / f"{number}.0.txt").write_text(f"1.5 0 1 0 {CHECK}\n{line}\n")
     return runs.check_accounts(folder, num_gone)
 
 
@@ -108,7 +123,7 @@ def test_parameters_of_a_ring_are_compared_and_there_has_to_be_something_to_comp
     assert runs.check_alike({"0.0": steps(kills, 0, 1.0, 2.0), "1.0": steps(kills, 0, 1.0)}) == 3
     with pytest.raises(AssertionError, match="parameters: 3 checks of 3 pushes, none to compare with"):
         runs.check_alike({"0.0": steps(kills, 0, 1.0, 2.0), "1.0": steps(kills, 1, 1.0)})
-    other = [kills.Done(time_s=1.0, ring=0, num_pushed=1, digest="f" * 16)]
+    other = [kills.Done(time_s=1.0, ring=0, num_pushed=1, epoch=0, digest="f" * 16)]
     with pytest.raises(AssertionError, match=r"parameters of 1\.0 after push 1 of ring 0 differ"):
         runs.check_alike({"0.0": steps(kills, 0, 1.0), "1.0": other})
 

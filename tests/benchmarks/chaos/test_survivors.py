@@ -52,6 +52,12 @@ def test_a_survivors_stall_is_its_longest_step_less_the_usual_one() -> None:
     assert toll.back_s == pytest.approx(7.0)
 
 
+def test_nobody_joins_by_an_epoch_that_a_coordinator_which_takes_over_says_again() -> None:
+    again = next(each for each in killed() if each.get("newcomers") == ["1.1"])
+    events = sorted([*killed(), {**again, "time": 13.0}, *steps(0, 16.0), *steps(2, 16.0)], key=_time)
+    assert [joining.newcomers for joining in survivors.joinings(events)] == [1]
+
+
 def test_peers_of_a_newcomer_wait_from_the_border_to_their_second_step_with_it() -> None:
     (joining,) = survivors.joinings(killed())
     assert (joining.newcomers, joining.peers) == (1, 2)

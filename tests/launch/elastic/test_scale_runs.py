@@ -196,7 +196,7 @@ def test_where_one_leaves_and_too_few_are_left_the_run_fails_and_says_where_the_
     assert run.wait_ended() == 1, run.stderr + run.stdout
     folder = run.folder / "checkpoints"
     (saved,) = disk.list_saved(folder)
-    ended = "job is over: 1 workers are left, expected at least 2, and no other came within 60 s."
+    ended = "job is over: workers left: 1, expected at least 2, and no other came within 60 s."
     where = f"The state after {saved.train_step} train steps is in {folder}. Start the run again to go on from it."
     assert f"{ended} {where}" in run.stderr
     assert run.stdout.count(f"done {saved.train_step}\n") == 2, "the last one that counts"

@@ -269,7 +269,7 @@ def test_who_interrupts_has_members_leave_and_at_the_second_time_ends_them(how: 
     assert workers.now_s < 1.0, "at once"
 
 
-OVER = "ringweave.errors.MembershipError: job is over: 1 workers are left, expected at least 2."
+OVER = "ringweave.errors.MembershipError: job is over: workers left: 1, expected at least 2."
 
 
 NEVER_JOINED = "time after time it has died before it could join the others"

@@ -92,7 +92,7 @@ def error(reason: str, *, is_end: bool, heir: str = "") -> str:
     [
         (error("all workers are done", is_end=True), Phase.SUCCEEDED, None),
         (error("no worker is left that has the parameters", is_end=True), Phase.INTERRUPTED, Cause.PEER),
-        (error("2 workers are left", is_end=True, heir="0.0"), Phase.INTERRUPTED, Cause.PEER),
+        (error("workers left: 2", is_end=True, heir="0.0"), Phase.INTERRUPTED, Cause.PEER),
         (error(f"no coordinator within {SEARCH_S:g} s: refused", is_end=False), Phase.INTERRUPTED, Cause.PEER),
         (error("it was not heard of in time", is_end=False), Phase.FAILED, Cause.PLACE),
         ("ValueError: no", Phase.FAILED, Cause.PROGRAM),

@@ -39,7 +39,7 @@ def test_what_is_kept_elsewhere_waits_for_somebody_for_a_while_and_not_beside_me
     empty.coordinator.lose("0.0", 0.5)
     assert empty.coordinator.ended == ""
     empty.pass_time(25.0)
-    assert empty.coordinator.ended == "0 workers are left, expected at least 1, and no other came within 20 s"
+    assert empty.coordinator.ended == "workers left: 0, expected at least 1, and no other came within 20 s"
 
 
 def test_too_few_wait_for_others_and_then_end() -> None:
@@ -49,7 +49,7 @@ def test_too_few_wait_for_others_and_then_end() -> None:
     table.coordinator.lose("2.0", 0.0)
     table.stand(holder("0.0"))
     table.pass_time(21.0, "0.0")
-    assert table.coordinator.ended == "1 workers are left, expected at least 2, and no other came within 20 s"
+    assert table.coordinator.ended == "workers left: 1, expected at least 2, and no other came within 20 s"
     assert table.coordinator.order_for("0.0").heir == "0.0"
     assert Follower("0.0").take(table.coordinator.order_for("0.0")) == [
         Out(reason=table.coordinator.ended, is_end=True, heir="0.0")
@@ -66,7 +66,7 @@ def test_others_are_waited_for_from_when_they_are_missed_whatever_was_waited_for
     table.pass_time(19.0, "0.0", "1.0")
     assert table.coordinator.ended == "", "for 15 s all three were there"
     table.pass_time(2.0, "0.0", "1.0")
-    assert table.coordinator.ended == "2 workers are left, expected at least 3, and no other came within 20 s"
+    assert table.coordinator.ended == "workers left: 2, expected at least 3, and no other came within 20 s"
 
 
 def test_what_a_coordinator_was_stopped_for_is_no_part_of_the_time_that_it_waits_for_others() -> None:
@@ -77,7 +77,7 @@ def test_what_a_coordinator_was_stopped_for_is_no_part_of_the_time_that_it_waits
     table.pass_time(4.0, "0.0", "1.0")
     assert table.coordinator.ended == ""
     table.pass_time(2.0, "0.0", "1.0")
-    assert table.coordinator.ended == "2 workers are left, expected at least 3, and no other came within 20 s"
+    assert table.coordinator.ended == "workers left: 2, expected at least 3, and no other came within 20 s"
 
 
 def test_of_those_who_are_too_few_the_one_that_is_furthest_saves_the_state() -> None:
@@ -134,7 +134,7 @@ def left_by_one() -> Table:
 def test_when_one_leaves_and_the_others_are_too_few_they_wait_and_then_one_saves_the_state() -> None:
     table = left_by_one()
     table.pass_time(21.0, "0.0", "1.0")
-    assert table.coordinator.ended == "2 workers are left, expected at least 3, and no other came within 20 s"
+    assert table.coordinator.ended == "workers left: 2, expected at least 3, and no other came within 20 s"
     assert table.coordinator.order_for("0.0").heir == "0.0"
 
 

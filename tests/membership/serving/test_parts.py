@@ -253,7 +253,7 @@ def test_too_few_in_all_rings_together_end_the_job_once_nobody_comes() -> None:
     wait(59.0, "0.0", "1.0")
     assert found.ended == "", "others may come"
     wait(3.0, "0.0", "1.0")
-    assert found.ended == "2 workers are left in 2 rings, expected at least 3, and no other came within 60 s"
+    assert found.ended == "workers left: 2 in 2 rings, expected at least 3, and no other came within 60 s"
     orders = {name: say(name, Listen(serial=0)).order for name in ("0.0", "1.0")}
     assert {name: order.heir for name, order in orders.items() if order.is_end} == {"0.0": "0.0", "1.0": "1.0"}
 

@@ -290,7 +290,7 @@ def test_where_too_few_are_left_one_saves_the_state_and_another_run_goes_on_exac
         assert [done_steps(job, member) for member in ends] == [list(range(1, at))] * 2
     (saved,) = disk.list_saved(tmp_path)
     assert saved.train_step == at - 1
-    ended = "MembershipError: job is over: 2 workers are left, expected at least 3, and no other came within 15 s. "
+    ended = "MembershipError: job is over: workers left: 2, expected at least 3, and no other came within 15 s. "
     where = f"The state after {at - 1} train steps is in {tmp_path}. Start the run again to go on from it."
     assert f"{ended}{where}" in ends["0.0"].error
     assert f"{ended}Start it again: worker 0.0 saves the state" in ends["2.0"].error

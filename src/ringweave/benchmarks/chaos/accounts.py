@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ringweave.benchmarks.chaos import elastic, faults, histories
+from ringweave.benchmarks.chaos import deciders, elastic, faults, histories
 from ringweave.benchmarks.chaos.elastic import Elastic
 from ringweave.benchmarks.chaos.faults import Fault
 from ringweave.benchmarks.chaos.quantiles import quantile
@@ -158,7 +158,7 @@ def count_steps(events: Iterable[Event]) -> tuple[list[Done], int]:
     positions: dict[int, int] = {}
     done: list[Done] = []
     lost = front = 0
-    for event in events:
+    for event in deciders.without_repeats(events):
         kind, rank = event["kind"], event.get("rank", 0)
         if kind == "worker_watched":
             bases[rank] = positions[rank] = 0

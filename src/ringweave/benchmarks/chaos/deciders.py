@@ -1,6 +1,6 @@
 """Which of a job's two coordinators decides, and which of its servers leads, as its events tell. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from ringweave.telemetry import Event
 
@@ -55,6 +55,14 @@ def heard(events: Iterable[Event]) -> Deciders:
     for event in events:
         found.note(event)
     return found
+
+
+def without_repeats(events: Iterable[Event]) -> Iterator[Event]:
+    """These events but for epochs that are said once more: their newcomers have joined long ago."""
+    known = Deciders()
+    for event in events:
+        if known.note(event) or event["kind"] != "epoch_begun":
+            yield event
 
 
 def num_changes(events: Iterable[Event]) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ringweave.benchmarks.chaos import faults
+from ringweave.benchmarks.chaos import deciders, faults
 from ringweave.benchmarks.chaos.faults import Fault
 from ringweave.telemetry import Event
 
@@ -68,7 +68,7 @@ def workers(events: Sequence[Event]) -> list[Worker]:
 def epochs(events: Sequence[Event]) -> list[Epoch]:
     """Those of an elastic job."""
     found, by_part = [], {}
-    for event in events:
+    for event in deciders.without_repeats(events):
         if event["kind"] == "run_started":
             by_part = {}
         if event["kind"] != "epoch_begun":

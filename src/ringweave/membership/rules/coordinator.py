@@ -415,7 +415,7 @@ class Coordinator:
                 self._end(reasons.ALL_LEFT, holders)
                 return
             least = self._settings.bounds.least
-            self._wait_or_end(now_s, f"{len(standings)} workers are left, expected at least {least}", holders)
+            self._wait_or_end(now_s, f"workers left: {len(standings)}, expected at least {least}", holders)
         else:
             self._begin(proposal, standings, holders, now_s)
 

@@ -96,7 +96,7 @@ class Parts:
             waited = f"{self._wanted.patience_s:g} s"
             for each in rings:
                 each.give_up(
-                    f"{num_here} workers are left in {len(rings)} rings, expected at least {least}, "
+                    f"workers left: {num_here} in {len(rings)} rings, expected at least {least}, "
                     f"and no other came within {waited}"
                 )
 

@@ -112,7 +112,7 @@ def test_where_too_few_are_left_one_saves_the_servers_state_and_the_next_run_goe
             job.signal(f"{slot}.0", signal.SIGKILL)
         errors = [job.outcome(f"{slot}.0").error for slot in (1, 2)]
     (saved,) = disk.list_saved(tmp_path)
-    ended = "job is over: 2 workers are left in 2 rings, expected at least 3, and no other came within 15 s. "
+    ended = "job is over: workers left: 2 in 2 rings, expected at least 3, and no other came within 15 s. "
     own = f"The state after {saved.train_step} train steps is in {tmp_path}. Start the run again to go on from it."
     assert f"{ended}{own}" in errors[0]
     assert f"{ended}Another ring saves the parameter server's state." in errors[1]
