@@ -88,6 +88,7 @@ def measure(options: argparse.Namespace, happens: Sequence[faults.Fault], system
         system=system,
         elastic=elastic,
         restart_s=RESTART_S,
+        samples_per_step=BATCH,
         more=["--s-per-sample", str(options.s_per_sample)],
         name=system,
     )

@@ -161,7 +161,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--width", type=int, default=384, help="of the model's layers; its square sets the bytes")
     made.add_argument("--mode", default="sync", choices=["sync", "balanced"], help="how the job's workers train")
     made.add_argument("--again", action="store_true", help="run nothing: judge anew what --keep has kept")
-    made.add_argument("--keep", type=Path, help="folder for events and logs; default: a temporary one")
+    made.add_argument("--keep", type=Path, help="folder for events and logs; default: a temporary one, which is left")
     made.add_argument(
         "--out", type=Path, help=f"where the JSON document goes; default: {RESULTS.name}/ of bench/results"
     )
@@ -185,10 +185,14 @@ def run(  # noqa: PLR0913 - one for each thing that a bench may want otherwise
     elastic: str | None = None,
     restart_s: float = 0.0,
     steps: int | None = None,
+    samples_per_step: int | None = None,
     more: Sequence[str] = (),
     name: str = "job",
 ) -> Ended:
-    """Run the job in a lab under these faults, for so long or so many steps; `more` are further options of it."""
+    """Run the job in a lab under these faults, for so long or so many steps; `more` are further options of it.
+
+    The samples of a step need be told of systems that do not tell them.
+    """
     kept = options.keep / name if options.keep else Path(tempfile.mkdtemp(prefix="ringweave-faults-"))
     checks = kept / "checks"
     script = [str(JOB), "{disk}", "--width", str(options.width), "--checks", str(checks), "--mode", options.mode]
@@ -208,11 +212,12 @@ def run(  # noqa: PLR0913 - one for each thing that a bench may want otherwise
     )
     hit = cluster(options)
     if not options.again:
+        print(f"events and logs: {kept}", file=sys.stderr, flush=True)
         session.run(plan, hit, lambda text: print(text, file=sys.stderr, flush=True))
     events = histories.said_once(times.steady(list(telemetry.read(kept / "events.jsonl"))))
     end = checks / "end.json"
     return Ended(
-        report=session.judge(events, hit, happens, restart_s),
+        report=session.judge(events, hit, happens, restart_s, samples_per_step),
         events=events,
         checks=checks,
         end=json.loads(end.read_text(encoding="ascii")) if end.exists() else None,

@@ -3,6 +3,9 @@
 As shipped (0.2.0), all survivors of a kill end by an assertion of its DistributedDataParallel on Gloo: --mended puts a
 hook in its place that hands the bucket back, for the step is given up anyway. Time limits are short, since the defaults
 of a minute are for other machines. Each worker is a replica of its own, with its part of the batch.
+
+A replica that has taken over the state of another one says so as one that has loaded a checkpoint: its steps count on
+from where the others are, though all may have begun anew by then.
 """
 
 import argparse
@@ -31,6 +34,26 @@ def mended(manager: Manager, bucket: torch.distributed.GradBucket) -> torch.futu
     given: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     given.set_result(bucket.buffer())
     return given
+
+
+class Place:
+    """Which train step of the job a replica's own steps are."""
+
+    def __init__(self, log: EventLog, rank: int, num_workers: int) -> None:
+        self._log, self._rank, self._num_workers = log, rank, num_workers
+        self._count = self._base = 0
+
+    def count(self, *_: object) -> None:
+        """It has made a step."""
+        self._count += 1
+
+    def compare(self, train_step: int) -> None:
+        """Say so where the job is elsewhere than its own steps tell: it has the state of another one."""
+        base = train_step - self._count
+        if base == self._base:
+            return
+        self._base, world = base, {"saved_world_size": self._num_workers, "world_size": self._num_workers}
+        self._log.write("checkpoint_loaded", rank=self._rank, train_step=base, path="another replica", **world)
 
 
 def main() -> None:
@@ -62,6 +85,8 @@ def main() -> None:
     if options.mended:
         DistributedDataParallel._comm_hook = staticmethod(mended)
     parallel, optimizer = DistributedDataParallel(manager, network), Optimizer(manager, inner)
+    place = Place(log, rank, num_workers)
+    inner.register_step_post_hook(place.count)
     own = job.BATCH // num_workers
     draw = torch.Generator().manual_seed(rank)
     while True:
@@ -72,6 +97,7 @@ def main() -> None:
         time.sleep(options.s_per_sample * own)
         loss.backward()
         optimizer.step()
+        place.compare(manager.current_step())
         there = manager.num_participants()
         if manager.current_step() > before and there < num_workers and manager.participating_rank() == 0:
             lost = (num_workers - there) * own

@@ -143,8 +143,9 @@ def test_samples_that_a_step_counts_without_are_lost() -> None:
     assert found.goodput == pytest.approx(10.5 / 10, abs=0.01)
 
 
-def test_a_victim_is_away_until_it_is_started_again() -> None:
-    started = {"time": 107.0, "kind": "worker_started", "rank": 0, "node": "a", "local_rank": 0, "pid": 3}
+@pytest.mark.parametrize("kind", ["worker_started", "worker_watched"])
+def test_a_victim_is_away_until_it_is_started_again_by_whatever_system(kind: str) -> None:
+    started = {"time": 107.0, "kind": kind, "rank": 0, "node": "a", "local_rank": 0, "pid": 3}
     found = judge([*begin(), *steps(1, 51, 100.0), fault("at 5s kill worker 0", 105.0), started], restart_s=10)
     assert found.alive_fraction == pytest.approx(1 - 2 / 100, abs=0.001)
 

@@ -196,6 +196,10 @@ def _recovery(time_s: float, fault: Fault, begun: Sequence[tuple], done: Sequenc
     )
 
 
+_STARTS = ("worker_started", "worker_watched")
+"""By ringweave, and of any system's worker."""
+
+
 def _away_s(
     time_s: float, fault: Fault, workers_on: dict[str, int], restart_s: float, events: Sequence[Event]
 ) -> float:
@@ -210,7 +214,7 @@ def _away_s(
     starts = (
         event["time"] - time_s
         for event in events
-        if event["kind"] == "worker_started" and event["rank"] == rank and event["time"] > time_s
+        if event["kind"] in _STARTS and event["rank"] == rank and event["time"] > time_s
     )
     return min(restart_s, next(starts, restart_s))
 

@@ -111,7 +111,13 @@ def run(plan: Plan, cluster: Cluster, progress: Callable[[str], None]) -> Report
     return judge(list(telemetry.read(events)), cluster, plan.faults, plan.restart_s)
 
 
-def judge(events: Sequence[Event], cluster: Cluster, wanted: Sequence[Fault], restart_s: float) -> Report:
+def judge(
+    events: Sequence[Event],
+    cluster: Cluster,
+    wanted: Sequence[Fault],
+    restart_s: float,
+    samples_per_step: int | None = None,
+) -> Report:
     """What the faults that were wanted cost a job on a cluster."""
     nodes = cluster.nodes
     return accounts.report(
@@ -120,6 +126,7 @@ def judge(events: Sequence[Event], cluster: Cluster, wanted: Sequence[Fault], re
         num_workers=sum(node.num_devices for node in nodes),
         workers_on={node.name: node.num_devices for node in nodes},
         restart_s=restart_s,
+        samples_per_step=samples_per_step,
     )
 
 
