@@ -256,7 +256,8 @@ def test_goodput(
     keep(tmp_path / "ringweave", f"at {fault.at_s:g}s kill worker {fault.target}")
     code, found = judge(bench, monkeypatch, tmp_path, *words)
     assert found["formula"] == bench.FORMULA
-    assert found["ringweave"]["goodput"] == pytest.approx((STEPS - 0.5) / (STEPS - 0.5) / (1 - 10 / 3 / 29.5), abs=0.01)
+    away_s = BACK - 2 - (BEFORE + 0.2)
+    assert found["ringweave"]["goodput"] == pytest.approx(1 / (1 - away_s / 3 / (STEPS - 0.5)), abs=0.001)
     assert found["checked"] == {
         "checks_alike": 2 * STEPS - (BACK - BEFORE),
         "samples_counted": STEPS * 256 - 128,
