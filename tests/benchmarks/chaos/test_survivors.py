@@ -52,6 +52,15 @@ def test_a_survivors_stall_is_its_longest_step_less_the_usual_one() -> None:
     assert toll.back_s == pytest.approx(7.0)
 
 
+def test_steps_that_a_newcomer_does_again_at_once_are_not_its_usual_ones() -> None:
+    """Worker 1 is level after twenty steps of a hundredth; worker 0 is killed when it has done two of a second."""
+    again = steps(1, *(11.3 + number / 100 for number in range(20)))
+    level = {"time": 11.5, "kind": "members_level", "members": ["1.1"]}
+    later = [fault("at 13.7s kill worker 0", 13.7), epoch(14.0, ["1.1", "2.0"], []), *steps(1, 15.5), *steps(2, 15.5)]
+    toll = survivors.tolls(sorted([*killed(), *again, level, *later], key=_time))[-1]
+    assert (toll.survivors, toll.stall_s, toll.stall_median_s) == (2, pytest.approx(1.0), pytest.approx(1.0))
+
+
 def test_nobody_joins_by_an_epoch_that_a_coordinator_which_takes_over_says_again() -> None:
     again = next(each for each in killed() if each.get("newcomers") == ["1.1"])
     events = sorted([*killed(), {**again, "time": 13.0}, *steps(0, 16.0), *steps(2, 16.0)], key=_time)

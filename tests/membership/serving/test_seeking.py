@@ -38,14 +38,17 @@ def listening() -> Iterator[str]:
 
 @pytest.fixture
 def refusing() -> str:
+    """Where a process has listened that has ended."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         return "{} {}".format(*bound.getsockname())
 
 
-def test_whose_node_answers_nothing_is_unreachable(stuck: str, listening: str, refusing: str) -> None:
+def test_whoever_has_ended_or_whose_node_answers_nothing_is_unreachable(
+    stuck: str, listening: str, refusing: str
+) -> None:
     places = {"0.0": stuck, "1.0": listening, "2.0": refusing, "3.0": stuck}
-    assert seeking.unreachable(places) == {"0.0", "3.0"}
+    assert seeking.unreachable(places) == {"0.0", "2.0", "3.0"}
 
 
 def test_whoever_cannot_be_asked_may_be_there(stuck: str) -> None:
@@ -57,7 +60,9 @@ def test_nobody_is_asked_for() -> None:
     assert seeking.unreachable({}) == set()
 
 
-@pytest.mark.parametrize(("error", "is_unreachable"), [(errno.ENETUNREACH, True), (errno.EADDRNOTAVAIL, False)])
+@pytest.mark.parametrize(
+    ("error", "is_unreachable"), [(errno.ENETUNREACH, True), (errno.ECONNREFUSED, True), (errno.EADDRNOTAVAIL, False)]
+)
 def test_that_there_is_no_way_may_be_known_at_once(
     monkeypatch: pytest.MonkeyPatch, listening: str, error: int, is_unreachable: bool
 ) -> None:

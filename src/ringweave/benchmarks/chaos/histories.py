@@ -1,7 +1,7 @@
 """What each process of a job did and who was a member when, from the job's events. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ringweave.benchmarks.chaos import deciders, faults
@@ -18,6 +18,8 @@ class Worker:
     since_s: float
     steps_s: tuple[float, ...]
     """When it had done each of its steps."""
+    level_s: float
+    """When it had the state of the others, which it had joined; before, its steps are theirs, done again at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,19 +51,37 @@ def said_once(events: Iterable[Event]) -> list[Event]:
     return found
 
 
+@dataclass(slots=True)
+class _Watched:
+    """A process, as its events come."""
+
+    begun: Event
+    level_s: float
+    steps_s: list[float] = field(default_factory=list)
+
+
 def workers(events: Sequence[Event]) -> list[Worker]:
     """Every process that was watched."""
-    found: list[tuple[Event, list[float]]] = []
-    newest: dict[int, list[float]] = {}
+    found: list[_Watched] = []
+    newest: dict[int, _Watched] = {}
     for event in events:
         if event["kind"] == "worker_watched":
-            newest[event["rank"]] = []
-            found.append((event, newest[event["rank"]]))
-        elif event["kind"] == "train_step_done":
-            newest.setdefault(event["rank"], []).append(event["time"])
+            newest[event["rank"]] = _Watched(event, event["time"])
+            found.append(newest[event["rank"]])
+        elif event["kind"] == "train_step_done" and event["rank"] in newest:
+            newest[event["rank"]].steps_s.append(event["time"])
+        elif event["kind"] == "members_level":
+            for each in (newest[rank] for rank, _ in map(slot_of, event["members"]) if rank in newest):
+                each.level_s = event["time"]
     return [
-        Worker(rank=event["rank"], node=event["node"], since_s=event["time"], steps_s=tuple(steps))
-        for event, steps in found
+        Worker(
+            rank=each.begun["rank"],
+            node=each.begun["node"],
+            since_s=each.begun["time"],
+            steps_s=tuple(each.steps_s),
+            level_s=each.level_s,
+        )
+        for each in found
     ]
 
 

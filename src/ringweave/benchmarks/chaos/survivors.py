@@ -265,8 +265,10 @@ def _next_step_s(worker: Worker, time_s: float) -> float | None:
 
 
 def _usual_s(worker: Worker, time_s: float) -> float:
-    gaps = [after - before for before, after in itertools.pairwise(worker.steps_s) if after <= time_s]
-    return statistics.median(gaps[-_USUAL_STEPS:]) if gaps else 0.0
+    """Of a step of its own, once it no longer catches up with the others, if it has done any."""
+    done = [(before, after) for before, after in itertools.pairwise(worker.steps_s) if after <= time_s]
+    level = [each for each in done if each[0] >= worker.level_s] or done
+    return statistics.median(after - before for before, after in level[-_USUAL_STEPS:]) if level else 0.0
 
 
 def _longest_s(worker: Worker, time_s: float, settled_s: float) -> float:

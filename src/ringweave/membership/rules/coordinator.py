@@ -159,7 +159,7 @@ class Coordinator:
         return sought
 
     def hear_unreachable(self, member: str, now_s: float) -> None:
-        """Nothing answers where it listens: its node is cut off or dead, and it is not on its way to this one."""
+        """Nothing listens where it did: its node is cut off, or it has ended, and it is not on its way to this one."""
         self._election.hear_unreachable(member)
         self._consider(now_s)
 

@@ -1,4 +1,7 @@
-"""Which nodes answer at all. A kernel does where a process listens, however busy that is, or stopped."""
+"""Who still listens. A kernel takes connections where a process does, however busy that is, or stopped.
+
+It refuses them once the process has ended; of a node that is cut off nothing comes.
+"""
 
 import contextlib
 import errno
@@ -12,15 +15,16 @@ NUM_TRIES, APART_S = 2, 0.05
 PATIENCE_S = 0.15
 """After the last one. On a network that a job of several nodes can work on an answer takes a tenth of that."""
 _NO_WAY = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT})
+_NOBODY = _NO_WAY | {errno.ECONNREFUSED}
 
 
 def unreachable(places: Mapping[str, str]) -> set[str]:
-    """Which of these members' nodes answer nothing; they are asked for a connection, twice, and told nothing.
+    """Of which of these members nothing listens any more; they are asked for a connection, twice, and told nothing.
 
-    A refusal is an answer. Of whatever cannot be asked, such as a name instead of an address, nothing is known.
+    Of whatever cannot be asked, such as a name instead of an address, nothing is known.
 
     Args:
-        places: Member -> `HOST PORT` where it listens.
+        places: Member -> `HOST PORT` where it listens as long as it lives.
     """
     asked: list[tuple[str, socket.socket]] = []
     for number in range(NUM_TRIES):
@@ -35,21 +39,23 @@ def unreachable(places: Mapping[str, str]) -> set[str]:
 def _ask(place: str) -> socket.socket | None:
     """Begin to connect; None if that cannot be tried."""
     host, _, port = place.partition(" ")
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+        return None
     try:
         found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
         family, kind, protocol, _, address = found[0]
         sock = socket.socket(family, kind, protocol)
-    except (OSError, ValueError, OverflowError):
+    except (OSError, ValueError):
         return None
     sock.setblocking(False)
-    if sock.connect_ex(address) in {0, errno.EINPROGRESS, *_NO_WAY}:
+    if sock.connect_ex(address) in {0, errno.EINPROGRESS, *_NOBODY}:
         return sock
     sock.close()
     return None
 
 
 def _answers(asked: list[socket.socket], timeout_s: float) -> set[socket.socket]:
-    """On which of them anything has come back in time."""
+    """Which of them have been answered in time, and not by a refusal."""
     waiting, answered = {each.fileno(): each for each in asked}, set[socket.socket]()
     poll, deadline_s = select.poll(), time.monotonic() + timeout_s
     for number in waiting:
@@ -71,4 +77,4 @@ def _has_answered(sock: socket.socket) -> bool:
     if error == 0:
         with contextlib.suppress(OSError):  # there was no way at once
             return bool(sock.getpeername())
-    return error not in {0, *_NO_WAY}
+    return error not in {0, *_NOBODY}
