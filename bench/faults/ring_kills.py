@@ -8,8 +8,9 @@ a ring's representative and another member. Stalls are the longest time between 
 usual time of a step. The same longest time where nothing was killed is taken of the other rings: a busy machine makes
 gaps of its own. Another ring has stood still if a worker of it waited for a whole step longer than it did where nothing
 was killed; but at the end of an epoch of the data all rings meet, and wait for one that lost a member in its last step:
-what that takes is said apart. Parameters of a ring's members are compared bit by bit, push by push; each push has to
-have made one version on the server, and no other one; and accounts of epochs have to add up.
+what that takes is said apart, and is bounded like a ring's own stall. Parameters of a ring's members are compared bit
+by bit, push by push; each push has to have made one version on the server, and no other one; and accounts of epochs
+have to add up.
 """
 
 import argparse
@@ -159,6 +160,7 @@ def missed(said: Mapping[str, Any]) -> list[str]:
     found += [f"{num_alone} kills without a survivor in the ring, or a worker in another one"] if num_alone else []
     num_stopped = said["kills_that_stopped_other_rings"]
     found += [f"{num_stopped} kills stopped another ring for a step"] if num_stopped else []
+    found += lab_jobs.over("rings that met waited in s", said["rings_met_for_max_s"], BAR_S)
     return found + lab_jobs.over("stall of the ring, p95 in s", said["ring_stall_p95_s"], BAR_S)
 
 

@@ -172,10 +172,12 @@ def test_what_was_missed_is_said(kills: ModuleType, runs: ModuleType) -> None:
     good = {"never_went_on": 0, "pushes_lost": 0, "pushes_of_rings": 9, "versions_of_the_server": 9}
     good |= {"wrong": [], "kills_that_nobody_felt": 0}
     good |= {"epochs_accounted": 2, "kills_that_stopped_other_rings": 0, "ring_stall_p95_s": 1.2}
+    good |= {"rings_met_for_max_s": 0.7}
     assert kills.missed(good) == []
     worst = {"never_went_on": 1, "pushes_lost": 2, "pushes_of_rings": 9, "versions_of_the_server": 10}
     worst |= {"wrong": ["12 samples lost"], "kills_that_nobody_felt": 4}
     worst |= {"epochs_accounted": 0, "kills_that_stopped_other_rings": 3, "ring_stall_p95_s": 1.6}
+    worst |= {"rings_met_for_max_s": 1.7}
     assert kills.missed(worst) == [
         "12 samples lost",
         "after 1 kills a worker made no step",
@@ -184,6 +186,7 @@ def test_what_was_missed_is_said(kills: ModuleType, runs: ModuleType) -> None:
         "no epoch of the data was complete, nothing was accounted",
         "4 kills without a survivor in the ring, or a worker in another one",
         "3 kills stopped another ring for a step",
+        "rings that met waited in s: 1.7, the bar is 1.5",
         "stall of the ring, p95 in s: 1.6, the bar is 1.5",
     ]
     assert runs.num_pushes(two_rings(kills)) == 80

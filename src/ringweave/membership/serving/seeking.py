@@ -14,8 +14,7 @@ NUM_TRIES, APART_S = 2, 0.05
 """One SYN may be lost."""
 PATIENCE_S = 0.15
 """After the last one. On a network that a job of several nodes can work on an answer takes a tenth of that."""
-_NO_WAY = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT})
-_NOBODY = _NO_WAY | {errno.ECONNREFUSED}
+_NOBODY = frozenset({errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT})
 
 
 def unreachable(places: Mapping[str, str]) -> set[str]:
