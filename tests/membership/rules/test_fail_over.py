@@ -206,7 +206,7 @@ def test_who_comes_and_ends_while_another_one_is_waited_for_is_not_taken_for_mis
     else:
         table.coordinator.lose("4.0", table.now_s)
     table.pass_time(3.0, "1.0", "2.0", "3.0")
-    assert table.coordinator.order_for("0.0").reason == "the others went on without it"
+    assert table.coordinator.reason_for("0.0") == "the others went on without it"
     order = table.coordinator.order_for("4.0")
     assert (order.is_out, order.reason) == (
         (False, "") if is_finished else (True, "its connection to the coordinator broke")
@@ -379,8 +379,11 @@ def test_who_was_not_waited_for_any_longer_is_told_so_when_it_listens() -> None:
     table = Table(3, index=1, is_standby=True)
     for member in ("0.0", "1.0"):
         table.coordinator.rejoin(Rejoining(standing=holder(member), decree=decree, promised=decree.ballot), 0.0)
-    assert not table.coordinator.order_for("2.0").is_out
     table.pass_time(3.0, "0.0", "1.0")
+    assert table.coordinator.reason_for("2.0") == "the others went on without it"
+    assert not table.coordinator.order_for("2.0").is_out, "they have not gone on yet"
+    table.stand(holder("0.0"), holder("1.0"))
+    assert table.coordinator.order_for("2.0").is_out
     assert table.coordinator.order_for("2.0").reason == "the others went on without it"
 
 

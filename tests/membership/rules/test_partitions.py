@@ -77,6 +77,28 @@ def test_what_one_has_heard_alone_is_not_taken_over_before_all_others_have_heard
     assert min(each.standing.committed for each in others) > first.standing.committed + 10
 
 
+@pytest.mark.parametrize("is_mute", [False, True], ids=["both ways", "deaf"])
+@pytest.mark.parametrize("still", [(), ("1.0",)], ids=["all connected", "one was put out and has ended"])
+def test_who_was_not_heard_of_by_a_coordinator_that_was_itself_cut_off_comes_back(
+    is_mute: bool, still: tuple[str, ...]
+) -> None:
+    world = World(5)
+    world.is_down[1] = True  # there is no other one to go to
+    go_on(world, 30)
+    others = [each for each in world.members.values() if each.name != "0.0"]
+    (world.mute if is_mute else world.cut).update((each.name, 0) for each in others)
+    go_on(world, 30, is_cut=True)
+    assert len(world.coordinators[0].present) == 1, "it has missed them"
+    for name in still:
+        world.kill(world.members[name])
+    before = max(each.standing.committed for each in others)
+    world.mend()
+    go_on(world, 60)
+    there = [each for each in world.members.values() if each.name not in still]
+    assert [each.reason for each in there] == [""] * len(there)
+    assert min(each.standing.committed for each in there) > before + 10
+
+
 def deliver(world: World) -> None:
     world.tick()
     letters, world.letters = world.letters, []

@@ -66,7 +66,7 @@ def test_once_one_that_followed_has_the_state_nobody_is_waited_for_any_longer_th
     table.stand(following("1.0", 6), holder("2.0", committed=6))
     table.pass_time(0.5, "1.0", "2.0")
     assert table.coordinator.present == ("1.0", "2.0")
-    assert table.coordinator.order_for("0.0").reason == "it was not heard of in time"
+    assert table.coordinator.reason_for("0.0") == "it was not heard of in time"
     assert table.coordinator.ended == ""
 
 
@@ -123,9 +123,9 @@ def test_a_coordinator_that_takes_over_waits_for_the_state_but_not_for_ever() ->
 
 def test_a_coordinator_that_takes_over_does_not_wait_for_a_state_that_others_have() -> None:
     table = taken_over_by_followers(level="3.0")
-    assert table.coordinator.order_for("0.0").reason == "the others went on without it"
+    assert table.coordinator.reason_for("0.0") == "the others went on without it"
     table = taken_over_by_followers(is_kept_elsewhere=True)
-    assert table.coordinator.order_for("0.0").reason == "the others went on without it"
+    assert table.coordinator.reason_for("0.0") == "the others went on without it"
 
 
 def test_a_coordinator_that_takes_over_does_not_wait_for_whoever_is_followed_in_its_slot() -> None:

@@ -23,6 +23,8 @@ _STILL_S = 0.5
 """A training that stands still for so long while all wait may be broken."""
 _REST_S = 1.2
 """After a coordinator was lost: so long who has not asked the other one is waited for while training stands still."""
+_RETURN_S = 0.5
+"""After one that was silent has come back: so long others that are silent are waited for, as they may be back too."""
 _FIRST_FACTOR = 2.0
 """Times its own patience: so long a member that has asked another coordinator may say nothing at first."""
 _MOST_ACCUSATIONS = 3
@@ -50,6 +52,8 @@ class Coordinator:
         self._election = Election()
         self._presence = Presence(self._settings.silence)
         self._put_out: dict[str, Order] = {}
+        self._unheard: dict[str, str] = {}
+        """Who was given up since nothing was heard of it, and why; told so once an epoch has begun without it."""
         self._proposal: Proposal | None = None
         self._standings: dict[str, Standing] = {}
         self._level: set[str] = set()
@@ -58,6 +62,7 @@ class Coordinator:
         self._accusations: dict[str, int] = {}
         self._waiting_since_s: float | None = None
         self._begun_s, self._rest_s, self._woken_at = -math.inf, 0.0, -1
+        self._back_s = -math.inf
         self.num_woken = 0
         """How often all waited for each other in vain, and were told to begin anew."""
         self.decree: Decree | None = None
@@ -93,6 +98,10 @@ class Coordinator:
     def knows(self, member: str) -> bool:
         """It has come to this one since it decides. Whom a coordinator had before it stepped down it has forgotten."""
         return bool(self.ended) or member in self._put_out or self._presence.knows(member)
+
+    def reason_for(self, member: str) -> str:
+        """Why it is no member any more, or is about to be none; empty if it is not put out."""
+        return self._unheard.get(member) or self.order_for(member).reason
 
     def order_for(self, member: str) -> Order:
         """What holds for a member now."""
@@ -134,6 +143,7 @@ class Coordinator:
         member = rejoining.standing.member
         if rejoining.decree is not None:
             self.hear_of(rejoining.decree.ballot[0])
+        self._take_back(member, now_s)
         is_known = self.decree is not None and member in self.decree.members and not self._presence.is_gone(member)
         if self.is_active and self._term <= rejoining.promised[0]:
             # Whoever asks follows no order of the term that it has given up.
@@ -165,6 +175,7 @@ class Coordinator:
 
     def beat(self, member: str, beat: Beat, now_s: float) -> None:
         """A heartbeat."""
+        self._take_back(member, now_s)
         self._presence.beat(member, beat, now_s)
 
     def hear_of(self, term: int) -> None:
@@ -206,6 +217,7 @@ class Coordinator:
     def leave(self, standing: Standing, now_s: float, *, is_finished: bool) -> None:
         """It wants to go at the next border; or, finished, has done all there is to do and takes part in no more."""
         member = standing.member
+        self._take_back(member, now_s)
         if member in self._presence.here:
             self._presence.leave(member, now_s, is_finished=is_finished)
             if is_finished:
@@ -240,6 +252,7 @@ class Coordinator:
     def stand(self, ballot: Ballot, standing: Standing, now_s: float) -> None:
         """A member stands still for a proposal, and says where."""
         is_asked = self._proposal is not None and self._proposal.ballot == ballot
+        self._take_back(standing.member, now_s)
         if is_asked and standing.member in self._presence.here:
             self._standings[standing.member] = standing
             self._note_level(standing)
@@ -258,7 +271,7 @@ class Coordinator:
             self._away_until_s = now_s + SURE_AFTER_S
         if self.is_active:  # a standby's members are not its own yet: it could not tell them
             for member, reason in self._presence.late(now_s, self._grace_s):
-                self._lose(member, reason, is_silent=True)
+                self._lose(member, reason, is_silent=True, may_return=reason == reasons.UNHEARD)
         self._ask_for_state(now_s)
         self._wake(now_s)
         self._consider(now_s)
@@ -313,12 +326,26 @@ class Coordinator:
         if standing.has_state:  # from then on for good
             self._level.add(standing.member)
 
-    def _lose(self, member: str, reason: str, *, is_silent: bool = False) -> None:
+    def _lose(self, member: str, reason: str, *, is_silent: bool = False, may_return: bool = False) -> None:
         self._presence.lose(member, is_silent=is_silent)
-        self._refuse(member, reason)
+        if may_return and self.decree is not None and member in self.decree.members:
+            self._unheard[member] = reason
+        else:
+            self._refuse(member, reason)
+
+    def _take_back(self, member: str, now_s: float) -> None:
+        """Nothing was heard of it, and now something is: as long as no epoch has begun without it nothing has happened.
+
+        Where this coordinator itself was cut off it has given up all others, and may begin none without them: to send
+        them away would be the end of a job of which nobody is gone.
+        """
+        if member in self._unheard and self._presence.take_back(member, now_s):
+            del self._unheard[member]
+            self._back_s = now_s
 
     def _refuse(self, member: str, reason: str) -> None:
         self._number += 1
+        self._unheard.pop(member, None)
         self._put_out[member] = Order(ballot=(self._term, self._number), is_out=True, reason=reason)
 
     def _consider(self, now_s: float) -> None:
@@ -329,7 +356,7 @@ class Coordinator:
             return
         for member in self._election.take_absent(self._presence.here):
             if not self._presence.knows(member):  # else it came, and has ended or finished since
-                self._lose(member, reasons.WITHOUT_IT, is_silent=True)
+                self._lose(member, reasons.WITHOUT_IT, is_silent=True, may_return=True)
         if self._election.take_unsettled():  # the coordinator before was lost in the midst of a change
             self._propose(is_urgent=True)
         is_broken = self.decree is not None and self._presence.misses(self.decree.members, now_s)
@@ -402,6 +429,8 @@ class Coordinator:
         wanted = sorted([*(each for each in known if each in self._presence.here), *newcomers], key=slot_of)
         if not all(member in self._standings for member in wanted):
             return
+        if self._unheard and now_s - self._back_s < _RETURN_S:
+            return
         standings = [self._standings[member] for member in wanted]
         holders = [each for each in standings if each.has_state]
         if quorum.is_lost(self.decree, standings) and not self._settings.is_kept_elsewhere:
@@ -450,7 +479,9 @@ class Coordinator:
         for each in standings:
             if each not in staying:
                 self._lose(each.member, reasons.LEFT)
-        self._presence.silent.clear()
+        for member, reason in list(self._unheard.items()):
+            self._refuse(member, reason)
+        self._presence.forget_silent()
         self._consider_change(now_s, is_broken=self._is_too_few(num_left))
 
     def _is_too_few(self, num_members: int) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 
+from ringweave.membership.rules import reasons
 from ringweave.membership.rules.records import slot_of
 from ringweave.membership.rules.rhythm import SILENCE, WAITS, Tolerance
 from ringweave.membership.rules.signs import Beat, Signs
@@ -22,6 +23,8 @@ class Presence:
         """Those that were given up because nothing was heard of them: they may live."""
         self.leaving: set[str] = set()
         """Those that want to go."""
+        self._lost: dict[str, Signs] = {}
+        """Of those that are silent: what was known of their rhythm."""
         self._gone: set[str] = set()
         self._finished: dict[str, float] = {}
 
@@ -114,17 +117,34 @@ class Presence:
         somebody_waits = any(signs.is_waiting for signs in self.here.values())
         for member, signs in list(self.here.items()):
             if signs.is_silent(now_s, grace_s(member)):
-                yield member, "it was not heard of in time"
+                yield member, reasons.UNHEARD
             elif somebody_waits and signs.is_stuck(grace_s(member)):
                 yield member, "it stood still while others waited for it"
 
     def lose(self, member: str, *, is_silent: bool) -> None:
         """It is gone."""
-        self.here.pop(member, None)
+        signs = self.here.pop(member, None)
         self.leaving.discard(member)
         self._gone.add(member)
         if is_silent and not _is_followed(member, [*self.here, *self._gone, *self._finished]):
             self.silent.add(member)
+            if signs is not None:
+                self._lost[member] = signs
+
+    def take_back(self, member: str, now_s: float) -> bool:
+        """It was lost since it was silent, and has been heard of; False if a later process of its slot has come since."""
+        if member not in self.silent:
+            return False
+        self.silent.discard(member)
+        self._gone.discard(member)
+        self.here[member] = signs = self._lost.get(member) or Signs(now_s, self._silence)
+        signs.excuse(now_s)
+        return True
+
+    def forget_silent(self) -> None:
+        """Those who are silent have nothing to do any more with who may go on."""
+        self.silent.clear()
+        self._lost.clear()
 
     def leave(self, member: str, now_s: float, *, is_finished: bool) -> None:
         """It wants to go, or has finished and is of no more concern."""

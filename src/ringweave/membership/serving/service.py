@@ -128,7 +128,7 @@ class CoordinatorService:
         if not coordinator.is_active:  # nobody is a standby's member, nor any more of one that has become one
             self._known.clear()
         for member in sorted(self._known - here):
-            self._note_lost(member, coordinator.order_for(member).reason, coordinator.term)
+            self._note_lost(member, coordinator.reason_for(member), coordinator.term)
         self._known = here
         if coordinator.num_woken > self._num_woken and coordinator.decree is not None:
             self._note_woken(coordinator.decree.ballot)
