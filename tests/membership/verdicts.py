@@ -270,8 +270,10 @@ class Verdicts:
     def _could_be_lost(self, index: int) -> bool:
         """There is a state, with members alone; before any has it, it is that of any member of the first epoch."""
         coordinator, decree = self._coordinators[index], self._coordinators[index].decree
-        if self._wanted.is_kept_elsewhere or decree is None:
+        if self._wanted.is_kept_elsewhere:
             return False
+        if decree is None:  # it has heard of newcomers alone, some of which are in the place of others
+            return all(each.decree is None for each in self._members.values() if each.can_act)
         return bool(decree.holders) or not set(coordinator.present) & set(decree.members)
 
     def _judge_nobody_left(self, index: int, now_s: float) -> None:

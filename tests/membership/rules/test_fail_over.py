@@ -284,6 +284,62 @@ def test_what_was_announced_counts_no_longer_once_another_one_may_have_decided()
     assert not table.coordinator.is_active, "nothing was heard of the other one for 20 s"
 
 
+def test_half_of_the_members_go_on_where_newcomers_in_the_place_of_the_others_ask_for_a_coordinator_too() -> None:
+    table = asked_by_half()
+    for member in ("0.1", "1.1"):
+        table.coordinator.join(member, 0.5)
+    table.coordinator.hear_idle(1.0)
+    assert table.coordinator.is_active
+    table.stand(holder("2.0"), holder("3.0"))
+    assert table.coordinator.decree is not None
+    assert table.coordinator.decree.members == ("2.0", "3.0"), "at once: the others are known to have ended"
+    table = asked_by_half()
+    for member in ("0.1", "1.1"):
+        table.coordinator.join(member, 0.5)
+    table.coordinator.hear_idle(3.0)
+    assert not table.coordinator.is_active, "they have not asked again: they may be members by now"
+
+
+def ask(table: Table, seconds: int, *newcomers: str) -> None:
+    """These ask for a coordinator again and again; the other one decides nothing."""
+    for _ in range(seconds):
+        table.now_s += 1.0
+        for member in newcomers:
+            table.coordinator.join(member, table.now_s)
+        table.coordinator.hear_idle(table.now_s)
+
+
+def test_where_all_ask_and_none_was_ever_a_member_a_job_that_has_begun_is_over() -> None:
+    table = Table(3, index=1, is_standby=True)
+    ask(table, 20, "0.1", "1.0")
+    assert (table.coordinator.is_active, table.coordinator.ended) == (False, ""), "the third may have the state"
+    ask(table, 12, "0.1", "1.0", "2.1")
+    assert table.coordinator.ended == "", "another one may be on its way that has it"
+    ask(table, 1, "0.1", "1.0", "2.1")
+    assert table.coordinator.ended == "no worker is left that has the parameters: go on from the last checkpoint"
+    assert table.coordinator.order_for("1.0").is_end
+
+
+def test_while_a_member_looks_for_a_coordinator_no_job_is_over() -> None:
+    decree = Table(4).begin("0.0", "1.0", "2.0", "3.0")
+    table = Table(3, index=1, is_standby=True)
+    for _ in range(5):
+        ask(table, 4, "0.1", "1.1", "2.1")
+        table.coordinator.rejoin(Rejoining(standing=holder("3.0"), decree=decree, promised=decree.ballot), table.now_s)
+        ask(table, 4, "0.1", "1.1", "2.1")
+        table.coordinator.part("3.0")
+    assert (table.coordinator.is_active, table.coordinator.ended) == (True, ""), "all others are known to have ended"
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_job_whose_coordinator_is_lost_before_its_first_epoch_begins_all_the_same(index: int) -> None:
+    table = Table(3, index=index, is_standby=True)
+    ask(table, 13, "0.0", "1.0", "2.0")
+    assert table.coordinator.is_active == (index == 0), "no two begin"
+    if index == 0:
+        assert table.begin("0.0", "1.0", "2.0").members == ("0.0", "1.0", "2.0")
+
+
 def cut_in_two() -> tuple[Table, Table, Decree]:
     """A member came back to the first coordinator; then both were cut off from the standby and the other members, who
     went on with it. Also the epoch that those are in."""

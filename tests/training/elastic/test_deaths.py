@@ -15,6 +15,7 @@ from ringweave.membership.rules.reasons import ALL_DONE
 from ringweave.membership.rules.rhythm import STANDSTILL
 from ringweave.testing.elastic import ElasticJob
 from ringweave.training.checkpoints import disk
+from tests.membership.waiting import wait_until
 from tests.training.elastic import elastic_functions as functions
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -194,6 +195,25 @@ def test_a_stopped_member_is_left_behind_and_changes_nothing_when_it_wakes() -> 
         check_alike(values)
         assert done_steps(job, "0.0") == list(range(24 * NUM_STEPS))
         assert all(account.is_accounted for account in values[0]["accounts"])
+
+
+def test_two_of_three_that_are_stopped_for_a_while_come_back_and_lose_nothing() -> None:
+    """The third may not go on alone: nothing has happened without them."""
+    with ElasticJob(functions.train, 3, 24, {}, 0.1, silence_s=20.0) as job:
+        for member in ("1.0", "2.0"):
+            job.wait_said(member, lambda said: said[:2] == ("done", 30))
+        for member in ("1.0", "2.0"):
+            job.signal(member, signal.SIGSTOP)
+        wait_until(lambda: {each for each, _ in job.headquarters[0].lost} == {"1.0", "2.0"})
+        for member in ("1.0", "2.0"):
+            job.signal(member, signal.SIGCONT)
+        values = [value_of(job, member) for member in job.members]
+        assert {decree.members for decree in job.headquarters[0].decrees} == {tuple(job.members)}
+        check_alike(values)
+        for member in job.members:
+            assert done_steps(job, member) == list(range(24 * NUM_STEPS)), "every step once"
+        assert all(account.is_accounted and not account.lost.num_samples for account in values[0]["accounts"])
+        check_exact(values[0], samples_that_count(job, {}))
 
 
 def test_what_one_drew_in_an_epoch_that_the_others_never_formed_the_others_draw_so_too() -> None:

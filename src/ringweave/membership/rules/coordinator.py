@@ -115,7 +115,9 @@ class Coordinator:
 
     def join(self, member: str, now_s: float) -> None:
         """A process wants to become a member. One of the same slot that was there before is gone then."""
-        if self.is_active and not self._presence.knows(member):
+        if not self.is_active:
+            self._election.ask(member, now_s)
+        elif not self._presence.knows(member):
             others = self._presence.of_slot(slot_of(member)[0])
             if any(slot_of(other) > slot_of(member) for other in others):
                 self._refuse(member, reasons.FOLLOWED)
@@ -132,11 +134,23 @@ class Coordinator:
         self._election.announce(member, now_s)
 
     def hear_idle(self, now_s: float) -> None:
-        """The other coordinator decides nothing: where all who can be there ask this one, nobody goes on elsewhere."""
+        """The other coordinator decides nothing: where all who can be there ask this one, nobody goes on elsewhere.
+
+        If none of them has ever been in an epoch, either there was none, and it is for the coordinator to begin that is
+        the first to decide in any job, or nobody is left of those who were.
+        """
         self._election.hear_idle(now_s)
-        if not self.is_active and self._election.accounts_for(self._settings.expected):
+        if self.is_active:
+            return
+        if self._election.accounts_for(self._settings.expected, now_s):
             self._take_over(now_s)
             self._consider(now_s)
+        elif self._election.is_of_newcomers(self._settings.expected, now_s):
+            if self._election.has_lost:
+                self._decide()
+                self._end(reasons.NOBODY_LEFT)
+            elif not self._has_even:
+                self._decide()
 
     def rejoin(self, rejoining: Rejoining, now_s: float) -> None:
         """A member has lost its coordinator, and asks this one to take over."""
@@ -510,11 +524,15 @@ class Coordinator:
     def _term_after(self, ballot: Ballot) -> int:
         return quorum.term_after(max(ballot[0], self._last_term), is_even=self._has_even)
 
+    def _decide(self) -> None:
+        """From now on, in a term that is greater than any that is known here."""
+        self._term, self._number = self._term_after(self._election.highest_ballot), 0
+        self._reign = self._last_term = self._term
+
     def _take_over(self, now_s: float) -> None:
         newest = self._election.decree
         assert newest is not None, "the election was won by its members"
-        self._term, self._number = self._term_after(self._election.highest_ballot), 0
-        self._reign = self._last_term = self._term
+        self._decide()
         self.decree, self._waiting_since_s, self._begun_s = newest, None, now_s
         for stranger in set(self._presence.here) - set(newest.members):
             self._lose(stranger, reasons.WITHOUT_IT)

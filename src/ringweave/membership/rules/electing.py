@@ -1,5 +1,6 @@
 """How a standby comes to decide: the members of the newest epoch ask it to, and most of them have to."""
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -9,6 +10,12 @@ from ringweave.membership.rules.signs import Beat
 _FACTOR = 3.0
 _MOST_S = 15.0
 """How long those who have not voted yet are waited for, beside the time that it took the others."""
+
+_ASKED_S = 2.0
+"""After it has asked a newcomer that found nobody who decides asks again in far less, unless it is a member by now."""
+
+_FOUND_S = 12.0
+"""In it whoever looks for a coordinator has asked both."""
 
 _SURE_S = 5.0
 """Between two words of the other coordinator: more means that it may have decided, and members have come to it."""
@@ -42,6 +49,9 @@ class Election:
         self._missing: set[str] = set()
         self._unreachable: set[str] = set()
         self._starting: dict[int, int] = {}
+        self._newest: dict[int, int] = {}
+        self._asked_s: dict[int, float] = {}
+        self._newcomers_since_s = math.inf
         self._sure_s = 0.0
         self._first_s: float | None = None
         self._last_s = self._lost_at_s = 0.0
@@ -68,12 +78,38 @@ class Election:
             return decree.members[0] in votes
         return 2 * len(votes) > len(decree.members)
 
-    def accounts_for(self, num_slots: int) -> bool:
-        """Every process that a job of so many slots can have has voted, or is about to be started."""
+    def accounts_for(self, num_slots: int, now_s: float) -> bool:
+        """Every process that a job of so many slots can have has voted, asks to be let in, or is about to start."""
         decree = self.decree
         if decree is None or not all(each in self._voters or self.is_followed(each) for each in decree.members):
             return False
-        return len({slot_of(each)[0] for each in self._voters} | self._starting.keys()) >= num_slots
+        known = {slot_of(each)[0] for each in self._voters} | self._starting.keys() | self._asking(now_s)
+        return len(known) >= num_slots
+
+    def is_of_newcomers(self, num_slots: int, now_s: float) -> bool:
+        """Every process that a job of so many slots can have asks to be let in, and none has ever been in an epoch.
+
+        It is so for so long by now that any member would have voted that looks for a coordinator.
+        """
+        if self._voters or len(self._asking(now_s)) < num_slots:
+            self._newcomers_since_s = math.inf
+            return False
+        self._newcomers_since_s = min(now_s, self._newcomers_since_s)
+        return now_s - self._newcomers_since_s >= _FOUND_S
+
+    @property
+    def has_lost(self) -> bool:
+        """Of those that ask to be let in some are in the place of others."""
+        return any(self._newest.values())
+
+    def _asking(self, now_s: float) -> set[int]:
+        return {slot for slot, asked_s in self._asked_s.items() if now_s - asked_s <= _ASKED_S}
+
+    def ask(self, newcomer: str, now_s: float) -> None:
+        """This process asks to be let in, by nobody yet: those that had its slot before have ended."""
+        slot, incarnation = slot_of(newcomer)
+        self._newest[slot] = max(incarnation, self._newest.get(slot, 0))
+        self._asked_s[slot] = now_s
 
     def announce(self, newcomer: str, now_s: float) -> None:
         """This process is about to be given a slot: those that had it before have ended."""
@@ -89,11 +125,12 @@ class Election:
     def forget_announced(self) -> None:
         """They may have become members elsewhere."""
         self._starting.clear()
+        self._newcomers_since_s = math.inf
 
     def is_followed(self, member: str) -> bool:
-        """Its slot is about to be given to another process."""
+        """Its slot has been given to another process, or is about to be."""
         slot, incarnation = slot_of(member)
-        return self._starting.get(slot, incarnation) > incarnation
+        return max(self._starting.get(slot, 0), self._newest.get(slot, 0)) > incarnation
 
     def vote(self, rejoining: Rejoining, now_s: float) -> None:
         """A member asks."""

@@ -132,7 +132,7 @@ class Presence:
                 self._lost[member] = signs
 
     def take_back(self, member: str, now_s: float) -> bool:
-        """It was lost since it was silent, and has been heard of; False if a later process of its slot has come since."""
+        """It was lost since it was silent, and is heard of; False if a later process of its slot has come since."""
         if member not in self.silent:
             return False
         self.silent.discard(member)
