@@ -98,7 +98,7 @@ def test_who_has_finished_is_known_to_have() -> None:
         agent.close()
     wait_until(lambda: job.headquarters[0].service.ended != "")
     assert job.headquarters[0].service.ended == "all workers are done"
-    assert [why for _, why in job.headquarters[0].lost] in (["", ""], ["", "all workers are done"])
+    assert [why for _, why in job.headquarters[0].those_lost] in (["", ""], ["", "all workers are done"])
     job.close()
 
 

@@ -113,6 +113,12 @@ KINDS: Mapping[str, Kind] = {
             "term": "of the coordinator that says so; one that was cut off may say so of those who have left it",
         },
     ),
+    "member_back": Kind(
+        meaning="A process that was lost since nothing was heard of it is back, before an epoch has begun without it: "
+        "it is a member as before.",
+        written_by="coordinator",
+        fields={"member": "its name", "term": "of the coordinator that says so"},
+    ),
     "standstill": Kind(
         meaning="In an epoch all members waited for each other, far longer than they usually do, and none got on: the "
         "same members begin another one. A fault of the network or of ringweave; worth a report.",

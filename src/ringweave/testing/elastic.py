@@ -22,6 +22,7 @@ from ringweave.membership.rules.records import Ballot, Decree
 from ringweave.membership.rules.rhythm import Tolerance
 from ringweave.membership.rules.settings import Bounds, Settings
 from ringweave.membership.serving import parts
+from ringweave.membership.serving.notes import Notes
 from ringweave.testing import forking
 from ringweave.testing.ranks import Outcome
 
@@ -36,22 +37,21 @@ def patient(silence_s: float) -> Tolerance:
     return Tolerance(factor=3.0, least_s=silence_s, most_s=max(60.0, silence_s))
 
 
-class Headquarters:
+class Headquarters(Notes):
     """One coordinator, in this process, over real connections."""
 
     def __init__(self, authority: wire.Authority, settings: Settings, *, is_standby: bool = False) -> None:
         self.decrees: list[Decree] = []
         """Of the job."""
         self.by_part: dict[str, list[Decree]] = {JOB: self.decrees}
-        self.lost: list[tuple[str, str]] = []
-        self.woken: list[Ballot] = []
+        self.those_lost: list[tuple[str, str]] = []
+        self.those_back: list[str] = []
+        self.all_woken: list[Ballot] = []
         self.service = parts.coordinators(
             settings,
             index=int(is_standby),
             is_standby=is_standby,
-            note=lambda part, decree: self.by_part.setdefault(part, []).append(decree),
-            note_lost=lambda _part, member, why, _term: self.lost.append((member, why)),
-            note_woken=self.woken.append,
+            notes=self,
         )
         trust = wire.Tls(authority.issue("coordinator", "1" if is_standby else "0"))
         roles = ("worker", "coordinator")
@@ -61,6 +61,25 @@ class Headquarters:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._tick, name="coordinator", daemon=True)
         self._thread.start()
+
+    def begun(self, part: str, decree: Decree) -> None:
+        """Keep it."""
+        self.by_part.setdefault(part, []).append(decree)
+
+    def lost(self, part: str, member: str, reason: str, term: int) -> None:
+        """Keep it."""
+        del part, term
+        self.those_lost.append((member, reason))
+
+    def back(self, part: str, member: str, term: int) -> None:
+        """Keep it."""
+        del part, term
+        self.those_back.append(member)
+
+    def woken(self, part: str, ballot: Ballot) -> None:
+        """Keep it."""
+        del part
+        self.all_woken.append(ballot)
 
     def connected(self) -> set[str]:
         """Names of those that hold a connection."""

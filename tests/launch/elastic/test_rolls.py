@@ -89,6 +89,8 @@ def test_who_was_put_out_is_so_until_an_epoch_begins_with_it(tmp_path: Path) -> 
     assert found.look() == set()
     add(lost("0.0", "its heartbeats stay away"), lost("1.0", "it has finished"), lost("2.0", "it has left"))
     assert found.look() == {"0.0"}
+    add(lost("4.0", "it was not heard of in time"), {"kind": "member_back", "member": "4.0", "term": 1})
+    assert found.look() == {"0.0"}
     add(lost("3.0", "the others cannot reach it"), epoch(["0.0", "1.0"], []))
     assert found.look() == {"3.0"}
     add(epoch(["0.0", "1.0"], []) | {"term": 2}, lost("1.0", "its heartbeats stay away"))

@@ -24,6 +24,7 @@ from ringweave.membership.rules.records import Decree, Standing
 from ringweave.membership.rules.settings import Bounds, Settings
 from ringweave.membership.rules.signs import Beat
 from ringweave.membership.serving import parts
+from ringweave.membership.serving.notes import Notes
 from ringweave.testing.elastic import Headquarters, patient
 from ringweave.wire import Call
 from tests.membership.serving.asking import CALL_S, count
@@ -102,7 +103,7 @@ def test_a_ring_of_which_nobody_is_left_begins_again_with_whoever_comes(
     wait_until(lambda: all(members_of(headquarters, ring_part(ring)) for ring in range(2)))
     for name in ("0.0", "2.0"):
         members[name].client.hang_up()
-    wait_until(lambda: {member for member, _ in headquarters.lost} >= {"0.0", "2.0"})
+    wait_until(lambda: {member for member, _ in headquarters.those_lost} >= {"0.0", "2.0"})
     later = Member(authority, headquarters.port, "0.1")
     later.enter(ring_part(0))
     later.stand(has_state=False)
@@ -118,7 +119,7 @@ def test_a_member_of_a_ring_that_began_again_is_not_let_back(
     decree = headquarters.by_part[ring_part(0)][0]
     for name in ("0.0", "2.0"):
         members[name].client.hang_up()
-    wait_until(lambda: {member for member, _ in headquarters.lost} >= {"0.0", "2.0"})
+    wait_until(lambda: {member for member, _ in headquarters.those_lost} >= {"0.0", "2.0"})
     back = Member(authority, headquarters.port, "2.0")
     standing = Standing(member="2.0", has_state=True)
     rejoining = Rejoining(standing=standing, decree=decree, promised=decree.ballot, is_settled=True)
@@ -181,9 +182,7 @@ def directly(wanted: Settings, clock: Callable[[], float], *, is_standby: bool =
         wanted,
         index=int(is_standby),
         is_standby=is_standby,
-        note=lambda _part, _decree: None,
-        note_lost=lambda _part, _member, _why, _term: None,
-        note_woken=lambda _ballot: None,
+        notes=Notes(),
         clock=clock,
     )
     calls = {each.message: each.handle for each in found.handlers()}

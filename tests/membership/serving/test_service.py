@@ -61,7 +61,7 @@ def test_who_hangs_up_is_dead_and_who_says_goodbye_is_not(
     assert count(asker).present == ["0.0", "1.0"], "it went, and has come back"
     second.hang_up()
     wait_until(lambda: count(asker).present == ["0.0"])
-    assert headquarters.lost == [("1.0", "its connection to the coordinator broke")]
+    assert headquarters.those_lost == [("1.0", "its connection to the coordinator broke")]
     for each in (first, asker):
         each.close()
 

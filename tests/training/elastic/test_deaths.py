@@ -85,7 +85,7 @@ def check_exact(value: dict[str, Any], batches: Mapping[int, Sequence[int]], hid
 
 def value_of(job: ElasticJob, member: str) -> dict[str, Any]:
     outcome = job.outcome(member)
-    lost = [each.lost for each in job.headquarters]
+    lost = [each.those_lost for each in job.headquarters]
     assert not outcome.error, f"{member}: {outcome.error}; lost {lost}"
     return outcome.value
 
@@ -204,11 +204,12 @@ def test_two_of_three_that_are_stopped_for_a_while_come_back_and_lose_nothing() 
             job.wait_said(member, lambda said: said[:2] == ("done", 30))
         for member in ("1.0", "2.0"):
             job.signal(member, signal.SIGSTOP)
-        wait_until(lambda: {each for each, _ in job.headquarters[0].lost} == {"1.0", "2.0"})
+        wait_until(lambda: {each for each, _ in job.headquarters[0].those_lost} == {"1.0", "2.0"})
         for member in ("1.0", "2.0"):
             job.signal(member, signal.SIGCONT)
         values = [value_of(job, member) for member in job.members]
         assert {decree.members for decree in job.headquarters[0].decrees} == {tuple(job.members)}
+        assert sorted(job.headquarters[0].those_back) == ["1.0", "2.0"]
         check_alike(values)
         for member in job.members:
             assert done_steps(job, member) == list(range(24 * NUM_STEPS)), "every step once"
@@ -238,8 +239,8 @@ def test_one_that_misses_what_it_has_to_do_is_not_waited_for_for_ever_and_all_go
     """A fault of this system, as there was one: each waits for the others, and says so."""
     with ElasticJob(functions.train, 3, 3, {"1.0": (16, "miss")}, 0.3) as job:
         values = [value_of(job, member) for member in job.members]
-        assert len(job.headquarters[0].woken) == 1, "once is enough"
-        assert {why for _, why in job.headquarters[0].lost} <= {"", ALL_DONE}, "nobody is put out"
+        assert len(job.headquarters[0].all_woken) == 1, "once is enough"
+        assert {why for _, why in job.headquarters[0].those_lost} <= {"", ALL_DONE}, "nobody is put out"
         check_alike(values)
         for member in job.members:
             assert done_steps(job, member) == list(range(3 * NUM_STEPS)), "every step once"
@@ -254,7 +255,7 @@ def test_one_that_hangs_while_its_heartbeats_go_on_is_put_out_and_no_step_is_los
         hangs_s = job.wait_said("1.0", lambda said: said == ("hangs",))
         goes_on_s = job.wait_said("0.0", lambda said: said[:2] == ("done", at))
         values = [value_of(job, member) for member in ("0.0", "2.0")]
-        assert job.headquarters[0].lost[0] == ("1.0", "it stood still while others waited for it")
+        assert job.headquarters[0].those_lost[0] == ("1.0", "it stood still while others waited for it")
         assert goes_on_s - hangs_s > STANDSTILL.least_s - 1.0, "a step may take so long"
         job.signal("1.0", signal.SIGUSR1)
         assert "no member any more: it stood still while others waited for it" in job.outcome("1.0").error

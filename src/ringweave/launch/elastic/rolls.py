@@ -84,6 +84,8 @@ class PutOut:
                 member = event["member"]
                 if event["term"] >= self._terms.get(member, 0):  # else a coordinator that was left behind says so
                     self._names.add(member)
+            elif event["kind"] == "member_back":
+                self._names.discard(event["member"])
             elif event["kind"] == "epoch_begun":  # of a coordinator that had not heard of it
                 self._names -= set(event["members"])
                 self._terms |= {each: max(event["term"], self._terms.get(each, 0)) for each in event["members"]}

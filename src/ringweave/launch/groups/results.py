@@ -8,7 +8,7 @@ from typing import Any
 
 from ringweave.membership.rules.reasons import FINISHED
 
-_KINDS = (b'"iterations_done"', b'"epoch_begun"', b'"member_lost"')
+_KINDS = (b'"iterations_done"', b'"epoch_begun"', b'"member_lost"', b'"member_back"')
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +63,9 @@ class Results:
                 self._result = replace(self._result, iterations=event["iterations"], last_loss=event["loss"])
             elif event["kind"] == "epoch_begun":
                 self._begin_epoch(event)
+            elif event["kind"] == "member_back":
+                self._lost.discard(event["member"])
+                self._result = replace(self._result, out=self._out())
             elif event["kind"] == "member_lost":
                 (self._finished if event["reason"] == FINISHED else self._lost).add(event["member"])
                 self._result = replace(self._result, out=self._out())

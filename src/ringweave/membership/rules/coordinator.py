@@ -157,7 +157,9 @@ class Coordinator:
         member = rejoining.standing.member
         if rejoining.decree is not None:
             self.hear_of(rejoining.decree.ballot[0])
-        self._take_back(member, now_s)
+        # How long answers may take where it runs is known to it: it need not be waited for as a process that starts.
+        first_s = _FIRST_FACTOR * rejoining.patience_s if rejoining.patience_s else None
+        self._take_back(member, now_s, first_s)
         is_known = self.decree is not None and member in self.decree.members and not self._presence.is_gone(member)
         if self.is_active and self._term <= rejoining.promised[0]:
             # Whoever asks follows no order of the term that it has given up.
@@ -167,8 +169,6 @@ class Coordinator:
         if self.is_active and rejoining.decree is not None and not is_known:
             self._refuse(member, "it lost its connection to the coordinator, and the others went on")
             return
-        # How long answers may take where it runs is known to it: it need not be waited for as a process that starts.
-        first_s = _FIRST_FACTOR * rejoining.patience_s if rejoining.patience_s else None
         self._presence.enter(member, now_s, first_s)
         self._presence.beat(member, rejoining.beat, now_s)
         self._election.vote(rejoining, now_s)
@@ -347,13 +347,13 @@ class Coordinator:
         else:
             self._refuse(member, reason)
 
-    def _take_back(self, member: str, now_s: float) -> None:
+    def _take_back(self, member: str, now_s: float, first_s: float | None = None) -> None:
         """Nothing was heard of it, and now something is: as long as no epoch has begun without it nothing has happened.
 
         Where this coordinator itself was cut off it has given up all others, and may begin none without them: to send
         them away would be the end of a job of which nobody is gone.
         """
-        if member in self._unheard and self._presence.take_back(member, now_s):
+        if member in self._unheard and self._presence.take_back(member, now_s, first_s):
             del self._unheard[member]
             self._back_s = now_s
 

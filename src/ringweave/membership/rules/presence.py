@@ -131,13 +131,13 @@ class Presence:
             if signs is not None:
                 self._lost[member] = signs
 
-    def take_back(self, member: str, now_s: float) -> bool:
+    def take_back(self, member: str, now_s: float, first_s: float | None = None) -> bool:
         """It was lost since it was silent, and is heard of; False if a later process of its slot has come since."""
         if member not in self.silent:
             return False
         self.silent.discard(member)
         self._gone.discard(member)
-        self.here[member] = signs = self._lost.get(member) or Signs(now_s, self._silence)
+        self.here[member] = signs = self._lost.get(member) or Signs(now_s, self._silence, first_s)
         signs.excuse(now_s)
         return True
 

@@ -15,6 +15,7 @@ from ringweave.membership.rules import reasons, settings
 from ringweave.membership.rules.records import Ballot, Decree
 from ringweave.membership.rules.settings import Settings
 from ringweave.membership.serving import parts
+from ringweave.membership.serving.notes import Notes
 from ringweave.membership.serving.rivals import Rival
 from ringweave.telemetry import EventLog, say
 
@@ -39,6 +40,54 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+class Said(Notes):
+    """What the process says of what is decided, in its log and in the events of the run."""
+
+    def __init__(self, log: EventLog | None) -> None:
+        self._log = log
+
+    def begun(self, part: str, decree: Decree) -> None:
+        """Who is in it, and who is new."""
+        term, number = decree.ballot
+        members = list(decree.members)
+        where = f"{part}: " if part else ""
+        say(f"coordinator: {where}epoch {number} of term {term}: {', '.join(members)}")
+        if self._log and part != LOBBY:
+            newcomers = [each.member for each in decree.standings if not (each.has_state or each.is_following)]
+            self._log.write(
+                "epoch_begun",
+                term=term,
+                number=number,
+                members=members,
+                newcomers=newcomers,
+                committed=decree.committed,
+                part=part,
+            )
+
+    def lost(self, part: str, member: str, reason: str, term: int) -> None:
+        """Who, and why; who waits for the members of a ring to be formed is nobody's concern."""
+        if part == LOBBY:
+            return
+        say(f"coordinator: {member} is no member any more: {reason or reasons.FINISHED}")
+        if self._log:
+            self._log.write("member_lost", member=member, reason=reason or reasons.FINISHED, term=term)
+
+    def back(self, part: str, member: str, term: int) -> None:
+        """Who."""
+        if part == LOBBY:
+            return
+        say(f"coordinator: {member} is back")
+        if self._log:
+            self._log.write("member_back", member=member, term=term)
+
+    def woken(self, part: str, ballot: Ballot) -> None:
+        """Which epoch stood still."""
+        term, number = ballot
+        say(f"coordinator: in epoch {number} of term {term} all wait for each other, and none gets on: another begins")
+        if self._log:
+            self._log.write("standstill", term=term, number=number)
+
+
 class Process:
     """Serves until it is told to end: who comes after the end of the job hears of it too."""
 
@@ -51,9 +100,7 @@ class Process:
             wanted,
             index=asked.index,
             is_standby=asked.standby,
-            note=self._note_epoch,
-            note_lost=self._note_lost,
-            note_woken=self._note_woken,
+            notes=Said(self._log),
         )
         self.service.announce([each for each in asked.successors.split(",") if each])
         trust = wire.Tls(wire.Credentials.load_from(asked.credentials))
@@ -84,36 +131,6 @@ class Process:
                 if self.service.ended != ended:
                     ended = self.service.ended
                     say(f"coordinator: the job is over: {ended}" if ended else "coordinator: it goes on elsewhere")
-
-    def _note_epoch(self, part: str, decree: Decree) -> None:
-        term, number = decree.ballot
-        members = list(decree.members)
-        where = f"{part}: " if part else ""
-        say(f"coordinator: {where}epoch {number} of term {term}: {', '.join(members)}")
-        if self._log and part != LOBBY:
-            newcomers = [each.member for each in decree.standings if not (each.has_state or each.is_following)]
-            self._log.write(
-                "epoch_begun",
-                term=term,
-                number=number,
-                members=members,
-                newcomers=newcomers,
-                committed=decree.committed,
-                part=part,
-            )
-
-    def _note_lost(self, part: str, member: str, reason: str, term: int) -> None:
-        if part == LOBBY:
-            return
-        say(f"coordinator: {member} is no member any more: {reason or reasons.FINISHED}")
-        if self._log:
-            self._log.write("member_lost", member=member, reason=reason or reasons.FINISHED, term=term)
-
-    def _note_woken(self, ballot: Ballot) -> None:
-        term, number = ballot
-        say(f"coordinator: in epoch {number} of term {term} all wait for each other, and none gets on: another begins")
-        if self._log:
-            self._log.write("standstill", term=term, number=number)
 
 
 def _complain(peer: wire.Identity, kind: str, error: Exception) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 from ringweave.errors import RefusedError, explain
 from ringweave.membership.messages import JOB, LOBBY, Accuse, Ask, Count, Enter, Heartbeat, Leave, Listen, Stand
 from ringweave.membership.rules.coordinator import Coordinator
-from ringweave.membership.rules.records import Ballot
 from ringweave.membership.rules.settings import Bounds, Settings
+from ringweave.membership.serving.notes import Notes
 from ringweave.membership.serving.service import CoordinatorService
 from ringweave.wire import Call, Handler, Identity
 
@@ -145,9 +145,7 @@ def coordinators(
     *,
     index: int,
     is_standby: bool,
-    note: Callable[[str, Any], object],
-    note_lost: Callable[[str, str, str, int], object],
-    note_woken: Callable[[Ballot], object],
+    notes: Notes,
     clock: Callable[[], float] = time.monotonic,
 ) -> Parts:
     """Those of one process.
@@ -156,9 +154,7 @@ def coordinators(
         wanted: What the job's goes by.
         index: Which of the job's two processes it is.
         is_standby: It decides nothing until it is asked to.
-        note: Is told of every epoch that begins: the part, and the decree.
-        note_lost: Is told who is put out: the part, the member, why, and in which term.
-        note_woken: Is told of the ballot of an epoch in which all waited for each other in vain.
+        notes: Is told what is decided.
         clock: Gives seconds.
     """
 
@@ -166,9 +162,8 @@ def coordinators(
         return CoordinatorService(
             Coordinator(settings, now_s=clock(), index=index, is_standby=is_standby),
             clock=clock,
-            note_epoch=lambda decree: note(part, decree),
-            note_lost=lambda member, reason, term: note_lost(part, member, reason, term),
-            note_woken=note_woken,
+            part=part,
+            notes=notes,
         )
 
     return Parts(make(JOB, wanted), make, wanted, clock)

@@ -5,10 +5,11 @@ import time
 from collections.abc import Callable, Collection, Mapping
 
 from ringweave.errors import RefusedError, explain
-from ringweave.membership.messages import Accuse, Ask, Count, Enter, Heartbeat, Leave, Listen, Stand, Told
+from ringweave.membership.messages import JOB, Accuse, Ask, Count, Enter, Heartbeat, Leave, Listen, Stand, Told
 from ringweave.membership.rules.coordinator import Coordinator
-from ringweave.membership.rules.records import BEFORE_ALL, Ballot, Decree, Order, Standing
+from ringweave.membership.rules.records import BEFORE_ALL, Decree, Order, Standing
 from ringweave.membership.serving import seeking
+from ringweave.membership.serving.notes import Notes
 from ringweave.wire import Answer, Call, Done, Handler, Identity, Message
 
 _MEMBER = "worker"
@@ -25,24 +26,23 @@ class CoordinatorService:
         coordinator: Coordinator,
         *,
         clock: Callable[[], float] = time.monotonic,
-        note_epoch: Callable[[Decree], object] = lambda _decree: None,
-        note_lost: Callable[[str, str, int], object] = lambda _member, _reason, _term: None,
-        note_woken: Callable[[Ballot], object] = lambda _ballot: None,
+        part: str = JOB,
+        notes: Notes | None = None,
         seek: Callable[[Mapping[str, str]], Collection[str]] = seeking.unreachable,
     ) -> None:
-        """`note_epoch` is told of every epoch that begins, `note_lost` of who is put out, why, and in which term.
+        """`part` is that of the job whose members these are; `notes` is told what is decided.
 
-        `note_woken` hears of an epoch in which all waited for each other in vain, and that another one follows.
         `seek` tells which of these members, by where they listen, cannot be reached.
         """
         self._seek = seek
         self._coordinator, self._clock = coordinator, clock
-        self._note_epoch, self._note_lost, self._note_woken = note_epoch, note_lost, note_woken
+        self._part, self._notes = part, notes or Notes()
         self._changed = threading.Condition()
         self._orders: dict[str, tuple[int, Order]] = {}
         self._noted: Decree | None = None
         self._num_woken = 0
         self._known: set[str] = set()
+        self._lost: set[str] = set()
         self._handle = {each.message: each.handle for each in self.handlers()}
 
     def handlers(self) -> list[Handler]:
@@ -127,15 +127,20 @@ class CoordinatorService:
         here = set(coordinator.present) if coordinator.is_active else set()
         if not coordinator.is_active:  # nobody is a standby's member, nor any more of one that has become one
             self._known.clear()
+            self._lost.clear()
+        for member in sorted(self._lost & here):
+            self._notes.back(self._part, member, coordinator.term)
+        self._lost = (self._lost | self._known) - here
         for member in sorted(self._known - here):
-            self._note_lost(member, coordinator.reason_for(member), coordinator.term)
+            self._notes.lost(self._part, member, coordinator.reason_for(member), coordinator.term)
         self._known = here
         if coordinator.num_woken > self._num_woken and coordinator.decree is not None:
-            self._note_woken(coordinator.decree.ballot)
+            self._notes.woken(self._part, coordinator.decree.ballot)
         self._num_woken = coordinator.num_woken
         if coordinator.decree is not None and coordinator.decree is not self._noted:
             self._noted = coordinator.decree
-            self._note_epoch(coordinator.decree)
+            self._lost.clear()
+            self._notes.begun(self._part, coordinator.decree)
         if sought := coordinator.take_sought():
             threading.Thread(target=self._look_for, args=(sought,), name="ringweave seeking", daemon=True).start()
         changed = [each for each, (_, order) in self._orders.items() if coordinator.order_for(each) != order]
