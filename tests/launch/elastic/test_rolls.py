@@ -84,16 +84,19 @@ def test_who_was_put_out_is_so_until_an_epoch_begins_with_it(tmp_path: Path) -> 
     def lost(member: str, reason: str, term: int = 1) -> dict[str, Any]:
         return {"kind": "member_lost", "member": member, "reason": reason, "term": term}
 
+    def back(member: str, term: int = 1) -> dict[str, Any]:
+        return {"kind": "member_back", "member": member, "term": term}
+
     add(lost("7.0", "of an attempt before"))
     found = PutOut(path)
     assert found.look() == set()
     add(lost("0.0", "its heartbeats stay away"), lost("1.0", "it has finished"), lost("2.0", "it has left"))
     assert found.look() == {"0.0"}
-    add(lost("4.0", "it was not heard of in time"), {"kind": "member_back", "member": "4.0", "term": 1})
+    add(lost("4.0", "it was not heard of in time"), back("4.0"))
     assert found.look() == {"0.0"}
     add(lost("3.0", "the others cannot reach it"), epoch(["0.0", "1.0"], []))
     assert found.look() == {"3.0"}
     add(epoch(["0.0", "1.0"], []) | {"term": 2}, lost("1.0", "its heartbeats stay away"))
     assert found.look() == {"3.0"}, "the coordinator of term 1 was cut off with few, and the others went on without it"
-    add(lost("1.0", "its heartbeats stay away", term=2))
-    assert found.look() == {"1.0", "3.0"}
+    add(lost("1.0", "its heartbeats stay away", term=2), back("1.0"))
+    assert found.look() == {"1.0", "3.0"}, "what came back to the one that was cut off was a heartbeat of before"

@@ -199,6 +199,7 @@ FINISHED = "it has finished"
         ([epoch(1, "0.0", "1.0"), epoch(1, "0.0", term=2), epoch(9, "1.0", "0.0")], (2, 1), ("1.0",)),
         ([epoch(1, "0.0", "1.0"), lost("0.0", FINISHED), lost("1.0")], (1, 1), ("1.0",)),  # nobody is left to go on
         ([epoch(1, "0.0", "1.0"), lost("0.0", FINISHED), lost("1.0"), back("1.0")], (1, 1), ()),
+        ([epoch(1, "0.0", "1.0", term=3), lost("0.0", FINISHED), lost("1.0"), back("1.0")], (3, 1), ("1.0",)),
         ([epoch(1, "0.0", "1.0"), lost("0.0", FINISHED), lost("1.0", FINISHED)], (1, 1), ()),
         ([epoch(1, "0.0", "1.0"), lost("1.0", FINISHED), epoch(2, "0.0")], (1, 2), ()),
     ],

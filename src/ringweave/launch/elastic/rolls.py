@@ -80,12 +80,14 @@ class PutOut:
 
     def _take(self, events: Iterable[Event]) -> None:
         for event in events:
-            if event["kind"] == "member_lost" and event["reason"] not in {FINISHED, LEFT}:
+            if event["kind"] in {"member_lost", "member_back"}:
                 member = event["member"]
-                if event["term"] >= self._terms.get(member, 0):  # else a coordinator that was left behind says so
+                if event["term"] < self._terms.get(member, 0):  # a coordinator that was left behind says so
+                    continue
+                if event["kind"] == "member_back":
+                    self._names.discard(member)
+                elif event["reason"] not in {FINISHED, LEFT}:
                     self._names.add(member)
-            elif event["kind"] == "member_back":
-                self._names.discard(event["member"])
             elif event["kind"] == "epoch_begun":  # of a coordinator that had not heard of it
                 self._names -= set(event["members"])
                 self._terms |= {each: max(event["term"], self._terms.get(each, 0)) for each in event["members"]}

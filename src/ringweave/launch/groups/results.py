@@ -63,7 +63,7 @@ class Results:
                 self._result = replace(self._result, iterations=event["iterations"], last_loss=event["loss"])
             elif event["kind"] == "epoch_begun":
                 self._begin_epoch(event)
-            elif event["kind"] == "member_back":
+            elif event["kind"] == "member_back" and event["term"] >= self._result.epoch[0]:
                 self._lost.discard(event["member"])
                 self._result = replace(self._result, out=self._out())
             elif event["kind"] == "member_lost":
