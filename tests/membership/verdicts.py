@@ -273,7 +273,8 @@ class Verdicts:
         if self._wanted.is_kept_elsewhere:
             return False
         if decree is None:  # it has heard of newcomers alone, some of which are in the place of others
-            return all(each.decree is None for each in self._members.values() if each.can_act)
+            is_any_followed = any(slot_of(each)[1] for each in self._members)
+            return is_any_followed and all(each.decree is None for each in self._members.values() if each.can_act)
         return bool(decree.holders) or not set(coordinator.present) & set(decree.members)
 
     def _judge_nobody_left(self, index: int, now_s: float) -> None:

@@ -435,6 +435,7 @@ def test_who_was_not_waited_for_any_longer_is_told_so_when_it_listens() -> None:
     table = Table(3, index=1, is_standby=True)
     for member in ("0.0", "1.0"):
         table.coordinator.rejoin(Rejoining(standing=holder(member), decree=decree, promised=decree.ballot), 0.0)
+    assert not table.coordinator.order_for("2.0").is_out
     table.pass_time(3.0, "0.0", "1.0")
     assert table.coordinator.reason_for("2.0") == "the others went on without it"
     assert not table.coordinator.order_for("2.0").is_out, "they have not gone on yet"

@@ -145,7 +145,7 @@ class Coordinator:
         if self._election.accounts_for(self._settings.expected, now_s):
             self._take_over(now_s)
             self._consider(now_s)
-        elif self._election.is_of_newcomers(self._settings.expected, now_s):
+        elif self._election.note_who_asks(self._settings.expected, now_s):
             if self._election.has_lost:
                 self._decide()
                 self._end(reasons.NOBODY_LEFT)

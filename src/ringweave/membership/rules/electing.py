@@ -86,10 +86,10 @@ class Election:
         known = {slot_of(each)[0] for each in self._voters} | self._starting.keys() | self._asking(now_s)
         return len(known) >= num_slots
 
-    def is_of_newcomers(self, num_slots: int, now_s: float) -> bool:
-        """Every process that a job of so many slots can have asks to be let in, and none has ever been in an epoch.
+    def note_who_asks(self, num_slots: int, now_s: float) -> bool:
+        """Whether every process that a job of so many slots can have asks to be let in, and none was ever in an epoch.
 
-        It is so for so long by now that any member would have voted that looks for a coordinator.
+        Only once that has been so for so long that any member would have voted that looks for a coordinator.
         """
         if self._voters or len(self._asking(now_s)) < num_slots:
             self._newcomers_since_s = math.inf

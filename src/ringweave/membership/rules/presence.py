@@ -1,6 +1,6 @@
 """Who is here, who is gone and how that is known."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 
 from ringweave.membership.rules import reasons
 from ringweave.membership.rules.records import slot_of
@@ -19,14 +19,16 @@ class Presence:
         self._silence = silence
         self.here: dict[str, Signs] = {}
         """Those that are connected and beat."""
-        self.silent: set[str] = set()
-        """Those that were given up because nothing was heard of them: they may live."""
+        self._silent: dict[str, Signs | None] = {}
         self.leaving: set[str] = set()
         """Those that want to go."""
-        self._lost: dict[str, Signs] = {}
-        """Of those that are silent: what was known of their rhythm."""
         self._gone: set[str] = set()
         self._finished: dict[str, float] = {}
+
+    @property
+    def silent(self) -> Set[str]:
+        """Those that were given up because nothing was heard of them: they may live."""
+        return self._silent.keys()
 
     @property
     def has_finished(self) -> bool:
@@ -66,7 +68,7 @@ class Presence:
         """
         if not self.knows(member):
             self.here[member] = Signs(now_s, self._silence, first_s)
-            self.silent = {each for each in self.silent if not _is_followed(each, [member])}
+            self._silent = {each: signs for each, signs in self._silent.items() if not _is_followed(each, [member])}
             failed = [each for each in self._finished if _is_followed(each, [member])]
             self._gone.update(failed)
             for each in failed:
@@ -127,24 +129,20 @@ class Presence:
         self.leaving.discard(member)
         self._gone.add(member)
         if is_silent and not _is_followed(member, [*self.here, *self._gone, *self._finished]):
-            self.silent.add(member)
-            if signs is not None:
-                self._lost[member] = signs
+            self._silent[member] = signs
 
     def take_back(self, member: str, now_s: float, first_s: float | None = None) -> bool:
         """It was lost since it was silent, and is heard of; False if a later process of its slot has come since."""
-        if member not in self.silent:
+        if member not in self._silent:
             return False
-        self.silent.discard(member)
         self._gone.discard(member)
-        self.here[member] = signs = self._lost.get(member) or Signs(now_s, self._silence, first_s)
+        self.here[member] = signs = self._silent.pop(member) or Signs(now_s, self._silence, first_s)
         signs.excuse(now_s)
         return True
 
     def forget_silent(self) -> None:
         """Those who are silent have nothing to do any more with who may go on."""
-        self.silent.clear()
-        self._lost.clear()
+        self._silent.clear()
 
     def leave(self, member: str, now_s: float, *, is_finished: bool) -> None:
         """It wants to go, or has finished and is of no more concern."""

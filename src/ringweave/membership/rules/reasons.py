@@ -5,7 +5,7 @@ NOBODY_LEFT = "no worker is left that has the parameters: go on from the last ch
 ALL_LEFT = "all workers have left"
 FOLLOWED = "its slot was given to another process"
 FINISHED = "it has finished"
-LEFT = "it has left"
 """What an event says of a member that is none any more since it has done all there was to do."""
+LEFT = "it has left"
 WITHOUT_IT = "the others went on without it"
 UNHEARD = "it was not heard of in time"
