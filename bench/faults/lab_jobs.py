@@ -87,8 +87,9 @@ class Ended:
     def check_samples(self) -> tuple[int, int]:
         """(samples that counted, samples lost) in epochs of the data that are complete, by what each process drew.
 
-        A step's samples are those that its members drew; the event `samples_lost` says who they are where some of
-        those who drew are not among them.
+        A step's samples are those that its members drew. Who they are the event `samples_lost` says, where some of
+        those who drew are not among them; else the last epoch that began before the step was committed: who was put
+        out may have drawn what the others drew anew.
 
         Raises:
             AssertionError: No epoch is complete; an epoch's books say another number, or other samples; or what they
@@ -96,9 +97,10 @@ class Ended:
         """
         gone = [event for event in self.events if event["kind"] == "samples_lost"]
         within = {event["reduction"]: event["members"] for event in gone}
+        epochs = [event for event in self.events if event["kind"] == "epoch_begun"]
         totals: dict[int, Account] = {}
         for reduction, member, own in self._drawn():
-            if member in within.get(reduction, [member]):
+            if member in (within.get(reduction) or _members_at(epochs, reduction) or [member]):
                 epoch = (reduction - 1) // STEPS_AN_EPOCH
                 totals[epoch] = totals.get(epoch, Account()) + own
         books = {event["epoch"]: event for event in self.events if event["kind"] == "samples_accounted"}
@@ -151,6 +153,12 @@ class Ended:
             member = path.stem.rpartition("-")[0]
             lines = path.read_text(encoding="ascii").splitlines()
             yield from ((member, line.split()) for line in lines if line.count(" ") > 1)
+
+
+def _members_at(epochs: Sequence[telemetry.Event], reduction: int) -> list[str]:
+    """Of the last of them that began before that step was committed; nobody if there is none."""
+    before = [event for event in epochs if event["committed"] < reduction]
+    return max(before, key=lambda event: (event["term"], event["number"]), default={"members": []})["members"]
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -202,6 +202,22 @@ def test_the_end_of_a_peer_with_two_connections_is_told_once_while_its_calls_are
     assert gone == [worker.identity]
 
 
+def test_a_peer_whose_connection_ends_neither_by_its_end_nor_with_a_goodbye_is_lost(authority: wire.Authority) -> None:
+    gone, lost = [], []
+    with serving(trust(authority, "server", "0"), hung_up=gone.append, lost=lost.append) as server:
+        polite, dead, _ = (connect(server, trust(authority, "worker", name)) for name in "012")
+        wait_until(lambda: len(server.peers()) == 3)
+        polite.close()
+        dead.hang_up()
+        wait_until(lambda: gone)
+        (session,) = (each for each in server._sessions if each.peer.name == "2")
+        session.channel.cut(": nothing was heard of it")
+        wait_until(lambda: lost)
+        wait_until(lambda: not server.peers())
+    assert [each.name for each in gone] == ["1"]
+    assert [each.name for each in lost] == ["2"]
+
+
 def test_closing_a_server_lets_calls_finish_and_tells_the_peers(authority: wire.Authority) -> None:
     gate = Gate()
     with serving(trust(authority, "server", "0"), gate.handler) as server:

@@ -333,7 +333,7 @@ class Entered(wire.Message):
 
 
 class Enter(wire.Message):
-    """Asks for that; only a server that has, or is, a standby answers it."""
+    """Asks for that; and shows that whoever asks is there."""
 
     kind: ClassVar[str] = "params.enter"
     reply: ClassVar[type[wire.Message]] = Entered

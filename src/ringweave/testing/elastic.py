@@ -62,8 +62,9 @@ class Headquarters(Notes):
         self._thread = threading.Thread(target=self._tick, name="coordinator", daemon=True)
         self._thread.start()
 
-    def begun(self, part: str, decree: Decree) -> None:
+    def begun(self, part: str, decree: Decree, term: int) -> None:
         """Keep it."""
+        del term
         self.by_part.setdefault(part, []).append(decree)
 
     def lost(self, part: str, member: str, reason: str, term: int) -> None:
@@ -104,7 +105,7 @@ class ParameterDesk:
 
         self.service = ParameterService()
         trust = wire.Tls(authority.issue("server", "0"))
-        hung_up = self.service.attendance.hung_up
+        hung_up = self.service.attendance.missed
         self._server = wire.Server(trust, self.service.handlers(), roles=("worker",), hung_up=hung_up)
         self._server.start("127.0.0.1")
 

@@ -47,9 +47,10 @@ class Server:
         complain: Is told of exceptions in handlers that are no errors of ours; None drops them.
         hung_up: Is told of a peer whose last connection ended as it does when its process ends: without a goodbye, and
             not because nothing was heard of it. None drops it.
+        lost: Is told of one whose last connection ended in any other way without a goodbye: it may live, cut off.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what it listens with, and whom it tells of what
         self,
         trust: Trust,
         handlers: Iterable[Handler],
@@ -59,6 +60,7 @@ class Server:
         record: Record | None = None,
         complain: Callable[[Identity, str, Exception], None] | None = None,
         hung_up: Callable[[Identity], object] | None = None,
+        lost: Callable[[Identity], object] | None = None,
     ) -> None:
         self.limits = limits or Limits()
         self.refusals = Refusals(str(trust.identity), record)
@@ -67,6 +69,7 @@ class Server:
         self._roles = frozenset(roles)
         self._complain = complain or (lambda peer, kind, error: None)
         self._hung_up = hung_up or (lambda peer: None)
+        self._lost = lost or (lambda peer: None)
         self._budget = Budget(self.limits.max_bytes_in_flight)
         self._lock = threading.Lock()
         self._sessions: dict[Session, str] = {}
@@ -215,8 +218,8 @@ class Server:
         with self._lock:
             session.has_ended = True
             has_others = any(other.peer == session.peer and not other.has_ended for other in self._sessions)
-        if session.channel.is_hung_up and not has_others and not self._closing.is_set():
-            self._hung_up(session.peer)
+        if not (session.said_goodbye or has_others or self._closing.is_set()):
+            (self._hung_up if session.channel.is_hung_up else self._lost)(session.peer)
 
     def _num_here(self, role: str) -> int:
         """Processes of that role that are connected. With the lock held."""

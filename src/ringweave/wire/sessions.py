@@ -45,6 +45,8 @@ class Session:
         self.peer = peer
         self.has_ended = False
         """The server knows of its end; calls may still be in the making."""
+        self.said_goodbye = False
+        """The peer has taken its leave."""
         self._handlers = handlers
         self._budget = budget
         self._complain = complain
@@ -102,6 +104,7 @@ class Session:
             case FrameKind.CANCEL if not head.prefix.num_buffers:
                 self._cancel(head.prefix.call)
             case FrameKind.BYE:
+                self.said_goodbye = True
                 return False
             case other:
                 raise MessageError(

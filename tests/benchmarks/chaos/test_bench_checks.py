@@ -53,6 +53,10 @@ def test_parameters_that_are_alike(lab_jobs: ModuleType, tmp_path: Path) -> None
     assert ended(lab_jobs, tmp_path, lines, []).check_alike() == 3, "a line that was cut by a kill says nothing"
 
 
+def epoch(number: int, committed: int, *members: str) -> dict[str, Any]:
+    return {"kind": "epoch_begun", "term": 1, "number": number, "committed": committed, "members": list(members)}
+
+
 def test_one_bit_is_found(lab_jobs: ModuleType, tmp_path: Path) -> None:
     lines = {"0.0-1": [f"done 1 {CHECK}"], "1.0-2": [f"done 1 {CHECK[:-1]}e"]}
     with pytest.raises(
@@ -64,9 +68,20 @@ def test_one_bit_is_found(lab_jobs: ModuleType, tmp_path: Path) -> None:
 def test_samples_of_one_who_died_within_the_step_are_lost(lab_jobs: ModuleType, tmp_path: Path) -> None:
     lines = {"0.0-1": [drawn(1, [0, 1]), drawn(2, [4, 5])], "1.0-2": [drawn(1, [2, 3]), drawn(2, [6, 7])]}
     gone = {"kind": "samples_lost", "reduction": 2, "members": ["0.0"], "samples": 2, "lost": 2}
-    began = {"kind": "epoch_begun", "members": ["0.0", "1.0"]}
+    began = epoch(1, 0, "0.0", "1.0")
     found = ended(lab_jobs, tmp_path, lines, [began, gone, accounted([0, 1, 2, 3, 4, 5], expected=8)])
     assert found.check_samples() == (6, 2)
+
+
+def test_what_one_drew_who_was_put_out_before_the_others_did_is_in_no_step(
+    lab_jobs: ModuleType, tmp_path: Path
+) -> None:
+    lines = {"0.0-1": [drawn(1, [0, 1]), drawn(2, [4, 5])], "1.0-2": [drawn(1, [2, 3]), drawn(2, [4, 5, 6, 7])]}
+    epochs = [epoch(1, 0, "0.0", "1.0"), epoch(2, 1, "1.0"), epoch(3, 2, "0.1", "1.0")]
+    found = ended(lab_jobs, tmp_path, lines, [*epochs, accounted(list(range(8)), expected=8)])
+    assert found.check_samples() == (8, 0)
+    with pytest.raises(AssertionError, match="epoch 0: processes drew"):
+        ended(lab_jobs, tmp_path, lines, [epochs[0], accounted(list(range(8)), expected=8)]).check_samples()
 
 
 @pytest.mark.parametrize("second", [[2, 2], [2], [2, 9]], ids=["doubled", "lost", "another"])
@@ -96,7 +111,7 @@ def test_samples_that_are_missing_without_a_word_are_found(lab_jobs: ModuleType,
 def test_a_step_that_loses_more_than_the_shares_of_those_who_were_gone_is_found(
     lab_jobs: ModuleType, tmp_path: Path
 ) -> None:
-    began = {"kind": "epoch_begun", "members": ["0.0", "1.0"]}
+    began = epoch(1, 0, "0.0", "1.0")
     lines = {"0.0-1": [drawn(1, [0, 1])], "1.0-2": [drawn(1, [2, 3])]}
 
     def lost(number: int) -> None:

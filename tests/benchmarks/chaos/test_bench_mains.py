@@ -87,7 +87,14 @@ def watched(rank: int, time: float) -> dict[str, Any]:
 
 def epoch(time: float, who: list[str], newcomers: list[str]) -> dict[str, Any]:
     number = {"term": 1, "number": round(time * 10), "part": ""}
-    return {"time": time, "kind": "epoch_begun", **number, "members": who, "newcomers": newcomers}
+    return {
+        "time": time,
+        "kind": "epoch_begun",
+        **number,
+        "committed": max(0, int(time - BEGIN_S)),
+        "members": who,
+        "newcomers": newcomers,
+    }
 
 
 def lost(time: float, step: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from ringweave.launch.elastic.rolls import PutOut, Rolls, roll
 
 
 def epoch(members: list[str], newcomers: list[str]) -> dict[str, Any]:
-    return {"kind": "epoch_begun", "members": members, "newcomers": newcomers, "term": 1}
+    return {"kind": "epoch_begun", "members": members, "newcomers": newcomers, "term": 1, "said_in": 1}
 
 
 def test_whoever_was_named_is_a_member_and_has_trained_once_others_had_its_steps() -> None:
@@ -96,7 +96,9 @@ def test_who_was_put_out_is_so_until_an_epoch_begins_with_it(tmp_path: Path) -> 
     assert found.look() == {"0.0"}
     add(lost("3.0", "the others cannot reach it"), epoch(["0.0", "1.0"], []))
     assert found.look() == {"3.0"}
-    add(epoch(["0.0", "1.0"], []) | {"term": 2}, lost("1.0", "its heartbeats stay away"))
-    assert found.look() == {"3.0"}, "the coordinator of term 1 was cut off with few, and the others went on without it"
+    add(epoch(["0.0", "1.0"], []) | {"said_in": 2}, lost("1.0", "its heartbeats stay away"))
+    assert found.look() == {"3.0"}, (
+        "the coordinator of term 1 was cut off; in its last epoch all go on with another one"
+    )
     add(lost("1.0", "its heartbeats stay away", term=2), back("1.0"))
     assert found.look() == {"1.0", "3.0"}, "what came back to the one that was cut off was a heartbeat of before"

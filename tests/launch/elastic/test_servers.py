@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(1800)]
 LIMIT_S = 600.0
 """Seven processes are started, six of which import torch: minutes where many others do so, too."""
 
-SCRIPT = f"""{prepared(num_samples=96, batch=32, lr=0.1, shuffles=True)}
+
+def script_of(options: str = "") -> str:
+    return f"""{prepared(num_samples=96, batch=32, lr=0.1, shuffles=True, options=options)}
 for epoch in range(5):
 {epoch(indent=4)}
     if epoch in (0, 2):
@@ -62,7 +65,7 @@ def wait_whole(run: Run, folder: Path, number: int, after: int = -1) -> Claim:
 
 
 def test_the_server_is_killed_and_then_it_and_the_coordinator_at_once(start, script, tmp_path: Path) -> None:
-    run = start("--elastic", "1:2", "--workers", "2", "--mode", "ps-hra", "--standby", script(SCRIPT))
+    run = start("--elastic", "1:2", "--workers", "2", "--mode", "ps-hra", "--standby", script(script_of()))
     first = wait_whole(run, tmp_path, 0)
     os.kill(pid_of_server(run, first.leader), signal.SIGKILL)
     (tmp_path / "killed-0").touch()
@@ -84,3 +87,29 @@ def test_the_server_is_killed_and_then_it_and_the_coordinator_at_once(start, scr
     assert counted["version"] >= 5 * 3, "a batch of all rings is at least one push"
     assert [each["signal"] for each in events(run) if each["kind"] == "server_exited"].count("SIGKILL") == 2
     assert not [each for each in events(run) if each["kind"] == "worker_exited" and each.get("exit_code") != 0]
+
+
+@pytest.mark.parametrize(("rings", "goes_on"), [(1, r"1\.0"), (2, r"0\.[1-9]")])
+def test_a_ring_goes_on_when_the_coordinator_is_killed_with_so_many_of_it_that_no_majority_is_left(
+    start, script, tmp_path: Path, rings: int, goes_on: str
+) -> None:
+    """Of two the first one, or the only one."""
+    given = script(script_of(f", asynchronous=ringweave.training.Asynchronous(rings={rings})"))
+    run = start("--elastic", "1:2", "--workers", "2", "--mode", "ps-hra", given)
+    waits = [tmp_path / f"waits-0-{slot}" for slot in range(2)]
+    wait_until(lambda: all(each.exists() for each in waits), "both wait", LIMIT_S)
+    before = len(events(run))
+    for pid in (run.pids()[0], pid_of_coordinator(run, 0)):
+        os.kill(pid, signal.SIGKILL)
+    (tmp_path / "killed-0").touch()
+
+    def has_gone_on() -> bool:
+        alone = [each["members"][0] for each in events(run)[before:] if len(each.get("members", ())) == 1]
+        return any(re.fullmatch(goes_on, str(member)) for member in alone)
+
+    wait_until(has_gone_on, lambda: f"the ring goes on\n{run.stdout}{run.stderr}", LIMIT_S)
+    (tmp_path / "killed-2").touch()
+    assert run.process.wait(LIMIT_S) == 0, run.stderr
+    accounted = {each["epoch"]: each["samples"] for each in events(run) if each["kind"] == "samples_accounted"}
+    assert accounted == dict.fromkeys(range(5), 96), "at the end of an epoch nothing is under way that could be lost"
+    assert len({line.split()[-1] for line in run.stdout.splitlines() if "sum " in line}) == 1

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ringweave.membership.rules.electing import Rejoining
-from ringweave.membership.rules.records import Decree, Order
+from ringweave.membership.rules.records import Decree, Order, Standing
 from ringweave.membership.rules.signs import Beat
 from tests.membership.rules.table import Table, holder
 
@@ -338,6 +338,33 @@ def test_a_job_whose_coordinator_is_lost_before_its_first_epoch_begins_all_the_s
     assert table.coordinator.is_active == (index == 0), "no two begin"
     if index == 0:
         assert table.begin("0.0", "1.0", "2.0").members == ("0.0", "1.0", "2.0")
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_ring_of_which_nobody_is_left_begins_again_also_where_its_coordinator_is_lost_too(index: int) -> None:
+    table = Table(2, index=index, is_standby=True, is_kept_elsewhere=True)
+    ask(table, 12, "0.1", "1.1")
+    assert not table.coordinator.is_active, "a member may be on its way"
+    ask(table, 1, "0.1", "1.1")
+    assert (table.coordinator.is_active, table.coordinator.ended) == (index == 0, ""), "no two begin"
+    if index == 0:
+        assert table.begin("0.1", "1.1").holders == ()
+
+
+def test_a_member_that_has_not_heard_of_its_epoch_and_asks_to_be_let_in_is_accounted_for() -> None:
+    decree = Decree(ballot=(1, 2), standings=(Standing(member="0.1"), holder("1.0")))
+    for is_asking in (False, True):
+        table = Table(2, index=1, is_standby=True)
+        table.coordinator.rejoin(Rejoining(standing=holder("1.0"), decree=decree, promised=decree.ballot), 0.0)
+        if is_asking:
+            table.coordinator.join("0.1", 0.5)
+        table.coordinator.hear_idle(1.0)
+        assert table.coordinator.is_active == is_asking, "alone it may have gone on elsewhere"
+    table.now_s = 1.0
+    table.coordinator.join("0.1", table.now_s)
+    assert table.coordinator.order_for("0.1").decree == decree, "it is a member, and hears so"
+    table.pass_time(2.0, "0.1", "1.0")
+    assert (sorted(table.coordinator.present), table.coordinator.decree) == (["0.1", "1.0"], decree)
 
 
 def cut_in_two() -> tuple[Table, Table, Decree]:

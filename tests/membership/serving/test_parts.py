@@ -11,6 +11,7 @@ from ringweave.errors import RemoteError
 from ringweave.membership.messages import (
     JOB,
     LOBBY,
+    Count,
     Enter,
     Heartbeat,
     Leave,
@@ -27,6 +28,7 @@ from ringweave.membership.serving import parts
 from ringweave.membership.serving.notes import Notes
 from ringweave.testing.elastic import Headquarters, patient
 from ringweave.wire import Call
+from tests.membership.rules.table import holder
 from tests.membership.serving.asking import CALL_S, count
 from tests.membership.waiting import wait_until
 
@@ -218,6 +220,23 @@ def test_who_asks_a_standby_while_it_looks_who_is_connected_has_its_vote_counted
     assert not say("0.0", Listen(serial=0)).is_active
     ask("1.0")
     assert say("1.0", Listen(serial=0)).is_active, "two of three have asked it to decide"
+
+
+def test_a_ring_goes_on_where_the_coordinator_is_lost_with_half_of_it_and_all_others_ask_to_be_let_in() -> None:
+    found, say = directly(settings(), lambda: 0.0, is_standby=True)
+    decree = Decree(ballot=(1, 1), standings=(holder("0.0"), holder("1.0")))
+    vote = Rejoining(standing=holder("1.0"), decree=decree, promised=decree.ballot)
+    say("1.0", Enter(part=ring_part(0), expected=2, rejoining=vote))
+    say("3.0", Enter(part=ring_part(1), expected=2))
+    idle = Count(term=0, is_active=False, ballot=(0, 0), members=[], committed=0, present=[], ended="", parts={})
+    found.hear_of(idle)
+    assert not say("1.0", Listen(serial=0)).is_active, "the first of its two members may live"
+    say("0.1", Enter(part=ring_part(0), expected=2))
+    found.hear_of(idle.model_copy(update={"parts": {ring_part(0): 3}}))
+    assert not say("1.0", Listen(serial=0)).is_active, "the other coordinator decides for this ring"
+    found.hear_of(idle)
+    assert say("1.0", Listen(serial=0)).is_active
+    assert not say("3.0", Listen(serial=0)).is_active
 
 
 def test_too_few_in_all_rings_together_end_the_job_once_nobody_comes() -> None:

@@ -88,7 +88,7 @@ def test_one_ring_saves_for_all_the_first_that_is_there() -> None:
     push(callers, 2, [(0, 4)])
     assert not callers.handle(2, Snap(term=0, ring=2)).message.is_there
     for ring in (0, 1):
-        service.attendance.hung_up(peer_of(ring))
+        service.attendance.missed(peer_of(ring))
     assert callers.handle(2, Snap(term=0, ring=2)).message.is_there, "the others have died"
     callers.handle(1, Seek(term=0, slot=1))
     callers.handle(1, Pull(term=0, ring=1, after_sequence=0))
@@ -139,7 +139,7 @@ def test_all_rings_go_on_from_the_newest_that_any_of_them_has() -> None:
 
 def test_where_no_ring_has_one_all_begin_and_who_comes_later_hears_that_they_have() -> None:
     service, callers = rings_of(2)
-    service.attendance.hung_up(peer_of(1))
+    service.attendance.missed(peer_of(1))
     assert service.job is not None
     service.job.away_s[1] -= 100.0  # it is dead, and nobody waits for it
     assert callers.handle(0, Offer(term=0, ring=0)).message.verdict == "nothing"

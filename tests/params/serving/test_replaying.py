@@ -111,7 +111,7 @@ class PairJob(attended.Job):
         """Both servers notice."""
         self.here.discard(who)
         for each in (self.service, self.standby):
-            each.attendance.hung_up(wire.Identity(job="test", role="worker", name=who))
+            each.attendance.missed(wire.Identity(job="test", role="worker", name=who))
 
     def fail_over(self) -> None:
         """The server that leads is dead: its standby takes over, and gets one of its own."""
@@ -253,7 +253,7 @@ def test_rings_that_died_with_the_server_hold_nobody_up_and_are_not_waited_for(j
 
 def test_a_ring_that_lives_is_waited_for_though_its_connection_to_the_standby_had_broken(job: PairJob) -> None:
     job.call("0.0", Pull(term=0, ring=0, after_sequence=0))
-    job.standby.attendance.hung_up(wire.Identity(job="test", role="worker", name="0.0"))
+    job.standby.attendance.missed(wire.Identity(job="test", role="worker", name="0.0"))
     job.now_s += attending.ABSENT_S + 1.0
     job.fail_over()
     with pytest.raises(DeadlineError, match="meeting 1 of the rings"):

@@ -69,7 +69,7 @@ class PutOut:
         """What the log has by now is of attempts before."""
         self._tail, self._names = Tail(path), set[str]()
         self._terms: dict[str, int] = {}
-        """Of the newest epoch that each has begun."""
+        """Of the newest coordinator that each has begun an epoch with, or gone on in one."""
         self._tail.new()
 
     def look(self) -> frozenset[str]:
@@ -90,4 +90,4 @@ class PutOut:
                     self._names.add(member)
             elif event["kind"] == "epoch_begun":  # of a coordinator that had not heard of it
                 self._names -= set(event["members"])
-                self._terms |= {each: max(event["term"], self._terms.get(each, 0)) for each in event["members"]}
+                self._terms |= {each: max(event["said_in"], self._terms.get(each, 0)) for each in event["members"]}

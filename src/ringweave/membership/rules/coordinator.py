@@ -27,6 +27,8 @@ _RETURN_S = 0.5
 """After one that was silent has come back: so long others that are silent are waited for, as they may be back too."""
 _FIRST_FACTOR = 2.0
 """Times its own patience: so long a member that has asked another coordinator may say nothing at first."""
+_FACTOR_ELSEWHERE = 2.0
+"""Times a job's patience: so long members of a part stand still that may not go on, before they are put out."""
 _MOST_ACCUSATIONS = 3
 """Without a reduction in between."""
 
@@ -136,8 +138,8 @@ class Coordinator:
     def hear_idle(self, now_s: float) -> None:
         """The other coordinator decides nothing: where all who can be there ask this one, nobody goes on elsewhere.
 
-        If none of them has ever been in an epoch, either there was none, and it is for the coordinator to begin that is
-        the first to decide in any job, or nobody is left of those who were.
+        If none of them has ever been in an epoch, either there was none, or nobody is left of those who were: then all
+        is over, unless the state is kept elsewhere. Else it is for the first coordinator of any job to begin.
         """
         self._election.hear_idle(now_s)
         if self.is_active:
@@ -146,7 +148,7 @@ class Coordinator:
             self._take_over(now_s)
             self._consider(now_s)
         elif self._election.note_who_asks(self._settings.expected, now_s):
-            if self._election.has_lost:
+            if self._election.has_lost and not self._settings.is_kept_elsewhere:
                 self._decide()
                 self._end(reasons.NOBODY_LEFT)
             elif not self._has_even:
@@ -402,22 +404,28 @@ class Coordinator:
         return is_early or self._is_waiting_for_state(now_s)
 
     def _is_waiting_for_state(self, now_s: float) -> bool:
-        """Whether nobody who is here has the job's state, but somebody who is missing.
+        """Whether nobody who is here has the job's state, but somebody who is missing, or was given up for its silence.
 
         Its node may be cut off for a moment, and without it all is over: it has the time that any member has which the
         job cannot go on without.
         """
-        if self._settings.is_kept_elsewhere or self._keepers & set(self._presence.here):
+        patience_s, keepers = self._settings.patience_s, self._keepers
+        if self._settings.is_kept_elsewhere or keepers & set(self._presence.here):
             return False
-        is_missed = bool(self._keepers & self._election.rest(self._presence.here))
-        return is_missed and self._election.lost_s(now_s) <= self._settings.patience_s
+        if keepers & self._election.rest(self._presence.here) and self._election.lost_s(now_s) <= patience_s:
+            return True
+        grace_s = self._delays.grace_s + patience_s
+        may_return = {
+            each for each in keepers & self._unheard.keys() if self._presence.may_return(each, now_s, grace_s)
+        }
+        return bool(may_return) and not self._presence.has_finished
 
     def _consider_change(self, now_s: float, *, is_broken: bool) -> None:
         num_here, least = len(self._presence.here), self._settings.bounds.least
         if is_broken:
             self._propose(is_urgent=True)
         elif self.decree is None:
-            is_late = self._is_out_of_patience(now_s)
+            is_late = self._is_out_of_patience(now_s, self._settings.patience_s)
             if num_here >= self._settings.expected or (is_late and num_here >= least):
                 self._propose(is_urgent=True)
             elif is_late:
@@ -502,8 +510,8 @@ class Coordinator:
         """To go on; once somebody is through with the training the others end it as well, however few they are."""
         return num_members < self._settings.bounds.least and not self._presence.has_finished
 
-    def _is_out_of_patience(self, now_s: float) -> bool:
-        return self._waiting_since_s is not None and now_s - self._waiting_since_s > self._settings.patience_s
+    def _is_out_of_patience(self, now_s: float, patience_s: float) -> bool:
+        return self._waiting_since_s is not None and now_s - self._waiting_since_s > patience_s
 
     def _wait_from(self, now_s: float) -> None:
         """Those who are there may not go on alone: from now on others are waited for, whatever it was before."""
@@ -511,9 +519,23 @@ class Coordinator:
             self._waiting_since_s = now_s
 
     def _wait_or_end(self, now_s: float, reason: str, holders: Sequence[Standing]) -> None:
+        """All is over if nobody comes in time; but not where the state is kept elsewhere, and others go on with it.
+
+        There whoever stands still is put out, and may come anew; later, for whether all is over the parts of the job
+        decide together, and it may have to save the state.
+        """
+        is_elsewhere = self._settings.is_kept_elsewhere
+        patience_s = (_FACTOR_ELSEWHERE if is_elsewhere else 1.0) * self._settings.patience_s
         self._wait_from(now_s)
-        if self._is_out_of_patience(now_s):
-            self._end(f"{reason}, and no other came within {self._settings.patience_s:g} s", holders)
+        if not self._is_out_of_patience(now_s, patience_s):
+            return
+        reason = f"{reason}, and no other came within {patience_s:g} s"
+        if not is_elsewhere:
+            self._end(reason, holders)
+            return
+        for member in self.present:
+            self._lose(member, reason)
+        self._waiting_since_s = None
 
     def _end(self, reason: str, holders: Sequence[Standing] = ()) -> None:
         """The job is over; of those who have its state the first that is furthest is to save it."""

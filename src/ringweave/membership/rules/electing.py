@@ -80,11 +80,18 @@ class Election:
 
     def accounts_for(self, num_slots: int, now_s: float) -> bool:
         """Every process that a job of so many slots can have has voted, asks to be let in, or is about to start."""
-        decree = self.decree
-        if decree is None or not all(each in self._voters or self.is_followed(each) for each in decree.members):
+        decree, asking = self.decree, self._asking(now_s)
+
+        def is_known(member: str) -> bool:
+            slot, incarnation = slot_of(member)
+            asks_now = (
+                slot in asking and self._newest[slot] == incarnation
+            )  # it has not heard of the epoch that it is in
+            return member in self._voters or asks_now or self.is_followed(member)
+
+        if decree is None or not all(map(is_known, decree.members)):
             return False
-        known = {slot_of(each)[0] for each in self._voters} | self._starting.keys() | self._asking(now_s)
-        return len(known) >= num_slots
+        return len({slot_of(each)[0] for each in self._voters} | self._starting.keys() | asking) >= num_slots
 
     def note_who_asks(self, num_slots: int, now_s: float) -> bool:
         """Whether every process that a job of so many slots can have asks to be let in, and none was ever in an epoch.

@@ -107,12 +107,18 @@ class Presence:
 
     def excuse(self, now_s: float) -> None:
         """Nobody is to blame for what was not heard so far."""
-        for signs in self.here.values():
-            signs.excuse(now_s)
+        for signs in (*self.here.values(), *self._silent.values()):
+            if signs is not None:
+                signs.excuse(now_s)
 
     def is_silent(self, member: str, now_s: float, grace_s: float) -> bool:
         """One that is here ought to have been heard of, even with this grace."""
         return member in self.here and self.here[member].is_silent(now_s, grace_s)
+
+    def may_return(self, member: str, now_s: float, grace_s: float) -> bool:
+        """It was given up since nothing was heard of it, and with this grace it would not have been yet."""
+        signs = self._silent.get(member)
+        return signs is not None and not signs.is_silent(now_s, grace_s)
 
     def late(self, now_s: float, grace_s: Callable[[str], float]) -> Iterator[tuple[str, str]]:
         """(member, why) of those that ought to have been heard of, even with the grace that each has."""

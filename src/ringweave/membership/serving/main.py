@@ -46,17 +46,18 @@ class Said(Notes):
     def __init__(self, log: EventLog | None) -> None:
         self._log = log
 
-    def begun(self, part: str, decree: Decree) -> None:
+    def begun(self, part: str, decree: Decree, term: int) -> None:
         """Who is in it, and who is new."""
-        term, number = decree.ballot
+        of_term, number = decree.ballot
         members = list(decree.members)
         where = f"{part}: " if part else ""
-        say(f"coordinator: {where}epoch {number} of term {term}: {', '.join(members)}")
+        say(f"coordinator: {where}epoch {number} of term {of_term}: {', '.join(members)}")
         if self._log and part != LOBBY:
             newcomers = [each.member for each in decree.standings if not (each.has_state or each.is_following)]
             self._log.write(
                 "epoch_begun",
-                term=term,
+                term=of_term,
+                said_in=term,
                 number=number,
                 members=members,
                 newcomers=newcomers,

@@ -9,7 +9,7 @@ class Notes:
     `part` is the part of the job, `term` that of the coordinator.
     """
 
-    def begun(self, part: str, decree: Decree) -> None:
+    def begun(self, part: str, decree: Decree, term: int) -> None:
         """An epoch has begun, or goes on with another coordinator."""
 
     def lost(self, part: str, member: str, reason: str, term: int) -> None:

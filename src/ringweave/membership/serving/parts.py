@@ -75,12 +75,12 @@ class Parts:
 
     def hear_of(self, count: Count) -> None:
         """What the other coordinator says of itself."""
-        if not count.is_active:
-            self._services[JOB].hear_of(count)
+        terms = {**count.parts, JOB: count.term if count.is_active else 0}
         for name, each in self._all():
-            term = count.term if name == JOB and count.is_active else count.parts.get(name, 0)
-            if term:
-                each.hear_of(count.model_copy(update={"term": term, "is_active": True}))
+            term = terms.get(name, 0)
+            if name == LOBBY and not term:  # nothing is lost with it: who finds it gone starts anew
+                continue
+            each.hear_of(count.model_copy(update={"term": term, "is_active": term > 0}))
 
     def _consider_all(self) -> None:
         """End the job where too few are left in all rings together, and no others come."""

@@ -140,7 +140,7 @@ class CoordinatorService:
         if coordinator.decree is not None and coordinator.decree is not self._noted:
             self._noted = coordinator.decree
             self._lost.clear()
-            self._notes.begun(self._part, coordinator.decree)
+            self._notes.begun(self._part, coordinator.decree, coordinator.term)
         if sought := coordinator.take_sought():
             threading.Thread(target=self._look_for, args=(sought,), name="ringweave seeking", daemon=True).start()
         changed = [each for each, (_, order) in self._orders.items() if coordinator.order_for(each) != order]

@@ -79,6 +79,7 @@ class RingClient:
         *,
         term: int = 0,
         ballot: Callable[[], tuple[int, int]] | None = None,
+        is_missed: bool = False,
         patience_s: float = 1800.0,
         reconnect_s: float = 20.0,
         clock: Callable[[], float] = time.monotonic,
@@ -92,13 +93,14 @@ class RingClient:
             term: Of the server, where there is but one.
             ballot: Of the epoch of the ring's membership in which this process represents it; the server hears nobody
                 of an earlier one. None where rings lose no members.
+            is_missed: Nobody waits for the ring when nothing is heard of this client; see `Servers`.
             patience_s: How long an answer may take; a pull also waits for the slowest ring.
             reconnect_s: How long the server may be out of reach, counted from when a connection broke that had stood
                 for as long, or from the first failure of a call.
             clock: Gives seconds.
             sleep: Waits between two attempts to connect.
         """
-        self._servers, self._ring = Servers(servers, term=term), ring
+        self._servers, self._ring = Servers(servers, term=term, is_missed=is_missed), ring
         self._patience_s, self._reconnect_s = patience_s, reconnect_s
         self._clock, self._sleep = clock, sleep
         self._num_tickets = 0

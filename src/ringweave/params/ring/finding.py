@@ -2,7 +2,7 @@
 
 A server that was killed is missed at once, since its connections break. One that stands still or is cut off keeps them:
 so where there are two, each is asked again and again whether it leads, on a connection of its own. That is also how a
-ring shows that it is there, to servers that do not hear each other.
+ring shows that it is there: to servers that do not hear each other, and, where it may lose members, to the only one.
 """
 
 import threading
@@ -32,14 +32,17 @@ class _Said:
 class Servers:
     """The servers of a job, as a ring sees them; for any number of threads."""
 
-    def __init__(self, connects: Sequence[Callable[[], wire.Client]], *, term: int = 0) -> None:
+    def __init__(
+        self, connects: Sequence[Callable[[], wire.Client]], *, term: int = 0, is_missed: bool = False
+    ) -> None:
         """Connects when it is first asked to.
 
         Args:
             connects: Each connects to one server; the one that leads at the start comes first.
             term: Of the only server, where there is but one; else they are asked.
+            is_missed: The server misses this ring when nothing is heard of it: it is asked too where there is but one.
         """
-        self._connects, self._term = list(connects), term
+        self._connects, self._term, self._is_missed = list(connects), term, is_missed
         self._connecting = threading.Lock()
         self._changed = threading.Condition()
         self._at = 0
@@ -59,6 +62,8 @@ class Servers:
             with self._changed:
                 if self._client is not None:
                     return self._client, self._term
+                if self._is_missed:
+                    self._watch()
             at, term = (0, self._term) if len(self._connects) == 1 else self._wait_leader()
             try:
                 client = self._connects[at]()

@@ -1,15 +1,16 @@
 """Which rings are there: those that lose members are not waited for, meet the others, and find their place again."""
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from ringweave.errors import DeadlineError, RefusedError, explain
 from ringweave.params.messages import Meet, Met, Pause, Seated, Seek, Speak
 from ringweave.params.rules import Answer
 from ringweave.params.serving.job import Job
+from ringweave.params.serving.listening import Listening
 from ringweave.params.serving.replicas import Replica
-from ringweave.wire import Call, Done, Handler, Identity
+from ringweave.wire import Call, Done, Handler, Identity, PeerStatus
 
 ABSENT_S = 15.0
 """A ring that has hung up without a goodbye and is not heard of for so long is not waited for where rings meet: all of
@@ -38,6 +39,7 @@ class Attendance:
     def __init__(self, desk: Desk, replica: Replica, clock: Callable[[], float]) -> None:
         """`replica` knows whether this server leads, and tells the standby what rings say."""
         self._desk, self._replica, self._clock = desk, replica, clock
+        self._listening = Listening(clock())
 
     def handlers(self) -> list[Handler]:
         """What the wire's server has to know."""
@@ -48,8 +50,10 @@ class Attendance:
             Handler(message=Seek, handle=self._seek),
         ]
 
-    def hung_up(self, peer: Identity) -> None:
-        """A process has hung up without a goodbye: its ring forms anew, or is dead; nobody waits for it meanwhile.
+    def missed(self, peer: Identity) -> None:
+        """A process is not connected any more, without a goodbye: its ring forms anew, or is dead or cut off.
+
+        Nobody waits for it meanwhile.
 
         Where rings lose no members it is a connection that has broken: the ring computes, and comes back with its push.
         The others wait for it at the bound; if it is dead, the run ends.
@@ -61,6 +65,28 @@ class Attendance:
                 return
             self._miss(job, ring)
             self._desk.changed.notify_all()
+
+    def listen(self, peers: Sequence[PeerStatus]) -> set[int]:
+        """Look which rings nothing is heard of, again and again: they hold nobody up until they speak again.
+
+        They may only be stopped, or cut off for a moment: where rings meet they are waited for until their connections
+        end.
+
+        Returns:
+            Those that nobody waits for from now on.
+        """
+        with self._desk.changed:
+            job = self._desk.job
+            if job is None or not job.setup.may_lose_members:
+                return set()
+            ring = lambda peer: ring_of(job, peer) if peer.role == "worker" else None  # noqa: E731 - for this job
+            found = self._listening.look(peers, ring, self._clock()) - job.silent - job.gone - job.away_s.keys()
+            for each in found:
+                self._pass_over(job, each)
+            job.silent |= found
+            if found:
+                self._desk.changed.notify_all()
+            return found
 
     def take_over(self, connected: Iterable[Identity]) -> None:
         """This server leads from here on: rings that had nobody speak for them to the one before may be dead.
@@ -85,10 +111,15 @@ class Attendance:
 
     def _miss(self, job: Job, ring: int) -> None:
         """Nobody speaks for the ring."""
+        self._pass_over(job, ring)
+        job.away_s[ring] = self._clock()
+
+    @staticmethod
+    def _pass_over(job: Job, ring: int) -> None:
+        """Nobody waits for the ring until it is heard of again."""
         if job.setup.may_lose_members:
             job.ledger.pause(ring)
         job.tickets.away(ring)
-        job.away_s[ring] = self._clock()
 
     def _speak(self, call: Call) -> Done:
         speak: Speak = call.message

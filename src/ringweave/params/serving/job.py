@@ -61,6 +61,8 @@ class Job:
     """What came with the last push of each ring."""
     away_s: dict[int, float] = field(default_factory=dict)
     """Rings whose connection broke as their representative's end does, and when; until they are heard of again."""
+    silent: set[int] = field(default_factory=set)
+    """Rings whose connections last and that nothing is heard of, likewise."""
     pulled_after: dict[int, int] = field(default_factory=dict)
     """After which push each ring has asked last: who asks after an earlier one has been given up."""
     speakers: Speakers = field(default_factory=Speakers)
@@ -100,8 +102,10 @@ class Job:
         return self.model.memory_bytes + self.receiving.memory_bytes + self.sending.memory_bytes
 
     def heard(self, ring: int) -> None:
-        """The ring speaks: if its connection had broken, the others wait for it again before it is too far behind."""
-        if self.away_s.pop(ring, None) is not None:
+        """The ring speaks: if nobody waited for it, the others do again before it is too far behind."""
+        was_away, was_silent = self.away_s.pop(ring, None) is not None, ring in self.silent
+        self.silent.discard(ring)
+        if was_away or was_silent:
             self.ledger.go_on(ring)
 
     def leave(self, ring: int, *, is_for_good: bool) -> None:

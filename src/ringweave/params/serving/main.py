@@ -72,7 +72,8 @@ class Process:
             roles=("worker", "server") if self.pair else ("worker",),
             record=self._log.write if self._log else None,
             complain=_complain,
-            hung_up=self.service.attendance.hung_up,
+            hung_up=self.service.attendance.missed,
+            lost=self.service.attendance.missed,
         )
 
     def stop(self, *_: object) -> None:
@@ -89,6 +90,9 @@ class Process:
             while not self._stop.wait(_TICK_S) and not self.service.is_done:
                 if self.pair:
                     self.pair.tick(self.server.peers(), self.service)
+                if self._leads:
+                    for ring in sorted(self.service.attendance.listen(self.server.peers())):
+                        say(f"parameter server: ring {ring} is not heard of: nobody waits for it until it is")
                 now_s = time.monotonic()
                 if now_s - counted_s >= _COUNT_EVERY_S and self.service.version:
                     counted_s = now_s

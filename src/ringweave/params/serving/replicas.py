@@ -14,9 +14,19 @@ Fact = Ticket | Leave | Pause | Meet | Answer
 class Replica(Protocol):
     """Where a server makes sure that it leads, and that another one knows what it is about to acknowledge.
 
-    All but `check_term` return once the standby has it, or there is none any more; and raise LeadershipError if this
+    All that is said returns once the standby has it, or there is none any more; and raise LeadershipError if this
     server does not lead any more: then nothing may be acknowledged.
     """
+
+    @property
+    def term(self) -> int:
+        """Of the server that leads, as far as this one knows."""
+        ...
+
+    @property
+    def answers(self) -> bool:
+        """This one leads, and may say so."""
+        ...
 
     def check_term(self, term: int) -> None:
         """Refuse a message that is meant for a server of another term, or that this one may not answer now."""
@@ -47,7 +57,8 @@ class Alone:
     """A server without a standby, of one term from begin to end."""
 
     def __init__(self, term: int = 0) -> None:
-        self._term = term
+        self.term = term
+        self.answers = True
 
     def check_term(self, term: int) -> None:
         """See Replica.
@@ -55,12 +66,12 @@ class Alone:
         Raises:
             RefusedError: Another term is meant.
         """
-        if term != self._term:
+        if term != self.term:
             raise RefusedError(
                 explain(
                     "term of the parameter server",
                     got=term,
-                    expected=f"{self._term}, that of this one",
+                    expected=f"{self.term}, that of this one",
                     do="Ask which server leads now, and join again",
                 )
             )

@@ -11,9 +11,23 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from ringweave import wire
-from ringweave.errors import DeadlineError, TrainingError, explain
+from ringweave.errors import ConnectionLostError, DeadlineError, TrainingError, explain
 from ringweave.params.flat import Flat
-from ringweave.params.messages import Ask, Leave, Pull, Pulled, Push, Pushed, Regroup, Start, Status, Take, Taken
+from ringweave.params.messages import (
+    Ask,
+    Enter,
+    Entered,
+    Leave,
+    Pull,
+    Pulled,
+    Push,
+    Pushed,
+    Regroup,
+    Start,
+    Status,
+    Take,
+    Taken,
+)
 from ringweave.params.rules import Receipt
 from ringweave.params.serving import attending, regrouping, snapshots
 from ringweave.params.serving import job as jobs
@@ -78,6 +92,7 @@ class ParameterService:
             Handler(message=Leave, handle=self._leave),
             Handler(message=Regroup, handle=self._regroup),
             Handler(message=Ask, handle=lambda _: self.status()),
+            Handler(message=Enter, handle=lambda _: Entered(term=self._replica.term, leads=self._replica.answers)),
             *self.attendance.handlers(),
             *self._keeping.handlers(),
             *self._rehearsal.handlers(),
@@ -193,7 +208,16 @@ class ParameterService:
             job.tempo.end(push.ring, self._clock())
             self.counts.received_bytes += sum(len(buffer) for buffer in call.buffers)
         with self._turn:
-            receipt = self._known(job, push)
+            if call.cancelled.is_set():  # while it waited; who lost the connection says it again, if it lives
+                raise ConnectionLostError(
+                    explain(
+                        f"push {push.sequence} of ring {push.ring}",
+                        got="from a caller that has hung up",
+                        expected="one that waits for what becomes of it",
+                        do="Push it again",
+                    )
+                )
+            receipt = self._known(job, push, call.peer)
             if receipt is None:
                 self._replica.pushing(push, call.buffers)
                 with self.changed:
@@ -206,9 +230,10 @@ class ParameterService:
             is_repeat=receipt.is_repeat,
         )
 
-    def _known(self, job: Job, push: Push) -> Receipt | None:
+    def _known(self, job: Job, push: Push, peer: wire.Identity) -> Receipt | None:
         """The receipt of a push that was applied before; an error if it cannot be applied."""
         with self.changed:
+            job.speakers.check(push.ring, peer.name)  # the ring may have gone on while this waited
             receipt = job.ledger.receipt(push.ring, push.sequence)
             if receipt is None:
                 job.ledger.check(push.ring, push.sequence, push.base_version)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 from ringweave import wire
 from ringweave.errors import RefusedError, WireError, explain
-from ringweave.params.messages import Enter, Entered
 from ringweave.params.serving import snapshots
 from ringweave.params.serving.replaying import Replay
 from ringweave.params.serving.service import ParameterService
@@ -28,7 +27,6 @@ class Following:
     def handlers(self) -> list[Handler]:
         """What the wire's server has to know."""
         return [
-            Handler(message=Enter, handle=self._enter),
             Handler(message=Follow, handle=self._admit),
             Handler(message=Copy, handle=self._copy),
             Handler(message=Pushing, handle=self._pushing, allocate=self._room),
@@ -48,10 +46,6 @@ class Following:
         finally:
             self._to_leader = None
         return True
-
-    def _enter(self, call: Call) -> Entered:
-        del call
-        return Entered(term=self._leadership.term, leads=self._leadership.answers)
 
     def _admit(self, call: Call) -> Done:
         _check_server(call.peer)

@@ -103,7 +103,7 @@ class Served:
 
     def clear(self, remove: Callable[[], None]) -> int:
         """Remove all checkpoints; no ring of an elastic job trains before the folder is empty for all."""
-        if self._loader.is_elastic and (self._loader.is_latecomer or self._status().version):
+        if self._loader.is_latecomer or self._loader.has_begun():
             return self._join(self._num_train_steps())
         if self._loader.may_save:
             remove()

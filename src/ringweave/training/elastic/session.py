@@ -202,6 +202,11 @@ class Session:
             self.end(Out(reason=reasons.LEFT, is_end=False))
 
     @property
+    def is_frozen(self) -> bool:
+        """This member stands still until the next epoch begins."""
+        return self._footing.is_frozen and self._footing.decree is not None
+
+    @property
     def is_out(self) -> bool:
         """This member changes nothing any more: it was put out, or the job is over."""
         return self._footing.out is not None

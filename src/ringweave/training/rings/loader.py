@@ -84,6 +84,10 @@ class RingLoader(ServedLoader):
     is_elastic = False
     is_latecomer = False
 
+    def has_begun(self) -> bool:
+        """See `ServedLoader`: rings that lose no members begin together."""
+        return False
+
     @property
     def may_save(self) -> bool:
         """See `ServedLoader`: the first ring, which is always there."""

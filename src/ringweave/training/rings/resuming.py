@@ -107,6 +107,10 @@ class ServedLoader(PreparedLoader):
     def is_latecomer(self) -> bool:
         """The others are training, and this process has what they have."""
 
+    @abc.abstractmethod
+    def has_begun(self) -> bool:
+        """The others are training, for all that the ring's members have agreed on: each hears the same."""
+
     @property
     @abc.abstractmethod
     def may_save(self) -> bool:

@@ -74,6 +74,10 @@ class KeptRingLoader(ServedLoader):
         """See `ServedLoader`: it has joined members of its ring, or the ring was training before."""
         return self._parts.crew.place.is_latecomer or self.ring_place.num_tickets > 0
 
+    def has_begun(self) -> bool:
+        """See `ServedLoader`: the server has applied a push."""
+        return self._parts.member.has_begun()
+
     @property
     def may_save(self) -> bool:
         """See `ServedLoader`."""

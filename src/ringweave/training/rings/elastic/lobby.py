@@ -13,7 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ringweave import wire
-from ringweave.errors import MembershipError, RemoteError, TrainingError, WireError, explain
+from ringweave.errors import (
+    ConnectionLostError,
+    DeadlineError,
+    MembershipError,
+    RemoteError,
+    TrainingError,
+    WireError,
+    explain,
+)
 from ringweave.membership.agent import CALL_S, Agent
 from ringweave.membership.messages import LOBBY, Ask, Count, Enter
 from ringweave.membership.rules.follower import Out
@@ -95,8 +103,7 @@ def take_seat(
         sleep: Waits between two looks.
 
     Raises:
-        MembershipError: The job is over, or has begun without this slot.
-        WireError: There is no server.
+        MembershipError: The job is over, or has begun without this slot, or no server answers.
     """
     slot, _ = slot_of(member)
     try:
@@ -175,4 +182,7 @@ def _seek(client: RingClient, slot: int, why_over: Callable[[], str]) -> Seated:
     except WireError as error:
         if reason := why_over():  # the server has ended with the job
             raise MembershipError(f"job is over: {reason}. Nothing is left to do.") from error
-        raise
+        if not isinstance(error, (ConnectionLostError, DeadlineError)):
+            raise
+        # It is cut off, or the server is: that is no failure of the script's own.
+        raise MembershipError(f"this worker is no member: no parameter server answers: {error}") from error

@@ -7,6 +7,7 @@ so any of them can.
 """
 
 import json
+import math
 import threading
 from collections.abc import Callable, Sequence
 
@@ -31,6 +32,9 @@ from ringweave.training.rings.elastic.changes import LocalChanges
 from ringweave.training.rings.elastic.crew import RingCrew
 from ringweave.training.rings.elastic.places import RingPlace
 from ringweave.training.rings.resuming import Offered, Start
+
+_FROZEN_S = 1.0
+"""For so long members stand still where some come or go, at most, if there are enough of them."""
 
 
 class RingMember:
@@ -69,6 +73,7 @@ class RingMember:
         """What the ring moves by itself, if it does."""
         self._lock = threading.Lock()
         self._client: RingClient | None = None
+        self._frozen_since_s: float | None = None
 
     @torch.no_grad()
     def push_gradients(self, options: list[dict[str, Option]]) -> None:
@@ -145,6 +150,10 @@ class RingMember:
             self._go_on(said)
         return Ruled(**said["ruled"])
 
+    def has_begun(self) -> bool:
+        """A ring has pushed: for all members of this one, or none, however late each of them asks."""
+        return bool(self.spread(lambda: {"version": self._client_of().status().version})["version"])
+
     def connect(self) -> RingClient:
         """A connection for this member's ring, beside that of its representative."""
         return RingClient(self._servers, self._crew().ring_place.ring)
@@ -213,6 +222,16 @@ class RingMember:
         if decree.members[0] == self._member:
             threading.Thread(target=self._pause, name="ringweave pause", daemon=True).start()
 
+    def look(self, now_s: float, *, is_frozen: bool) -> None:
+        """Called again and again: a ring that stands still since too few of it are heard holds nobody up either."""
+        if not is_frozen:
+            self._frozen_since_s = None
+        elif self._frozen_since_s is None:
+            self._frozen_since_s = now_s
+        elif now_s - self._frozen_since_s > _FROZEN_S:
+            self._frozen_since_s = math.inf  # once
+            self.pausing(self._session().decree)
+
     def leave(self) -> None:
         """At the end of the process: the ring has done all there was to do, unless this one fails or is out."""
         session, client = self._session(), self._client
@@ -269,7 +288,7 @@ class RingMember:
         with self._lock:
             if self._client is None:
                 ballot = lambda: self._session().decree.ballot  # noqa: E731 - each epoch has another
-                self._client = RingClient(self._servers, self._crew().ring_place.ring, ballot=ballot)
+                self._client = RingClient(self._servers, self._crew().ring_place.ring, ballot=ballot, is_missed=True)
             return self._client
 
     def _inbox_of(self) -> Flat:

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from ringweave.membership import messages
 from ringweave.membership.agent import Agent
 from ringweave.membership.messages import Enter
 from ringweave.membership.rules.records import slot_of
+from ringweave.membership.rules.signs import Beat
 from ringweave.params.flat import Flat
 from ringweave.params.ring.client import RingClient
 from ringweave.params.rules import StalenessPolicy
@@ -244,7 +246,11 @@ def _enlist(given: _Given, asked: KeptAsked, reach: _Reach, timer: StepTimer, se
         num_parameters=given.alike["num_parameters"],
     )
     enter = Enter(part=messages.ring_part(seat.ring), expected=len(seat.slots))
-    beat = lambda: session.beat(seams.at_work_s())  # noqa: E731 - as the other modes do
+
+    def beat() -> Beat:
+        member.look(time.monotonic(), is_frozen=session.is_frozen)
+        return session.beat(seams.at_work_s())
+
     agent = Agent(name, environment.coordinators, trust, session, beat, enter=enter)
     elastic.leave_on_terminate(session)
     exits.watch()
