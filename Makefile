@@ -105,6 +105,7 @@ chaos: setup
 	run $(FAULTS)/ring_servers.py $(if $(SHORT),--kills 6,--kills 20); \
 	run $(FAULTS)/server_kills.py $(if $(SHORT),--kills 6,--kills 30); \
 	run $(FAULTS)/server_cut.py $(if $(SHORT),--kills 1); \
+	run $(FAULTS)/ring_away.py $(if $(SHORT),--kills 1); \
 	run $(FAULTS)/standing.py $(if $(SHORT),--only pause$(comma)cut); \
 	run $(FAULTS)/at_once.py; \
 	run $(FAULTS)/joining.py $(if $(SHORT),--joins 2); \

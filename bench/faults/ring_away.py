@@ -6,8 +6,10 @@ Jobs in mode ps-hra under --elastic in a lab, one for each fault, of two rings o
 away has to be noticed by its silence. Faults, 30 s each: SIGSTOP to all of a ring; its nodes cut off both ways, or not
 heard; SIGSTOP to its representative, without which the other member may not go on. The ring is one on whose nodes
 neither the server is nor a coordinator. Stalls are the longest time between two steps of a worker of the other ring
-while the fault lasts, less its usual step. Afterwards the ring has to train again, parameters of a ring's members are
-compared bit by bit, push by push, and each push of a ring must have made one version on the server, and no other one.
+while the fault lasts, less its usual step. Where an epoch of the data ends meanwhile the rings meet, and the other one
+waits for that which is away: that is said apart, and has no bar. Afterwards the ring has to train again, parameters of
+a ring's members are compared bit by bit, push by push, and each push of a ring must have made one version on the
+server, and no other one.
 """
 
 import os
@@ -22,7 +24,7 @@ from typing import Any
 
 import lab_jobs
 import ring_runs
-from ring_runs import Run, longest_s, usual_s
+from ring_runs import Run, longest_apart, usual_s
 from ring_servers import Stall
 
 from ringweave import telemetry
@@ -84,11 +86,13 @@ def one(options: Namespace, fault: str, folder: Path) -> tuple[Stall, dict[str, 
     steps = ring_runs.read(run.checks)
     slots = {slot_of(each)[0] for each in members}
     others = [each for name, each in steps.items() if slot_of(name)[0] not in slots and len(each) > 10]
-    found = [(longest_s(each, at_s, at_s + AWAY_S), usual_s(each)) for each in others]
-    stalls = [max(0.0, longest - usual) for longest, usual in found if longest is not None]
+    found = [(longest_apart(each, at_s, at_s + AWAY_S), usual_s(each)) for each in others]
+    stalls = [max(0.0, waits.inside_s - usual) for waits, usual in found if waits is not None]
+    meeting_s = max((waits.meeting_s for waits, _ in found if waits is not None), default=0.0)
     is_whole = bool(stalls) and len(stalls) == len(found)
     back = {slot_of(name)[0] for name, each in steps.items() if each[-1].time_s > back_s}
-    said = {"members": members, "slots_back": sorted(slots & back), **ring_runs.books(run, steps, len(members))}
+    said = {"members": members, "slots_back": sorted(slots & back), "met_for_s": round(meeting_s, 3)}
+    said |= ring_runs.books(run, steps, len(members))
     return Stall(victims=fault, at_s=at_s, stall_s=max(stalls) if is_whole else None), said, printed
 
 
@@ -102,7 +106,7 @@ def missed(stall: Stall, said: dict[str, Any]) -> list[str]:
 
 def main(faults: Sequence[str] = FAULTS) -> int:
     """Each once; 1 if a bar is missed."""
-    options = ring_runs.parse(__doc__, workers=4, kills=len(faults), repeat=10)  # so that epochs are complete
+    options = ring_runs.parse(__doc__, workers=4, kills=len(faults), repeat=40)  # most of the time within an epoch
     stalls, said, printed = [], {}, ""
     for fault in faults[: options.kills]:
         with tempfile.TemporaryDirectory(prefix="ringweave-ring-away-") as name:

@@ -98,6 +98,18 @@ def test_a_server_that_is_cut_off_is_replaced_in_time(bench: Callable[[str], Mod
     ]
 
 
+def test_a_ring_that_is_away_holds_no_other_one_up_and_comes_back(bench: Callable[[str], ModuleType]) -> None:
+    away = bench("ring_away")
+    there = books(members=["2.0", "3.0"], slots_back=[2, 3])
+    assert away.missed(away.Stall(victims="ring stopped", at_s=1.0, stall_s=2.0), there) == []
+    worst = {**there, "slots_back": [3], "versions_of_the_server": 8}
+    assert away.missed(away.Stall(victims="ring stopped", at_s=1.0, stall_s=29.0), worst) == [
+        "ring stopped: 1 workers of the ring do not train again",
+        "ring stopped: rings pushed 9 times, the server applied 8",
+        "ring stopped: stall in s: 29, the bar is 2",
+    ]
+
+
 def test_servers_and_coordinators_that_die_at_once_are_replaced_in_time(bench: Callable[[str], ModuleType]) -> None:
     servers = bench("ring_servers")
     stalls = [
