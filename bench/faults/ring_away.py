@@ -106,7 +106,7 @@ def missed(stall: Stall, said: dict[str, Any]) -> list[str]:
 
 def main(faults: Sequence[str] = FAULTS) -> int:
     """Each once; 1 if a bar is missed."""
-    options = ring_runs.parse(__doc__, workers=4, kills=len(faults), repeat=40)  # most of the time within an epoch
+    options = ring_runs.parse(__doc__, workers=4, kills=len(faults), repeat=25)  # most of the time within an epoch
     stalls, said, printed = [], {}, ""
     for fault in faults[: options.kills]:
         with tempfile.TemporaryDirectory(prefix="ringweave-ring-away-") as name:

@@ -167,7 +167,8 @@ class Verdicts:
                 order = coordinator.order_for(name)
                 if order.is_out and name not in side.out:
                     side.out[name] = order.reason
-                    reason = self._reasons(index, name, now_s).get(order.reason)
+                    reasons = self._reasons(index, name, now_s) | self._in_vain(index, order.reason, now_s)
+                    reason = reasons.get(order.reason)
                     assert reason is not None, f"{name} is out for an unknown reason: {order.reason}"
                     told = (
                         f"by {index} at {now_s:g} s, woken at {side.woken_s:g} s, having heard {side.heard.get(name)}"
@@ -222,6 +223,16 @@ class Verdicts:
             or (heard is None and now_s - side.lost_s + _EPSILON_S >= max(SILENT_S, patience_s)),
             "it lost its connection to the coordinator, and the others went on": not is_member,
         }
+
+    def _in_vain(self, index: int, said: str, now_s: float) -> dict[str, bool]:
+        """Likewise, where the state is kept elsewhere: too few are there, and have waited twice as long as a job does."""
+        patience_s, side = 2 * self._wanted.patience_s, self._sides[index]
+        what, _, others = said.partition(", and no other came within ")
+        if not self._wanted.is_kept_elsewhere or others != f"{patience_s:g} s":
+            return {}
+        is_told = what == "most of the workers do not answer" or what.startswith("workers left: ")
+        lacks_s = now_s - side.lacks_since_s if side.lacks_since_s is not None else 0.0
+        return {said: is_told and lacks_s + _EPSILON_S >= patience_s}
 
     def _silent_s(self, side: Side, heard: Heard | None, now_s: float) -> float:
         return now_s - max(heard.at_s, side.woken_s) + _EPSILON_S if heard is not None else float("inf")

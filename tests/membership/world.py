@@ -465,7 +465,7 @@ class World:
             self.unheard.discard(index)
             if is_active:
                 process.hear_active(term)
-            elif not self.wanted.is_kept_elsewhere:  # nor of this
+            elif not self.wanted.is_kept_elsewhere:  # where a ring begins again for it, ballots may come a second time
                 process.hear_idle(self.now_s)
             self.note_decrees()
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from ringweave.membership.rules.rhythm import SILENCE, Delays, Rhythm
+from ringweave.membership.rules.rhythm import SILENCE, Rhythm
 from ringweave.wire import Identity, PeerStatus
 
 _STOPPED_S = 0.5
@@ -10,11 +10,15 @@ _STOPPED_S = 0.5
 
 
 class Listening:
-    """Learns how often each ring shows that it is there, as membership does of its members."""
+    """Learns how often each ring shows that it is there, as membership does of its members.
+
+    How late it looks itself is in what it learns. No grace comes on top: what is taken for silence without need costs
+    little, since a ring that nobody waits for goes on all the same.
+    """
 
     def __init__(self, now_s: float) -> None:
         """Has heard nobody."""
-        self._delays = Delays(now_s)
+        self._looked_s = now_s
         self._rhythms: dict[int, Rhythm] = {}
         self._received: dict[tuple[Identity, str], float] = {}
 
@@ -26,16 +30,17 @@ class Listening:
             ring_of: Gives the ring of one of them; None if it is in none.
             now_s: Seconds of any clock.
         """
-        if self._delays.observe(now_s) > _STOPPED_S:
+        if now_s - self._looked_s > _STOPPED_S:
             for rhythm in self._rhythms.values():
                 rhythm.excuse(now_s)
+        self._looked_s = now_s
         received = {(peer.identity, peer.address): peer.traffic["bytes_received"] for peer in peers}
         heard = {ring_of(peer[0]) for peer, num_bytes in received.items() if num_bytes > self._received.get(peer, 0)}
         self._received = received
         for ring in heard:
             if ring is not None:
                 rhythm = self._rhythms.setdefault(ring, Rhythm(SILENCE, now_s))
-                if rhythm.is_late(now_s, self._delays.grace_s):  # it was away: that is not usual
+                if rhythm.is_late(now_s):  # it was away: that is not usual
                     rhythm.excuse(now_s)
                 rhythm.observe(now_s)
-        return {ring for ring, rhythm in self._rhythms.items() if rhythm.is_late(now_s, self._delays.grace_s)}
+        return {ring for ring, rhythm in self._rhythms.items() if rhythm.is_late(now_s)}
