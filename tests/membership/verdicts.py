@@ -225,7 +225,7 @@ class Verdicts:
         }
 
     def _in_vain(self, index: int, said: str, now_s: float) -> dict[str, bool]:
-        """Likewise, where the state is kept elsewhere: too few are there, and have waited twice as long as a job does."""
+        """Likewise, where the state is kept elsewhere: too few have waited twice as long as a job does."""
         patience_s, side = 2 * self._wanted.patience_s, self._sides[index]
         what, _, others = said.partition(", and no other came within ")
         if not self._wanted.is_kept_elsewhere or others != f"{patience_s:g} s":
