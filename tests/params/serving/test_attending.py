@@ -2,88 +2,17 @@
 
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringweave import wire
-from ringweave.errors import DeadlineError, RefusedError, TrainingError, WireError
-from ringweave.params.flat import Flat
-from ringweave.params.messages import (
-    Group,
-    Leave,
-    Meet,
-    Pause,
-    Pull,
-    Push,
-    Seated,
-    Seek,
-    Setup,
-    Speak,
-    Start,
-    Take,
-    TensorSpec,
-)
+from ringweave.errors import DeadlineError, RefusedError, TrainingError
+from ringweave.params.messages import Leave, Meet, Pause, Pull, Seated, Seek, Speak, Take
 from ringweave.params.rules import StalenessPolicy
 from ringweave.params.serving import attending
-from ringweave.params.serving.optimizers import options_of
-from ringweave.params.serving.service import ParameterService
-from ringweave.wire import Answer, Call
-
-SPECS = [TensorSpec(name="weight", shape=[4], dtype="float64")]
-OPTIONS = options_of(torch.optim.SGD([torch.zeros(1)], lr=1.0).param_groups[0])
-RINGS = [[0, 3], [1, 2]]
-SHARES = [[6, 5], [7, 6]]
-LONG_S = 60.0
-
-
-class Job:
-    """A server with two rings, called as their members call it."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self.service = ParameterService(clock=lambda: self.now_s)
-        self._handlers = {each.message: each for each in self.service.handlers()}
-
-    def start(self, *, may_lose_members: bool = True) -> None:
-        setup = Setup(
-            tensors=SPECS,
-            optimizer="SGD",
-            groups=[Group(parameters=[0], options=OPTIONS)],
-            rings=RINGS,
-            overlaps=False,
-            compensation=0.0,
-            shares=SHARES if may_lose_members else [],
-        )
-        self.call("0.0", Start(term=0, setup=setup), Flat(SPECS, [torch.zeros(4, dtype=torch.float64)]).buffers())
-
-    def call(self, who: str, message: wire.Message, buffers: Any = (), limit_s: float = LONG_S) -> Any:
-        peer = wire.Identity(job="test", role="worker", name=who)
-        call = Call(peer=peer, message=message, buffers=buffers, deadline_s=time.monotonic() + limit_s)
-        answer = self._handlers[type(message)].handle(call)
-        return answer.message if isinstance(answer, Answer) else answer
-
-    def push(self, who: str, ring: int, sequence: int, base: int, **more: Any) -> Any:
-        content = Flat(SPECS, [torch.ones(4, dtype=torch.float64)])
-        push = Push(
-            term=0,
-            ring=ring,
-            sequence=sequence,
-            base_version=base,
-            content="gradient",
-            num_samples=1,
-            batch_share=0.5,
-            options=[OPTIONS],
-            **more,
-        )
-        return self.call(who, push, content.buffers())
-
-    def hang_up(self, who: str) -> None:
-        self.service.attendance.missed(wire.Identity(job="test", role="worker", name=who))
+from tests.params.serving.two_rings import LONG_S, RINGS, SHARES, Job
 
 
 @pytest.fixture
@@ -353,91 +282,3 @@ def test_one_that_waits_for_parameters_is_not_given_them_once_another_one_speaks
     thread.join(LONG_S / 2)
     assert not thread.is_alive()
     assert "nobody who waits" in failed[0]
-
-
-def peers(**received: int) -> list[wire.PeerStatus]:
-    """Who is connected, and the bytes that have come from each."""
-    return [
-        wire.PeerStatus(
-            wire.Identity(job="test", role="worker", name=f"{slot[1:]}.0"), "here", {"bytes_received": many}
-        )
-        for slot, many in received.items()
-    ]
-
-
-def listen(job: Job, seconds: float, *, beating: Sequence[str], still: Sequence[str] = ()) -> set[int]:
-    """All are connected, some show that they are there; rings that nobody waits for from then on."""
-    found = set[int]()
-    for _ in range(round(seconds / 0.1)):
-        job.now_s = round(job.now_s + 0.1, 1)
-        alive = {name: round(job.now_s * 100) for name in beating}
-        found |= job.service.attendance.listen(peers(**alive, **dict.fromkeys(still, 1)))
-    return found
-
-
-def test_a_ring_that_nothing_is_heard_of_though_its_connections_last_holds_nobody_up(job: Job) -> None:
-    base = job.call("0.0", Pull(term=0, ring=0, after_sequence=0)).version
-    assert listen(job, 5.0, beating=("w0", "w1")) == set()
-    assert listen(job, 0.8, beating=("w1",), still=("w0",)) == set()
-    assert listen(job, 1.0, beating=("w1",), still=("w0",)) == {0}
-    assert listen(job, 5.0, beating=("w1",), still=("w0",)) == set(), "once"
-    most = StalenessPolicy(num_rings=2).most_versions
-    version = job.call("1.0", Pull(term=0, ring=1, after_sequence=0)).version
-    for sequence in range(1, most + 3):
-        job.push("1.0", 1, sequence, version)
-        version = job.call("1.0", Pull(term=0, ring=1, after_sequence=sequence)).version
-    assert version > base + most
-    assert job.service.job is not None
-    assert job.service.attendance.absent(job.service.job) == set(), "where rings meet it is waited for: it may live"
-    assert job.push("0.0", 0, 1, base).staleness_versions > most, "it goes on with what it has"
-    assert listen(job, 3.0, beating=("w0", "w1")) == set()
-    assert listen(job, 3.0, beating=("w1",), still=("w0",)) == {0}, "each time anew"
-
-
-def test_a_server_that_was_stopped_itself_passes_nobody_over(job: Job) -> None:
-    listen(job, 5.0, beating=("w0", "w1"))
-    job.now_s += 30.0
-    assert listen(job, 0.8, beating=("w1",), still=("w0",)) == set()
-
-
-def test_rings_that_lose_no_members_are_waited_for_however_silent_they_are() -> None:
-    job = Job()
-    assert listen(job, 1.0, beating=("w0",)) == set()
-    job.start(may_lose_members=False)
-    listen(job, 5.0, beating=("w0", "w1"))
-    assert listen(job, 20.0, beating=("w1",), still=("w0",)) == set()
-
-
-def test_a_push_that_waited_for_its_turn_counts_only_if_its_ring_still_waits_for_it(job: Job) -> None:
-    """All of a ring dies meanwhile, and it begins again at the place that the server knows."""
-    base = job.call("0.0", Pull(term=0, ring=0, after_sequence=0)).version
-    content = Flat(SPECS, [torch.ones(4, dtype=torch.float64)])
-    push = Push(
-        term=0,
-        ring=0,
-        sequence=1,
-        base_version=base,
-        content="gradient",
-        num_samples=1,
-        batch_share=0.5,
-        options=[OPTIONS],
-    )
-    peer = wire.Identity(job="test", role="worker", name="0.0")
-    call = Call(peer=peer, message=push, buffers=content.buffers(), deadline_s=time.monotonic() + LONG_S)
-    refused: list[Exception] = []
-
-    def say() -> None:
-        try:
-            job._handlers[Push].handle(call)
-        except WireError as error:
-            refused.append(error)
-
-    with job.service.standing_still():
-        saying = threading.Thread(target=say)
-        saying.start()
-        call.cancelled.set()
-    saying.join(LONG_S)
-    assert "push 1 of ring 0: 'from a caller that has hung up'" in str(refused[0])
-    assert job.call("3.1", Seek(term=0, slot=3, begins=True)).num_pushed == 0
-    base = job.call("3.1", Pull(term=0, ring=0, after_sequence=0)).version
-    assert not job.push("3.1", 0, 1, base).is_repeat

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from ringweave.errors import DeadlineError, RefusedError, explain
-from ringweave.params.messages import Meet, Met, Pause, Seated, Seek, Speak
+from ringweave.params.messages import Enter, Entered, Meet, Met, Pause, Seated, Seek, Speak
 from ringweave.params.rules import Answer
 from ringweave.params.serving.job import Job
 from ringweave.params.serving.listening import Listening
@@ -44,6 +44,7 @@ class Attendance:
     def handlers(self) -> list[Handler]:
         """What the wire's server has to know."""
         return [
+            Handler(message=Enter, handle=lambda _: Entered(term=self._replica.term, leads=self._replica.answers)),
             Handler(message=Speak, handle=self._speak),
             Handler(message=Pause, handle=self._pause),
             Handler(message=Meet, handle=self._meet),

@@ -14,7 +14,7 @@ Fact = Ticket | Leave | Pause | Meet | Answer
 class Replica(Protocol):
     """Where a server makes sure that it leads, and that another one knows what it is about to acknowledge.
 
-    All that is said returns once the standby has it, or there is none any more; and raise LeadershipError if this
+    What is said of a job returns once the standby has it, or there is none any more; and raises LeadershipError if this
     server does not lead any more: then nothing may be acknowledged.
     """
 

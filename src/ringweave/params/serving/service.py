@@ -4,6 +4,8 @@ One lock guards all that changes; nobody waits with it but for the model. The ot
 time be told to the standby and then be applied, so that versions are the same there.
 """
 
+# Longer than a file should be: what may happen under which lock is seen only side by side.
+
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,21 +15,7 @@ from pathlib import Path
 from ringweave import wire
 from ringweave.errors import ConnectionLostError, DeadlineError, TrainingError, explain
 from ringweave.params.flat import Flat
-from ringweave.params.messages import (
-    Ask,
-    Enter,
-    Entered,
-    Leave,
-    Pull,
-    Pulled,
-    Push,
-    Pushed,
-    Regroup,
-    Start,
-    Status,
-    Take,
-    Taken,
-)
+from ringweave.params.messages import Ask, Leave, Pull, Pulled, Push, Pushed, Regroup, Start, Status, Take, Taken
 from ringweave.params.rules import Receipt
 from ringweave.params.serving import attending, regrouping, snapshots
 from ringweave.params.serving import job as jobs
@@ -92,7 +80,6 @@ class ParameterService:
             Handler(message=Leave, handle=self._leave),
             Handler(message=Regroup, handle=self._regroup),
             Handler(message=Ask, handle=lambda _: self.status()),
-            Handler(message=Enter, handle=lambda _: Entered(term=self._replica.term, leads=self._replica.answers)),
             *self.attendance.handlers(),
             *self._keeping.handlers(),
             *self._rehearsal.handlers(),
