@@ -50,7 +50,9 @@ def test_the_process_of_a_rank_is_the_last_that_said_so(log: EventLog, monkeypat
 
 
 def say(log: EventLog, term: int, number: int = 1) -> None:
-    log.write("epoch_begun", term=term, number=number, part="", members=["0.0"], newcomers=[], committed=0)
+    log.write(
+        "epoch_begun", term=term, said_in=term, number=number, part="", members=["0.0"], newcomers=[], committed=0
+    )
 
 
 def test_the_coordinator_that_decides_is_the_one_whose_term_the_last_epoch_is_of(
