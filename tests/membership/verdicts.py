@@ -85,6 +85,8 @@ class Side:
     heard: dict[str, Heard] = field(default_factory=dict)
     out: dict[str, str] = field(default_factory=dict)
     """Whom it has put out -> why."""
+    was_silent: dict[str, bool] = field(default_factory=dict)
+    """Who is not there any more -> it had been silent for long enough when that was so first."""
     woken_s: float = 0.0
     looked_s: float = 0.0
     first_s: float = 0.0
@@ -163,6 +165,7 @@ class Verdicts:
                 side.is_over = True
                 self._judge_end(index, coordinator.ended, now_s)
                 continue
+            self._note_away(side, coordinator.present, now_s)
             for name in self._members:
                 order = coordinator.order_for(name)
                 if order.is_out and name not in side.out:
@@ -214,7 +217,8 @@ class Verdicts:
             "its slot was given to another process": is_followed,
             "it has left": member.standing.is_leaving,
             "its connection to the coordinator broke": member.is_dead,
-            "it was not heard of in time": self._silent_s(side, heard, now_s) >= max(SILENT_S, patience_s),
+            "it was not heard of in time": side.was_silent.get(name, False)
+            or self._silent_s(side, heard, now_s) >= max(SILENT_S, patience_s),
             "it stood still while others waited for it": heard is not None
             and member.idle_s.get(heard.last.number, 0.0) + _EPSILON_S >= STILL_S + patience_s,
             "the others cannot reach it": heard is not None and len(heard.accused_in) >= 3 and not patience_s,
@@ -233,6 +237,13 @@ class Verdicts:
         is_told = what == "most of the workers do not answer" or what.startswith("workers left: ")
         lacks_s = now_s - side.lacks_since_s if side.lacks_since_s is not None else 0.0
         return {said: is_told and lacks_s + _EPSILON_S >= patience_s}
+
+    def _note_away(self, side: Side, present: Iterable[str], now_s: float) -> None:
+        """Who was given up is told so later, when an epoch begins without it; whether it had to be is seen at once."""
+        there = set(present)
+        side.was_silent = {name: each for name, each in side.was_silent.items() if name not in there}
+        for name in side.heard.keys() - there - side.was_silent.keys():
+            side.was_silent[name] = self._silent_s(side, side.heard[name], now_s) >= SILENT_S
 
     def _silent_s(self, side: Side, heard: Heard | None, now_s: float) -> float:
         return now_s - max(heard.at_s, side.woken_s) + _EPSILON_S if heard is not None else float("inf")

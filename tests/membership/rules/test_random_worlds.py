@@ -194,6 +194,8 @@ class RandomWorld(RuleBasedStateMachine):
 
     def _check_liveness(self) -> None:
         world = self.world
+        if world.wanted.is_kept_elsewhere:  # there who may not go on waits for twice as long, and is put out then
+            self._go_on(round(world.wanted.patience_s / TICK_S))
         training = [each for each in world.members.values() if each.can_act and each.standing.has_state]
         if self.hangs and len(training) > 1:
             training[-1].is_stuck = True
