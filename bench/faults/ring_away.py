@@ -15,7 +15,6 @@ server, and no other one.
 import os
 import signal
 import sys
-import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -107,12 +106,7 @@ def missed(stall: Stall, said: dict[str, Any]) -> list[str]:
 def main(faults: Sequence[str] = FAULTS) -> int:
     """Each once; 1 if a bar is missed."""
     options = ring_runs.parse(__doc__, workers=4, kills=len(faults), repeat=25)  # most of the time within an epoch
-    stalls, said, printed = [], {}, ""
-    for fault in faults[: options.kills]:
-        with tempfile.TemporaryDirectory(prefix="ringweave-ring-away-") as name:
-            stall, found, printed = one(options, fault, Path(name))
-        stalls.append(stall)
-        said[fault] = found
+    stalls, said, printed = ring_runs.one_by_one(options, faults, one)
     wrong = [each for stall in stalls for each in missed(stall, said[stall.victims])]
     ring_runs.conclude(options, {"bench": "ring-away", "away_s": AWAY_S, **said}, stalls, printed)
     return lab_jobs.verdict(wrong)

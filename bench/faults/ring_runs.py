@@ -13,8 +13,9 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -322,6 +323,20 @@ def parse(description: str | None, *, kills: int, workers: int = 8, repeat: int 
     if asked.kills < 1:
         raise UsageError(f"--kills: {asked.kills}, expected at least 1. Without a fault nothing is shown.")
     return asked
+
+
+def one_by_one(
+    options: argparse.Namespace,
+    faults: Sequence[str],
+    one: Callable[[argparse.Namespace, str, Path], tuple[Any, Any, str]],
+) -> tuple[list[Any], dict[str, Any], str]:
+    """A job for each of so many faults, in a folder of its own: what each cost, what is said of it, the last output."""
+    stalls, said, printed = [], {}, ""
+    for fault in faults[: options.kills]:
+        with tempfile.TemporaryDirectory(prefix="ringweave-rings-") as name:
+            stall, said[fault], printed = one(options, fault, Path(name))
+        stalls.append(stall)
+    return stalls, said, printed
 
 
 def conclude(options: argparse.Namespace, said: dict[str, Any], stalls: Sequence[Any], printed: str) -> None:

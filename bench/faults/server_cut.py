@@ -11,7 +11,6 @@ on the server, and no other one; of samples no more are lost than the worker tha
 
 import argparse
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,12 +82,7 @@ def missed(stall: Stall, said: dict[str, Any]) -> list[str]:
 def main(ways: Sequence[str] = WAYS) -> int:
     """Each way once; 1 if a bar is missed."""
     options = ring_runs.parse(__doc__, workers=5, kills=len(ways), repeat=10)  # so that epochs are complete
-    stalls, said, printed = [], {}, ""
-    for way in ways[: options.kills]:
-        with tempfile.TemporaryDirectory(prefix="ringweave-server-cut-") as name:
-            stall, found, printed = one(options, way, Path(name))
-        stalls.append(stall)
-        said[way] = found
+    stalls, said, printed = ring_runs.one_by_one(options, ways, one)
     wrong = [each for stall in stalls for each in missed(stall, said[stall.victims])]
     ring_runs.conclude(options, {"bench": "server-cut", "cut_s": CUT_S, **said}, stalls, printed)
     return lab_jobs.verdict(wrong)

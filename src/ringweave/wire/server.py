@@ -50,6 +50,7 @@ class Server:
         lost: Is told of one whose last connection ended in any other way without a goodbye: it may live, cut off.
     """
 
+    # Longer than a constructor should be: it only keeps what it is given, and what it knows of its peers so far.
     def __init__(  # noqa: PLR0913 - what it listens with, and whom it tells of what
         self,
         trust: Trust,

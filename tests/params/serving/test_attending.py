@@ -12,7 +12,7 @@ from ringweave.errors import DeadlineError, RefusedError, TrainingError
 from ringweave.params.messages import Leave, Meet, Pause, Pull, Seated, Seek, Speak, Take
 from ringweave.params.rules import StalenessPolicy
 from ringweave.params.serving import attending
-from tests.params.serving.two_rings import LONG_S, RINGS, SHARES, Job
+from tests.params.serving.two_rings import LONG_S, RINGS, SHARES, Job, Representatives
 
 
 @pytest.fixture
@@ -150,67 +150,6 @@ def test_whoever_hangs_up_before_the_job_has_begun_changes_nothing() -> None:
     job.hang_up("0.0")
     with pytest.raises(TrainingError, match="job: 'none yet'"):
         job.call("0.0", Pause(term=0, ring=0))
-
-
-class Representatives:
-    """Those of one ring, one after the other: each says again what the one before may have said already."""
-
-    def __init__(self, job: Job, ring: int, deaths: list[int]) -> None:
-        self._job, self._ring, self._deaths = job, ring, deaths
-        self._names = [f"{slot}.0" for slot in RINGS[ring]]
-        self.tickets: list[tuple[int, int]] = []
-        self._num_calls = 0
-        self._base, self._num_pushed = 0, 0
-
-    @property
-    def name(self) -> str:
-        """Of the one that speaks now."""
-        return self._names[0]
-
-    def run(self, epoch_samples: int) -> None:
-        """One epoch: each step is a ticket and a push; whoever dies leaves the step to the next."""
-        self._base = self._again(self._pull)
-        while (ticket := self._again(lambda: self._take(epoch_samples)))[1]:
-            self.tickets.append(ticket)
-            self._base = self._again(self._exchange)
-            self._num_pushed += 1
-
-    def _again(self, fetch: Any) -> Any:
-        while True:
-            try:
-                return fetch()
-            except InterruptedError:
-                self._job.hang_up(self._names[0])
-                self._names.append(self._names.pop(0))
-
-    def _said(self) -> None:
-        """A call was answered: the representative may die before anybody else knows."""
-        self._num_calls += 1
-        if self._num_calls in self._deaths:
-            raise InterruptedError
-
-    def _pull(self) -> int:
-        pull = Pull(term=0, ring=self._ring, after_sequence=self._num_pushed)
-        found = self._job.call(self._names[0], pull).version
-        self._said()
-        return found
-
-    def _take(self, epoch_samples: int) -> tuple[int, int]:
-        number = len(self.tickets) + 1
-        take = Take(
-            term=0, ring=self._ring, number=number, epoch=0, num_samples=3, least=1, epoch_samples=epoch_samples
-        )
-        found = self._job.call(self._names[0], take)
-        self._said()
-        return found.first, found.num_samples
-
-    def _exchange(self) -> int:
-        self._job.push(self._names[0], self._ring, self._num_pushed + 1, self._base)
-        self._said()
-        pull = Pull(term=0, ring=self._ring, after_sequence=self._num_pushed + 1)
-        found = self._job.call(self._names[0], pull).version
-        self._said()
-        return found
 
 
 @settings(deadline=None, max_examples=50)

@@ -23,8 +23,8 @@ from ringweave.params.serving.service import ParameterService
 from ringweave.params.standby.messages import NOTES, note_of
 from ringweave.wire import Answer as Answered
 from ringweave.wire import Call
-from tests.params.serving import test_attending as attended
-from tests.params.serving.test_attending import RINGS, SPECS, Representatives
+from tests.params.serving import two_rings
+from tests.params.serving.two_rings import LONG_S, RINGS, SPECS, Representatives
 
 MOMENTS = ("before the standby is told", "when the standby has it", "when it is booked, and not answered yet")
 
@@ -78,7 +78,7 @@ class Mirror:
         self.dies_soon = moment == MOMENTS[2]
 
 
-class PairJob(attended.Job):
+class PairJob(two_rings.Job):
     """A job on a server with a standby, which takes over when the one that leads dies; another one follows it then."""
 
     def __init__(self, deaths: Sequence[tuple[int, str]] = ()) -> None:
@@ -91,7 +91,7 @@ class PairJob(attended.Job):
         self._mirror.standby = self.standby
         self._handlers = {each.message: each for each in self.service.handlers()}
 
-    def call(self, who: str, message: wire.Message, buffers: Any = (), limit_s: float = attended.LONG_S) -> Any:
+    def call(self, who: str, message: wire.Message, buffers: Any = (), limit_s: float = LONG_S) -> Any:
         """As a ring's client calls: again at the server that leads by then."""
         self.here.add(who)
         while True:
@@ -215,19 +215,7 @@ def test_a_checkpoint_that_rings_go_on_from_is_the_standby_s_as_well(job: PairJo
 
 def test_what_comes_with_a_push_is_heard_from_the_server_that_took_over(job: PairJob) -> None:
     base = job.call("0.0", Pull(term=0, ring=0, after_sequence=0)).version
-    content = Flat(SPECS, [torch.ones(4, dtype=torch.float64)]).buffers()
-    push = Push(
-        term=0,
-        ring=0,
-        sequence=1,
-        base_version=base,
-        content="gradient",
-        num_samples=1,
-        batch_share=0.5,
-        options=[attended.OPTIONS],
-        testament="left by ring 0",
-    )
-    job.call("0.0", push, content)
+    job.push("0.0", 0, 1, base, testament="left by ring 0")
     for _ in range(2):  # told, and then read as a whole
         job.fail_over()
         assert job.call("3.1", Seek(term=0, slot=3)).testament == "left by ring 0"

@@ -5,15 +5,13 @@ import time
 from collections.abc import Sequence
 
 import pytest
-import torch
 
 from ringweave import wire
 from ringweave.errors import WireError
-from ringweave.params.flat import Flat
 from ringweave.params.messages import Pull, Push, Seek
 from ringweave.params.rules import StalenessPolicy
 from ringweave.wire import Call
-from tests.params.serving.two_rings import LONG_S, OPTIONS, SPECS, Job
+from tests.params.serving.two_rings import LONG_S, Job, push_of
 
 
 @pytest.fixture
@@ -79,19 +77,9 @@ def test_rings_that_lose_no_members_are_waited_for_however_silent_they_are() -> 
 def test_a_push_that_waited_for_its_turn_counts_only_if_its_ring_still_waits_for_it(job: Job) -> None:
     """All of a ring dies meanwhile, and it begins again at the place that the server knows."""
     base = job.call("0.0", Pull(term=0, ring=0, after_sequence=0)).version
-    content = Flat(SPECS, [torch.ones(4, dtype=torch.float64)])
-    push = Push(
-        term=0,
-        ring=0,
-        sequence=1,
-        base_version=base,
-        content="gradient",
-        num_samples=1,
-        batch_share=0.5,
-        options=[OPTIONS],
-    )
+    push, content = push_of(0, 1, base)
     peer = wire.Identity(job="test", role="worker", name="0.0")
-    call = Call(peer=peer, message=push, buffers=content.buffers(), deadline_s=time.monotonic() + LONG_S)
+    call = Call(peer=peer, message=push, buffers=content, deadline_s=time.monotonic() + LONG_S)
     refused: list[Exception] = []
 
     def say() -> None:

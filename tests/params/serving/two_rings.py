@@ -7,7 +7,7 @@ import torch
 
 from ringweave import wire
 from ringweave.params.flat import Flat
-from ringweave.params.messages import Group, Push, Setup, Start, TensorSpec
+from ringweave.params.messages import Group, Pull, Push, Setup, Start, Take, TensorSpec
 from ringweave.params.serving.optimizers import options_of
 from ringweave.params.serving.service import ParameterService
 from ringweave.wire import Answer, Call
@@ -17,6 +17,22 @@ OPTIONS = options_of(torch.optim.SGD([torch.zeros(1)], lr=1.0).param_groups[0])
 RINGS = [[0, 3], [1, 2]]
 SHARES = [[6, 5], [7, 6]]
 LONG_S = 60.0
+
+
+def push_of(ring: int, sequence: int, base: int, **more: Any) -> tuple[Push, Any]:
+    """A ring's push of ones, and its content."""
+    push = Push(
+        term=0,
+        ring=ring,
+        sequence=sequence,
+        base_version=base,
+        content="gradient",
+        num_samples=1,
+        batch_share=0.5,
+        options=[OPTIONS],
+        **more,
+    )
+    return push, Flat(SPECS, [torch.ones(4, dtype=torch.float64)]).buffers()
 
 
 class Job:
@@ -46,19 +62,68 @@ class Job:
         return answer.message if isinstance(answer, Answer) else answer
 
     def push(self, who: str, ring: int, sequence: int, base: int, **more: Any) -> Any:
-        content = Flat(SPECS, [torch.ones(4, dtype=torch.float64)])
-        push = Push(
-            term=0,
-            ring=ring,
-            sequence=sequence,
-            base_version=base,
-            content="gradient",
-            num_samples=1,
-            batch_share=0.5,
-            options=[OPTIONS],
-            **more,
-        )
-        return self.call(who, push, content.buffers())
+        return self.call(who, *push_of(ring, sequence, base, **more))
 
     def hang_up(self, who: str) -> None:
         self.service.attendance.missed(wire.Identity(job="test", role="worker", name=who))
+
+
+class Representatives:
+    """Those of one ring, one after the other: each says again what the one before may have said already."""
+
+    def __init__(self, job: Job, ring: int, deaths: list[int]) -> None:
+        self._job, self._ring, self._deaths = job, ring, deaths
+        self._names = [f"{slot}.0" for slot in RINGS[ring]]
+        self.tickets: list[tuple[int, int]] = []
+        self._num_calls = 0
+        self._base, self._num_pushed = 0, 0
+
+    @property
+    def name(self) -> str:
+        """Of the one that speaks now."""
+        return self._names[0]
+
+    def run(self, epoch_samples: int) -> None:
+        """One epoch: each step is a ticket and a push; whoever dies leaves the step to the next."""
+        self._base = self._again(self._pull)
+        while (ticket := self._again(lambda: self._take(epoch_samples)))[1]:
+            self.tickets.append(ticket)
+            self._base = self._again(self._exchange)
+            self._num_pushed += 1
+
+    def _again(self, fetch: Any) -> Any:
+        while True:
+            try:
+                return fetch()
+            except InterruptedError:
+                self._job.hang_up(self._names[0])
+                self._names.append(self._names.pop(0))
+
+    def _said(self) -> None:
+        """A call was answered: the representative may die before anybody else knows."""
+        self._num_calls += 1
+        if self._num_calls in self._deaths:
+            raise InterruptedError
+
+    def _pull(self) -> int:
+        pull = Pull(term=0, ring=self._ring, after_sequence=self._num_pushed)
+        found = self._job.call(self._names[0], pull).version
+        self._said()
+        return found
+
+    def _take(self, epoch_samples: int) -> tuple[int, int]:
+        number = len(self.tickets) + 1
+        take = Take(
+            term=0, ring=self._ring, number=number, epoch=0, num_samples=3, least=1, epoch_samples=epoch_samples
+        )
+        found = self._job.call(self._names[0], take)
+        self._said()
+        return found.first, found.num_samples
+
+    def _exchange(self) -> int:
+        self._job.push(self._names[0], self._ring, self._num_pushed + 1, self._base)
+        self._said()
+        pull = Pull(term=0, ring=self._ring, after_sequence=self._num_pushed + 1)
+        found = self._job.call(self._names[0], pull).version
+        self._said()
+        return found

@@ -415,10 +415,9 @@ class Coordinator:
         if keepers & self._election.rest(self._presence.here) and self._election.lost_s(now_s) <= patience_s:
             return True
         grace_s = self._delays.grace_s + patience_s
-        may_return = {
-            each for each in keepers & self._unheard.keys() if self._presence.may_return(each, now_s, grace_s)
-        }
-        return bool(may_return) and not self._presence.has_finished
+        unheard = keepers & self._unheard.keys()
+        may_return = any(self._presence.may_return(each, now_s, grace_s) for each in unheard)
+        return may_return and not self._presence.has_finished
 
     def _consider_change(self, now_s: float, *, is_broken: bool) -> None:
         num_here, least = len(self._presence.here), self._settings.bounds.least
