@@ -125,7 +125,7 @@ class Verdicts:
 
     def note(self, index: int, member: str, said: Said, now_s: float) -> None:
         """A member's letter has arrived at that coordinator, which has done what it does about it."""
-        later = said.decree.ballot[0] if isinstance(said, Rejoining) and said.decree is not None else 0
+        later = said.decree.ballot if isinstance(said, Rejoining) and said.decree is not None else BEFORE_ALL
         side, is_active = self._side(index, later), self._coordinators[index].is_active
         heard = side.heard.get(member)
         match said:
@@ -145,10 +145,11 @@ class Verdicts:
                     if each in side.heard:
                         side.heard[each].accused_in.add(said.ballot)
 
-    def _side(self, index: int, later: int = 0) -> Side:
-        """What it knows: nothing of before, if it has heard that another one decides, or did in that later term."""
+    def _side(self, index: int, later: Ballot = BEFORE_ALL) -> Side:
+        """What it knows: nothing of before, if it has heard that another one decides, or began that later epoch."""
         side, coordinator = self._sides[index], self._coordinators[index]
-        if side.was_active and (not coordinator.is_active or later > side.term):
+        is_later = later[0] > side.term or (side.epoch != BEFORE_ALL and later > side.epoch)
+        if side.was_active and (not coordinator.is_active or is_later):
             side = self._sides[index] = Side(woken_s=side.woken_s, looked_s=side.looked_s)
         side.was_active, side.term = coordinator.is_active, coordinator.term
         return side

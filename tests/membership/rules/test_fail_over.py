@@ -237,6 +237,21 @@ def test_a_member_of_a_later_epoch_tells_a_coordinator_that_its_time_is_over() -
     assert (table.coordinator.term, table.coordinator.decree) == (3, later)
 
 
+def test_a_member_of_a_later_epoch_tells_a_coordinator_of_a_greater_term_that_its_time_is_over() -> None:
+    """Two asked it, which made its term greater; one went back to the other before it heard of that."""
+    table, decree = taken_over()
+    later = Decree(ballot=(1, 3), standings=(holder("0.0"), holder("1.0")))
+    assert (table.coordinator.term, table.coordinator.decree) == (2, decree)
+    table.pass_time(2.0, "2.0")
+    for member in ("1.0", "0.0"):
+        standing = holder(member, committed=9)
+        rejoining = Rejoining(standing=standing, decree=later, promised=later.ballot)
+        table.coordinator.rejoin(rejoining, table.now_s)
+        table.stand(standing, holder("2.0"))
+        assert table.coordinator.is_active == (member == "0.0"), "it knows nothing of what those two have done"
+    assert table.coordinator.decree == later
+
+
 def asked_by_half(*announced: str) -> Table:
     """A coordinator that was started anew beside these, and is asked by two of four members; it decides nothing yet."""
     decree = Table(4).begin("0.0", "1.0", "2.0", "3.0")

@@ -386,3 +386,22 @@ def test_a_training_ends_though_the_coordinator_is_lost_while_its_members_finish
     left = [each.name for each in world.members.values() if each.can_act]
     assert not left, world.describe()
     assert all(each.has_finished for each in world.members.values()), world.describe()
+
+
+def test_a_part_that_comes_back_goes_on_with_what_it_did_whatever_the_term_of_those_it_comes_to() -> None:
+    """Cuts that change make the term of one coordinator a great one; the newest epoch is elsewhere."""
+    random = RandomNodes()
+    world = random.world = World(4)
+    random._go_on(30)
+    for others, rounds in [
+        ("3.0", 47),
+        ("", 56),
+        ("0.0 1.0 2.0 3.0", 35),
+        ("2.0", 8),
+        ("0.0 2.0 3.0", 54),
+        ("2.0 3.0", 39),
+    ]:
+        world.divide(others.split())
+        random._go_on(rounds)
+    random.teardown()
+    assert [each.name for each in world.members.values() if each.can_act] == ["0.0"], "it was the first of two at last"

@@ -159,6 +159,7 @@ class Coordinator:
         member = rejoining.standing.member
         if rejoining.decree is not None:
             self.hear_of(rejoining.decree.ballot[0])
+            self._hear_of_epoch(rejoining.decree.ballot)
         # How long answers may take where it runs is known to it: it need not be waited for as a process that starts.
         first_s = _FIRST_FACTOR * rejoining.patience_s if rejoining.patience_s else None
         self._take_back(member, now_s, first_s)
@@ -200,8 +201,20 @@ class Coordinator:
         Members have chosen another one while this one was away or cut off: it becomes a standby that knows nothing.
         """
         if term > self._reign and self.is_active:
-            self._term = self._reign = 0
-            self._forget()
+            self._step_down()
+
+    def _hear_of_epoch(self, ballot: Ballot) -> None:
+        """A member is in that epoch. If it is later than the one that holds here, others have begun it meanwhile.
+
+        That may be so in a smaller term than this one's: members have asked for this one, and have gone to the other
+        before they heard of its term. Whoever went on from the epoch that holds here would do their steps once more.
+        """
+        if self.is_active and self.decree is not None and ballot > self.decree.ballot:
+            self._step_down()
+
+    def _step_down(self) -> None:
+        self._term = self._reign = 0
+        self._forget()
 
     def hear_active(self, term: int) -> None:
         """The other coordinator decides, in that term."""
