@@ -31,12 +31,13 @@ demo: setup
 
 # More processes than two cores: many tests wait for processes of their own.
 PYTEST := $(BIN)/pytest -n 3 --dist worksteal
+# DEMAND=lab: what needs a lab fails where there can be none, and is not skipped.
 test: setup
-	$(PYTEST)
+	$(PYTEST) $(DEMAND:%=--demand %)
 
 # Once and again: `make test` takes few examples, always the same ones.
 test-thorough: setup
-	$(PYTEST) --timeout 1200 --hypothesis-profile=thorough
+	$(PYTEST) --timeout 1200 --hypothesis-profile=thorough --mutations 2000
 
 # The same suite as in `make test`, against the API server of a kubeconfig instead of the fake; of one that is named
 # here, and not of one that the shell exports for something else.

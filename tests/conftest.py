@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import effort
+from tests import demands, effort
 
 effort.load()
 # Before numpy and torch are imported: several processes of tests share few cores, and threads of each would only wait
@@ -29,7 +29,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden files instead of comparing")
     parser.addoption("--all-crashes", action="store_true", help="operator and supervisor killed in every life")
     parser.addoption("--kubeconfig", help="run tests/kube against this API server instead of the fake")
-    parser.addoption("--mutations", type=int, default=30, help="wrong messages sent to a process of a parameter server")
+    parser.addoption("--mutations", type=int, default=30, help="wrong messages sent to a server or a coordinator")
+    said = "tests that need what this machine lacks fail, and are not skipped"
+    parser.addoption("--demand", action="append", default=[], choices=demands.KNOWN, help=said)
+
+
+@pytest.fixture
+def needs_lab(request: pytest.FixtureRequest) -> None:
+    """Skips the test where there can be no lab, or fails it where one is demanded."""
+    from ringweave import lab
+
+    demands.need(request.config, demands.LAB, lab.problems())
 
 
 @pytest.fixture

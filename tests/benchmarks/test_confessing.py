@@ -17,5 +17,5 @@ def test_what_falls_short_is_said() -> None:
     assert confess(short, ("a", "b", "c"), "0123456789ab-dirty") == [
         "not asked for, so not measured: a, c",
         "8 rounds were asked for, fewer than the 9 of a result to rely on",
-        "tracked files differ from the commit (0123456789ab-dirty); they may be results as well as code",
+        "tracked files other than results differ from the commit (0123456789ab-dirty)",
     ]

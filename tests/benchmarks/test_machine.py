@@ -20,11 +20,20 @@ def test_cpu_models() -> None:
 def test_the_commit_says_whether_files_differ(tmp_path: Path) -> None:
     assert machine._git_commit(tmp_path) is None
     git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@y"]
-    (tmp_path / "a").write_text("1")
-    for command in (["init", "-q"], ["add", "a"], ["commit", "-q", "-m", "m", "--no-verify"]):
+    result = tmp_path / "bench" / "results" / "a.json"
+    code = tmp_path / "bench" / "a.py"
+    result.parent.mkdir(parents=True)
+    for path in (result, code):
+        path.write_text("1")
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "m", "--no-verify"]):
         subprocess.run([*git, *command], check=True)
     clean = machine._git_commit(tmp_path)
     assert clean is not None
     assert len(clean) == 12
-    (tmp_path / "a").write_text("2")
+    result.write_text("2")
+    result.with_stem("b").write_text("1")
+    assert machine._git_commit(tmp_path) == clean, "a bench has written its results"
+    assert machine._git_commit(code.parent) == clean
+    code.write_text("2")
     assert machine._git_commit(tmp_path) == f"{clean}-dirty"
+    assert machine._git_commit(result.parent) == f"{clean}-dirty", "wherever in the checkout it is asked"

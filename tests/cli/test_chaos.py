@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ringweave import lab
+from ringweave import lab, topology
 from ringweave.benchmarks.chaos import accounts, faults, session
 from ringweave.cli.main import call
 
@@ -66,6 +66,15 @@ def test_the_faults_of_a_seed_are_shown_by_a_dry_run(capsys: pytest.CaptureFixtu
         (["--random", "kill"], "script: none given, expected one after --. For example: ringweave chaos C.yaml"),
         (["--random", "kill", "--system", "torchrn"], 'torchft. Did you mean "torchrun"?'),
         (["--script", "/absent"], "script of faults: [Errno 2] No such file or directory"),
+        (
+            ["--script", "x", "--seed", "0", "--moments", "commit", "--dry-run"],
+            "options of --random: '--moments, --seed', expected none of them beside --script. "
+            "Leave them out, or give --random in the place of --script.",
+        ),
+        (
+            ["--script", "x", "--services", "server", "--every", "9", "--lasts", "1", "--calm", "2"],
+            "options of --random: '--services, --every, --lasts, --calm', expected none of them beside --script.",
+        ),
         (["--script", "x", "--random", "kill"], "--script and --random: both given, expected one of them."),
         (["--random", " "], "kinds of faults: 'none', expected some of kill, pause"),
         (
@@ -109,6 +118,45 @@ def test_a_broken_promise_is_said_and_is_exit_code_1(
     assert (document["broken"], document["never_began"]) == (list(broken), ["at 7s kill server"])
 
 
+@pytest.mark.parametrize("is_random", [True, False], ids=["random", "script"])
+def test_the_report_says_what_was_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_random: bool
+) -> None:
+    found = accounts.report([], num_workers=1, workers_on={}, restart_s=0)
+    monkeypatch.setattr(session, "run", lambda *_: found)
+    script = tmp_path / "script.txt"
+    script.write_text("at 7s kill worker 1\n")
+    shared = ["--for", "100", "--restart-after", "2", "--option=--mode=sync", "--out", str(tmp_path), "--json"]
+    drawn = ["--random", "kill,pause", "--services", "server", "--seed", "3", "--every", "15"]
+    arguments = [*(drawn if is_random else ["--script", str(script)]), *shared, "--", "x.py", "{disk}"]
+    document = json.loads(chaos(capsys, CLUSTER, *arguments)[1])
+    run = document["run"]
+    assert topology.loads(run.pop("cluster")) == topology.load(CLUSTER)
+    assert run == {
+        "cluster_path": CLUSTER,
+        "system": "ringweave",
+        "script": ["x.py", "{disk}"],
+        "options": ["--mode=sync"],
+        "for_s": 100.0,
+        "restart_after_s": 2.0,
+        "out": str(tmp_path),
+        "faults_path": None if is_random else str(script),
+        "random": {
+            "kinds": ["kill", "pause"],
+            "moments": [],
+            "services": ["server"],
+            "every_s": 15.0,
+            "lasts_s": 10.0,
+            "calm_s": 20.0,
+            "seed": 3,
+        }
+        if is_random
+        else None,
+    }
+    shown = chaos(capsys, CLUSTER, *drawn, "--for", "100", "--dry-run")[1] if is_random else script.read_text()
+    assert document["script"] == shown.splitlines(), "of the same seed, or of the script"
+
+
 def test_moments_at_which_workers_died_are_printed_and_those_that_were_not_asked_for_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +181,7 @@ def test_moments_at_which_workers_died_are_printed_and_those_that_were_not_asked
 @pytest.mark.e2e
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(os.geteuid() != 0 or bool(lab.problems()), reason="needs a lab: root and namespaces")
+@pytest.mark.usefixtures("needs_lab")
 def test_a_job_in_a_lab_is_killed_and_goes_on_from_its_checkpoint(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -40,6 +40,13 @@ def test_places_that_are_none_are_refused(place: str) -> None:
         assert Stand(ballot=(1, 1), standing=Standing(member="0.0", place=said)).standing.place == said
 
 
+@pytest.mark.parametrize("name", ["", "0", "0.0.0", "x.1", "1" * 10 + ".0"])
+def test_names_of_epochs_before_that_are_none_are_refused(name: str) -> None:
+    decree = Decree(ballot=(1, 2), standings=(SHORT,), forerunners=(("0.0", "1.0"), ("0.0", name)))
+    with pytest.raises(pydantic.ValidationError, match=r"a member .*, expected SLOT\.INCARNATION"):
+        Enter(rejoining=Rejoining(standing=SHORT, decree=decree))
+
+
 @pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf])
 def test_times_that_are_none_are_refused(seconds: float) -> None:
     for what in ("lost_s", "patience_s"):

@@ -327,12 +327,28 @@ class Verdicts:
         }
 
     def _do_most_answer(self, index: int, counted: dict[str, Standing]) -> bool:
-        """Of the epoch's members that are not known to have ended, most do; of two halves, who has the first."""
-        decree, out = self._coordinators[index].decree, self._sides[index].out
+        """Of the epoch's members that are not known to have ended, most do; of two halves, who has the first.
+
+        And of those of epochs before, as long as none that is there has done a reduction in this one.
+        """
+        decree = self._coordinators[index].decree
         assert decree is not None, "there are members"
-        living = sorted((each for each in decree.members if out.get(each) not in _ENDED), key=slot_of)
-        holders = [name for name, each in counted.items() if each.has_state] or list(counted)
-        answer = set(holders) & set(living)
+        done = [each.committed for name, each in counted.items() if name in decree.members]
+        before = () if max(done, default=0) > decree.committed else decree.forerunners
+        return all(self._most_of(index, each, counted) for each in (decree.members, *before))
+
+    def _most_of(self, index: int, names: Iterable[str], counted: dict[str, Standing]) -> bool:
+        side = self._sides[index]
+
+        def may_live(name: str) -> bool:
+            slot, incarnation = slot_of(name)
+            is_followed = any(slot_of(each)[0] == slot and slot_of(each)[1] > incarnation for each in side.heard)
+            leaves = name in counted and counted[name].is_leaving and counted[name].at_border
+            return side.out.get(name) not in _ENDED and not is_followed and not leaves
+
+        able = [name for name, each in counted.items() if each.has_state] or list(counted)
+        living = sorted(filter(may_live, names), key=slot_of)
+        answer = set(able) & set(living)
         return 2 * len(answer) > len(living) or (2 * len(answer) == len(living) and {*living[:1]} <= answer)
 
     def _see_lack(self, index: int, now_s: float) -> None:

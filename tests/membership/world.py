@@ -175,10 +175,15 @@ class World:
             self.rejoin(member)
 
     def _hear_order(self, member: Member, order: Order, known: Ballot, connection: int) -> None:
-        """It arrives. Whoever went on with others is not put out by a coordinator that does not know of them."""
+        """It arrives, unless the member has gone to another coordinator, or has come anew: one thread does both there.
+
+        Whoever went on with others is not put out by a coordinator that does not know of them.
+        """
+        if connection != member.num_connections:
+            return
         was_out, done = member.follower.is_out, member.history.get(member.standing.committed, BEFORE_ALL)
         self.obey(member, order)
-        if member.follower.is_out and not was_out and connection == member.num_connections:
+        if member.follower.is_out and not was_out:
             assert known >= done, f"what {member.name} did in {done} is lost to a coordinator that knows {known}"
 
     def _ask_back(self, member: Member, rejoining: Rejoining) -> None:
@@ -359,10 +364,9 @@ class World:
         for member in self.members.values():
             if not member.can_act:
                 continue
-            if member.decree is not None and member.is_heard and self.is_led(member):
-                coordinator = self.coordinators[member.at]
-                if member.name not in coordinator.present and not coordinator.order_for(member.name).is_out:
-                    self.rejoin(member, is_other=False)  # what it missed of that one's stepping down arrives at last
+            is_there = member.decree is not None and member.is_heard and self.is_led(member)
+            if is_there and not self.coordinators[member.at].knows(member.name):
+                self.rejoin(member, is_other=False)  # what it missed of that one's stepping down arrives at last
             known = member.decree.members if member.decree else ()
             gone = [each for each in known if self.members[each].is_dead]
             if gone and member.through_s is None and member.accused != member.follower.epoch:
@@ -457,14 +461,14 @@ class World:
         process, other = self.coordinators[index], self.coordinators[1 - index]
         if self.is_down[0] or self.is_down[1] or self.is_divided:
             return
-        is_active, term = other.is_active, other.term
+        is_active, term, ballot = other.is_active, other.term, other.decree.ballot if other.decree else BEFORE_ALL
 
         def arrive() -> None:
             if self.is_down[index] or self.coordinators[index] is not process:
                 return
             self.unheard.discard(index)
             if is_active:
-                process.hear_active(term)
+                process.hear_active(term, ballot)
             elif not self.wanted.is_kept_elsewhere:  # where a ring begins again for it, ballots may come a second time
                 process.hear_idle(self.now_s)
             self.note_decrees()

@@ -20,5 +20,5 @@ def confess(request: Request, known_systems: Iterable[str], git_commit: str | No
             f"{request.num_rounds} rounds were asked for, fewer than the {LEAST_ROUNDS} of a result to rely on"
         )
     if git_commit is not None and git_commit.endswith(_DIRTY):
-        notes.append(f"tracked files differ from the commit ({git_commit}); they may be results as well as code")
+        notes.append(f"tracked files other than results differ from the commit ({git_commit})")
     return notes

@@ -12,6 +12,9 @@ import psutil
 
 import ringweave
 
+_RESULTS = "bench/results"
+"""Tracked too, and written by each bench: they say nothing on the code of the next one."""
+
 
 def describe() -> dict[str, Any]:
     """The machine and what runs on it, for the JSON document."""
@@ -48,15 +51,15 @@ def _version(distribution: str) -> str | None:
 
 
 def _git_commit(folder: Path) -> str | None:
-    """Hash of the commit, with `-dirty` where tracked files differ from it; None outside of a checkout."""
+    """Hash of the commit, with `-dirty` where tracked files but results differ; None outside of a checkout."""
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=10,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        commit = _git(folder, "describe", "--always", "--abbrev=12", "--exclude=*")
+        differ = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", ":/", f":(top,exclude){_RESULTS}")
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() or None
+    return f"{commit}-dirty" if differ else commit
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

@@ -6,6 +6,7 @@ from datetime import datetime
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from ringweave import topology
 from ringweave.benchmarks.chaos import drawing, faults, session
@@ -14,7 +15,18 @@ from ringweave.benchmarks.chaos.doing import jobs
 from ringweave.benchmarks.chaos.elastic import Elastic
 from ringweave.benchmarks.chaos.faults import Fault, Targets
 from ringweave.benchmarks.chaos.session import Plan
-from ringweave.errors import UsageError
+from ringweave.errors import UsageError, explain
+from ringweave.topology import Cluster
+
+_OF_RANDOM = {
+    "moments": "--moments",
+    "services": "--services",
+    "every_s": "--every",
+    "lasts_s": "--lasts",
+    "calm_s": "--calm",
+    "seed": "--seed",
+}
+"""Parameter -> option: what says nothing beside --script."""
 
 
 @click.command
@@ -76,6 +88,7 @@ def command(  # noqa: PLR0913 - one for each option
     if script_path and kinds is not None:
         raise UsageError("--script and --random: both given, expected one of them. Leave one out.")
     if script_path:
+        _refuse_options_of_random()
         happens = faults.parse(_read(script_path), session.targets(cluster))
     else:
         hit = replace(session.targets(cluster), moments=_names(moments), services=_names(services))
@@ -99,7 +112,7 @@ def command(  # noqa: PLR0913 - one for each option
         restart_s=restart_s,
     )
     found = session.run(plan, cluster, lambda text: click.echo(f"ringweave: {text}", err=True))
-    click.echo(json.dumps(_document(plan, happens, found)) if as_json else _to_text(found))
+    click.echo(json.dumps(_document(plan, cluster, found)) if as_json else _to_text(found))
     return 1 if found.broken else 0
 
 
@@ -107,6 +120,16 @@ def _drawn(hit: Targets, kinds: str | None, seed: int, **times: float) -> tuple[
     if kinds is None:
         raise UsageError("faults: none given, expected some. Give --script FILE, or --random kill,pause.")
     return drawing.draw(_names(kinds), hit, seed=seed, **times)
+
+
+def _refuse_options_of_random() -> None:
+    """Refuse those that were typed beside --script."""
+    source_of = click.get_current_context().get_parameter_source
+    typed = [option for name, option in _OF_RANDOM.items() if source_of(name) is ParameterSource.COMMANDLINE]
+    if typed:
+        do = "Leave them out, or give --random in the place of --script"
+        text = explain("options of --random", got=", ".join(typed), expected="none of them beside --script", do=do)
+        raise UsageError(text)
 
 
 def _names(text: str | None) -> list[str]:
@@ -120,8 +143,28 @@ def _read(path: str) -> str:
         raise UsageError(f"script of faults: {error}, expected a text file. Give the path of one. [{path}]") from error
 
 
-def _document(plan: Plan, happens: tuple[Fault, ...], found: Report) -> dict[str, object]:
-    return {"system": plan.system, "script": [str(each) for each in happens], **found.to_document()}
+def _document(plan: Plan, cluster: Cluster, found: Report) -> dict[str, object]:
+    script = [str(each) for each in plan.faults]
+    return {"run": _run(plan, cluster), "system": plan.system, "script": script, **found.to_document()}
+
+
+def _run(plan: Plan, cluster: Cluster) -> dict[str, object]:
+    """What was asked for: enough to run the same again."""
+    given = click.get_current_context().params
+    random = {name: given[name] for name in _OF_RANDOM}
+    random |= {name: _names(given[name]) for name in ("kinds", "moments", "services")}
+    return {
+        "cluster_path": given["cluster_path"],
+        "cluster": topology.dumps(cluster),
+        "system": plan.system,
+        "script": list(plan.script),
+        "options": list(plan.options),
+        "for_s": plan.until_s,
+        "restart_after_s": plan.restart_s,
+        "out": str(plan.out),
+        "faults_path": given["script_path"],
+        "random": None if given["script_path"] else random,
+    }
 
 
 def _to_text(found: Report) -> str:

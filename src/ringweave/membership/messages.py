@@ -63,6 +63,9 @@ def _bounded_rejoining(rejoining: Rejoining) -> Rejoining:
     known = (*rejoining.decree.standings, *rejoining.decree.finished) if rejoining.decree else ()
     for each in (rejoining.standing, *known):
         _bounded(each)
+    for member in (each for names in rejoining.decree.forerunners for each in names) if rejoining.decree else ():
+        if not re.fullmatch(MEMBER, member):
+            raise ValueError(f"a member {member[:80]!r}, expected SLOT.INCARNATION")
     return rejoining
 
 
@@ -163,6 +166,8 @@ class Count(Message):
     ended: str
     parts: dict[str, int] = pydantic.Field(default_factory=dict)
     """Part of the job -> the term in which this coordinator decides for it, where parts have memberships each."""
+    epochs: dict[str, tuple[int, int]] = pydantic.Field(default_factory=dict)
+    """Likewise -> the ballot of its epoch."""
 
 
 class Ask(Message):

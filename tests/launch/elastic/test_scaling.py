@@ -87,10 +87,22 @@ def test_a_run_that_is_stopped_does_not_answer_and_forgets_the_request(run_dir: 
     assert not run_dir.scale.exists()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"asked": "a"}', '{"asked": 1, "workers": 3}', '{"workers": 3}'])
-def test_what_is_no_request_is_thrown_away(run_dir: RunDir, text: str) -> None:
+_RUBBISH = [
+    b"",
+    b"{",
+    b"[]",
+    b'{"asked": "a"}',
+    b'{"asked": 1, "workers": 3}',
+    b'{"workers": 3}',
+    b"\xff\xfe",
+    b"[" * 4000,
+]
+
+
+@pytest.mark.parametrize("text", [*_RUBBISH, b'{"asked": "a", "workers": 3' + b" " * 5000 + b"}"], ids=range(9))
+def test_what_is_no_request_is_thrown_away(run_dir: RunDir, text: bytes) -> None:
     desk = Desk(run_dir, LIMITS, 2)
-    run_dir.scale.write_text(text)
+    run_dir.scale.write_bytes(text)
     assert desk.take() is None
     assert not run_dir.scale.exists()
     run_dir.scale.write_text(json.dumps({"asked": "a", "workers": True}))

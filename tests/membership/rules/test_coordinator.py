@@ -237,7 +237,7 @@ def test_an_order_to_a_thousand_members_fits_into_a_message() -> None:
 )
 def test_at_most_one_part_goes_on(here: str, silent: str, expected: bool) -> None:
     before = Decree(ballot=(1, 1), standings=tuple(holder(f"{slot}.0") for slot in sorted({*here, *silent})))
-    found = quorum.is_majority(before, [holder(f"{slot}.0") for slot in here], [f"{slot}.0" for slot in silent])
+    found = quorum.is_majority(before.members, [holder(f"{slot}.0") for slot in here], [f"{slot}.0" for slot in silent])
     assert found is expected
 
 
@@ -254,6 +254,61 @@ def test_a_follower_obeys_nobody_who_knows_less_than_it_has_promised() -> None:
     assert follower.take(Order(ballot=(1, 9), is_out=True, reason="late")) == []
     assert follower.take(Order(ballot=(2, 1), is_out=True, reason="gone")) == [Out(reason="gone", is_end=False)]
     assert follower.take(Order(ballot=(9, 9), decree=decree)) == [], "out for good"
+
+
+def test_a_newcomer_begins_what_it_stood_for_though_its_connection_broke_meanwhile() -> None:
+    follower = Follower("0.0")
+    follower.take(Order(ballot=(1, 1), proposal=Proposal(ballot=(1, 1), is_urgent=True)))
+    follower.forget_coordinator()
+    decree = Decree(ballot=(1, 1), standings=(Standing(member="0.0"), Standing(member="1.0")))
+    assert follower.take(Order(ballot=(1, 1), decree=decree)) == [Form(decree=decree)]
+    follower.forget_coordinator()
+    again = Decree(ballot=(1, 2), standings=decree.standings)
+    assert follower.take(Order(ballot=(2, 1), decree=again)) == [], "who has been in one may have gone on since"
+
+
+def table_with_an_epoch_of_two(*, committed: int) -> Table:
+    """Of three one was silent, and the two others have begun an epoch without it; where they stood then: at 5."""
+    table = Table(3)
+    table.begin("0.0", "1.0", "2.0")
+    table.pass_time(3.0, "0.0", "1.0", "2.0")
+    table.pass_time(12.0, "1.0", "2.0")
+    table.stand(holder("1.0"), holder("2.0"))
+    assert table.coordinator.decree is not None
+    assert table.coordinator.decree.members == ("1.0", "2.0")
+    assert table.coordinator.decree.forerunners == (("0.0", "1.0", "2.0"),)
+    table.pass_time(12.0, "1.0")
+    table.stand(holder("1.0", committed=committed))
+    return table
+
+
+def test_until_an_epoch_is_known_to_be_met_the_rest_of_those_before_has_to_be_outnumbered_too() -> None:
+    """The second of the two may never have heard of it, and have gone on with the one that was silent."""
+    table = table_with_an_epoch_of_two(committed=5)
+    assert table.coordinator.decree is not None
+    assert table.coordinator.decree.members == ("1.0", "2.0"), "one of three"
+    for member in ("0.1", "2.1"):  # they take the places of those that nothing was heard of, which have ended
+        table.coordinator.join(member, table.now_s)
+    table.stand(holder("1.0"), Standing(member="0.1"), Standing(member="2.1"))
+    assert table.coordinator.decree.members == ("0.1", "1.0", "2.1")
+
+
+def test_once_an_epoch_is_known_to_be_met_nobody_can_go_on_from_those_before() -> None:
+    table = table_with_an_epoch_of_two(committed=6)
+    assert table.coordinator.decree is not None
+    assert table.coordinator.decree.members == ("1.0",), "a step was done in it, for which both were there"
+    assert table.coordinator.decree.forerunners == (("1.0", "2.0"),)
+
+
+def test_who_leaves_with_an_epoch_counts_on_neither_side() -> None:
+    """Else where most of a job leave at once the last would wait for them."""
+    table = Table(3)
+    table.begin("0.0", "1.0", "2.0")
+    for each in ("0.0", "1.0"):
+        table.coordinator.leave(holder(each), table.now_s, is_finished=False)
+    table.stand(holder("0.0", is_leaving=True), holder("1.0", is_leaving=True), holder("2.0"))
+    assert table.coordinator.decree is not None
+    assert (table.coordinator.decree.members, table.coordinator.decree.forerunners) == (("2.0",), ())
 
 
 def test_a_newcomer_that_goes_to_another_coordinator_obeys_it_though_its_term_is_an_earlier_one() -> None:

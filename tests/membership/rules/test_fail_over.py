@@ -216,9 +216,9 @@ def test_who_comes_and_ends_while_another_one_is_waited_for_is_not_taken_for_mis
 def test_a_coordinator_that_hears_of_a_greater_term_is_a_standby_from_then_on() -> None:
     table = Table(3)
     decree = table.begin("0.0", "1.0", "2.0")
-    table.coordinator.hear_of(1)
+    table.coordinator.hear_active(1, decree.ballot)
     assert table.coordinator.is_active
-    table.coordinator.hear_of(2)
+    table.coordinator.hear_active(2, decree.ballot)
     assert (table.coordinator.is_active, table.coordinator.decree, table.coordinator.present) == (False, None, ())
     assert table.coordinator.order_for("0.0") == Order(), "it has nothing to say to anybody"
     for member in ("0.0", "1.0"):
@@ -250,6 +250,27 @@ def test_a_member_of_a_later_epoch_tells_a_coordinator_of_a_greater_term_that_it
         table.stand(standing, holder("2.0"))
         assert table.coordinator.is_active == (member == "0.0"), "it knows nothing of what those two have done"
     assert table.coordinator.decree == later
+
+
+def test_of_two_coordinators_the_one_stays_that_knows_of_the_later_epoch_whatever_its_term() -> None:
+    table, decree = taken_over()
+    table.coordinator.hear_active(99, (1, 0))
+    assert table.coordinator.is_active, "the other one is behind"
+    table.coordinator.hear_active(1, (decree.ballot[0], decree.ballot[1] + 1))
+    assert not table.coordinator.is_active
+
+
+def test_most_members_that_come_back_after_they_have_asked_another_one_make_the_term_count() -> None:
+    """The other one's answers were lost: it decides in its term, without members, and would depose this one."""
+    table = Table(3)
+    decree = table.begin("0.0", "1.0", "2.0")
+    for member, term in (("0.0", 1), ("1.0", 3)):
+        assert table.coordinator.term == term - 2 * (term > 1)
+        rejoining = Rejoining(standing=holder(member), decree=decree, promised=(2, 4))
+        table.coordinator.rejoin(rejoining, table.now_s)
+    assert (table.coordinator.term, table.coordinator.decree) == (3, decree)
+    table.coordinator.hear_active(2, decree.ballot)
+    assert table.coordinator.is_active
 
 
 def asked_by_half(*announced: str) -> Table:
@@ -291,7 +312,7 @@ def test_it_waits_for_a_majority_where_one_process_is_not_accounted_for() -> Non
 
 def test_what_was_announced_counts_no_longer_once_another_one_may_have_decided() -> None:
     table = asked_by_half("0.1", "1.1")
-    table.coordinator.hear_active(2)
+    table.coordinator.hear_active(2, (2, 1))
     table.coordinator.hear_idle(1.0)
     assert not table.coordinator.is_active, "they may be members by now"
     table = asked_by_half("0.1", "1.1")
@@ -404,9 +425,10 @@ def cut_in_two() -> tuple[Table, Table, Decree]:
 
 def test_of_two_coordinators_the_one_stays_that_most_members_went_to_whoever_came_back_to_the_other() -> None:
     first, other, decree = cut_in_two()
-    terms = first.coordinator.term, other.coordinator.term
-    first.coordinator.hear_of(terms[1])
-    other.coordinator.hear_of(terms[0])
+    terms, before = (first.coordinator.term, other.coordinator.term), first.coordinator.decree
+    assert before is not None
+    first.coordinator.hear_active(terms[1], decree.ballot)
+    other.coordinator.hear_active(terms[0], before.ballot)
     assert (first.coordinator.is_active, other.coordinator.is_active) == (False, True)
     assert other.coordinator.decree == decree, "nothing is lost that its members have done"
     rejoining = Rejoining(standing=holder("2.0"), decree=Table(3).begin("0.0", "1.0", "2.0"), promised=(3, 0))

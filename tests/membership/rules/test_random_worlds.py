@@ -1,6 +1,7 @@
 # Longer than a file should be: one machine of random faults, and the histories that it was taught.
 
 import math
+from collections.abc import Callable
 
 import hypothesis.strategies as st
 import pytest
@@ -90,9 +91,21 @@ class RandomWorld(RuleBasedStateMachine):
     @rule(data=st.data(), num=st.integers(0, 60))
     def divide(self, data: st.DataObject, num: int) -> None:
         """Into two parts, each with a coordinator, for a while or longer."""
+        self._divide(data)
+        self._go_on(num)
+
+    def _divide(self, data: st.DataObject) -> None:
         names = list(self.world.members)
         is_other = data.draw(st.lists(st.booleans(), min_size=len(names), max_size=len(names)))
         self.world.divide([name for name, other in zip(names, is_other, strict=True) if other])
+
+    @rule(data=st.data(), num=st.integers(0, 60))
+    def divide_as_an_epoch_begins(self, data: st.DataObject, num: int) -> None:
+        """Into two parts, and into others just when one of those begins an epoch, which some then hear nothing of."""
+        self._divide(data)
+        begun = len(self.world.decrees)
+        self._go_on(40, until=lambda: len(self.world.decrees) > begun)
+        self._divide(data)
         self._go_on(num)
 
     @rule(data=st.data(), is_stuck=st.booleans())
@@ -236,8 +249,8 @@ class RandomWorld(RuleBasedStateMachine):
                 most_s = max(most_s, 2 * self.world.wanted.patience_s + _LATE_S + (usual_s if member.is_stuck else 0.0))
         return round(most_s / TICK_S)
 
-    def _go_on(self, num_rounds: int) -> None:
-        """Nothing fails any more, and everything is delivered in order."""
+    def _go_on(self, num_rounds: int, until: Callable[[], bool] = lambda: False) -> None:
+        """Nothing fails any more, and everything is delivered in order; until that is so, after any letter."""
         for number in range(num_rounds):
             self.world.tick()
             self.world.look_around()
@@ -248,8 +261,11 @@ class RandomWorld(RuleBasedStateMachine):
             for index in (0, 1):
                 self.world.hear(index)
             letters, self.world.letters = self.world.letters, []
-            for letter in letters:
+            for index, letter in enumerate(letters):
                 letter()
+                if until():
+                    self.world.letters = letters[index + 1 :] + self.world.letters
+                    return
             for member in self.world.members.values():
                 self.world.work(member)
             self.world.check()
@@ -405,3 +421,19 @@ def test_a_part_that_comes_back_goes_on_with_what_it_did_whatever_the_term_of_th
         random._go_on(rounds)
     random.teardown()
     assert [each.name for each in world.members.values() if each.can_act] == ["0.0"], "it was the first of two at last"
+
+
+@pytest.mark.parametrize("later", [0, 1, 2, 3, 5, 8])
+def test_of_an_epoch_that_some_of_its_members_never_hear_of_no_part_goes_on_alone(later: int) -> None:
+    """Two of three begin one without the third; one of them goes back to that before it hears so, and they go on."""
+    random = begun(3)
+    world = random.world
+    world.divide(["0.0", "1.0"])
+    random._go_on(200, until=lambda: any(each.members == ("0.0", "1.0") for each in world.decrees.values()))
+    for letter in world.letters[:later]:
+        letter()
+    del world.letters[:later]
+    world.divide(["0.0"])
+    random._go_on(100)
+    random.teardown()
+    assert world.live_epochs, world.describe()

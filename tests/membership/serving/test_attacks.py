@@ -20,7 +20,7 @@ from tests.wire.parts import frame
 from tests.wire.processes import serving
 from tests.wire.strangers import authority_and_expired, check_turned_away, refused, strangers
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 
 @contextmanager
@@ -69,6 +69,7 @@ def undisturbed(folder: Path, authority: wire.Authority, port: int) -> Iterator[
             assert [event.get("members") for event in events] == [["0.0"], ["0.0", "1.0"]]
 
 
+@pytest.mark.timeout(900)
 def test_strangers_are_refused_and_logged_and_the_membership_does_not_notice(tmp_path: Path) -> None:
     """They say that they are the member: that their connections break is no sign of its death."""
     authority, expired = authority_and_expired("worker", "0.0")
@@ -79,7 +80,10 @@ def test_strangers_are_refused_and_logged_and_the_membership_does_not_notice(tmp
 def test_mutated_messages_are_refused_and_logged_and_the_membership_does_not_notice(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """They come from a process that has the job's credentials."""
+    """They come from a process that has the job's credentials.
+
+    The test has no time of its own, which --timeout would not change: many --mutations take long.
+    """
     authority, log = wire.Authority("job1"), tmp_path / "events.jsonl"
     goods, num_messages = [frame(message, 1) for message in RIGHT], request.config.getoption("--mutations")
     with coordinator(tmp_path, authority) as port, undisturbed(tmp_path, authority, port):

@@ -58,8 +58,7 @@ def server(folder: Path, authority: wire.Authority) -> Iterator[int]:
         yield port
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.slow  # and no time of its own, which --timeout would not change: many --mutations take long
 def test_mutated_calls_change_nothing_and_are_written_down(tmp_path, request):
     authority = wire.Authority("job1")
     first = torch.arange(50.0)

@@ -199,6 +199,15 @@ def test_members_stop_for_newcomers_only_where_these_can_come() -> None:
     session.close()
 
 
+def test_a_signal_handler_can_have_it_leave_whatever_its_thread_was_about() -> None:
+    session, _ = started(EasyCrew())
+    with session._footing.lock:
+        session.leave()
+    while not session._footing.where.is_leaving:
+        time.sleep(0.01)
+    session.close()
+
+
 @pytest.mark.parametrize("is_end", [True, False])
 def test_who_was_asked_to_leave_ends_quietly_alone_or_with_all_others(is_end: bool) -> None:
     session, _ = started(EasyCrew())

@@ -21,6 +21,8 @@ from ringweave.launch.run_dirs import RunDir
 from ringweave.membership.rules.settings import Bounds
 
 _POLL_S = 0.05
+_MOST_BYTES = 4096
+"""Of a request; what is longer is none."""
 _ANSWERED_S = 30.0
 """Who leads a run looks fifty times a second: one that does not answer for so long is stopped."""
 
@@ -85,7 +87,8 @@ class Desk:
     def take(self) -> int | None:
         """Workers that are asked for now, once for each request; None where there is none, or none that can be read."""
         try:
-            text = self._path.read_text(encoding="utf-8")
+            with self._path.open("rb") as file:
+                text = file.read(_MOST_BYTES)
             self._path.unlink()
         except OSError:
             return None
@@ -192,10 +195,10 @@ def _answer(run_dir: RunDir, asked: str) -> Scale | None:
     return None
 
 
-def _parse(text: str) -> tuple[str, int] | None:
+def _parse(text: bytes) -> tuple[str, int] | None:
     try:
         request = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(request, dict):
         return None

@@ -16,8 +16,9 @@ from ringweave.launch.local.launcher import LocalLauncher
 from ringweave.launch.supervision import POLL_S, Patience, Supervision
 from ringweave.launch.workers import WorkerGroup, WorkerSpec
 
-INTERRUPT_S = 10.0
-"""Between a user's SIGTERM and SIGKILL: members finish their step before they leave."""
+INTERRUPT_S = 25.0
+"""Between a user's SIGTERM and SIGKILL: members finish their step, and one saves, before they leave. Kubernetes and
+Slurm kill half a minute after they have asked."""
 
 _LEAVE_S = 300.0
 """Between SIGTERM and SIGKILL for a worker that is not asked for any more: its train step may be long, or a newcomer

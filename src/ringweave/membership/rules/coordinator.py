@@ -65,6 +65,8 @@ class Coordinator:
         self._waiting_since_s: float | None = None
         self._begun_s, self._rest_s, self._woken_at = -math.inf, 0.0, -1
         self._back_s = -math.inf
+        self._back: dict[str, Standing] = {}
+        """Who has asked this one in its present term, while it decided."""
         self.num_woken = 0
         """How often all waited for each other in vain, and were told to begin anew."""
         self.decree: Decree | None = None
@@ -158,7 +160,7 @@ class Coordinator:
         """A member has lost its coordinator, and asks this one to take over."""
         member = rejoining.standing.member
         if rejoining.decree is not None:
-            self.hear_of(rejoining.decree.ballot[0])
+            self._hear_of(rejoining.decree.ballot[0])
             self._hear_of_epoch(rejoining.decree.ballot)
         # How long answers may take where it runs is known to it: it need not be waited for as a process that starts.
         first_s = _FIRST_FACTOR * rejoining.patience_s if rejoining.patience_s else None
@@ -167,6 +169,7 @@ class Coordinator:
         if self.is_active and self._term <= rejoining.promised[0]:
             # Whoever asks follows no order of the term that it has given up.
             self._term = self._last_term = self._term_after(rejoining.promised)
+            self._back.clear()
             if self._proposal is not None:
                 self._propose(is_urgent=self._proposal.is_urgent)
         if self.is_active and rejoining.decree is not None and not is_known:
@@ -174,11 +177,19 @@ class Coordinator:
             return
         self._presence.enter(member, now_s, first_s)
         self._presence.beat(member, rejoining.beat, now_s)
+        self._note_back(rejoining.standing)
         self._election.vote(rejoining, now_s)
         self._note_level(rejoining.standing)
         if not self.is_active and self._election.is_won:
             self._take_over(now_s)
         self._consider(now_s)
+
+    def _note_back(self, standing: Standing) -> None:
+        """A member has asked this one while it decides. If most have, after another one was asked, its term counts."""
+        if self.is_active and self.decree is not None:
+            self._back[standing.member] = standing
+            if quorum.is_majority(self.decree.members, list(self._back.values()), self.decree.members):
+                self._reign = self._term
 
     def take_sought(self) -> dict[str, str]:
         """Where those listen who have not asked this coordinator, which has just taken over; each once."""
@@ -195,7 +206,7 @@ class Coordinator:
         self._take_back(member, now_s)
         self._presence.beat(member, beat, now_s)
 
-    def hear_of(self, term: int) -> None:
+    def _hear_of(self, term: int) -> None:
         """Most members have followed somebody in that term. If it is greater than this one's, its time is over.
 
         Members have chosen another one while this one was away or cut off: it becomes a standby that knows nothing.
@@ -216,10 +227,12 @@ class Coordinator:
         self._term = self._reign = 0
         self._forget()
 
-    def hear_active(self, term: int) -> None:
-        """The other coordinator decides, in that term."""
+    def hear_active(self, term: int, ballot: Ballot) -> None:
+        """The other coordinator decides, in that term, and knows of that epoch. Who knows of the later one stays."""
         self._election.forget_announced()
-        self.hear_of(term)
+        self._hear_of_epoch(ballot)
+        if self.decree is None or ballot == self.decree.ballot:
+            self._hear_of(term)
 
     def part(self, member: str) -> None:
         """It took its leave of this connection, or that broke because nothing passed: it lives, for all that is known.
@@ -469,7 +482,7 @@ class Coordinator:
         holders = [each for each in standings if each.has_state]
         if quorum.is_lost(self.decree, standings) and not self._settings.is_kept_elsewhere:
             self._end(reasons.ALL_DONE if self._presence.has_finished else reasons.NOBODY_LEFT)
-        elif self.decree and not quorum.is_majority(self.decree, holders or standings, self._presence.silent):
+        elif self.decree and not self._may_go_on(self.decree, standings, holders):
             self._wait_or_end(now_s, "most of the workers do not answer", holders)
         elif not standings and self._presence.has_finished:
             self._end(reasons.ALL_DONE)
@@ -482,17 +495,40 @@ class Coordinator:
         else:
             self._begin(proposal, standings, holders, now_s)
 
+    def _may_go_on(self, decree: Decree, standings: list[Standing], holders: list[Standing]) -> bool:
+        """Whether nobody can be going on elsewhere: from this epoch, or from one before that some may still be in.
+
+        Who leaves counts on neither side: it may not hear that it has left, but says so wherever it stands next.
+        """
+        able, standing = holders or standings, {each.member for each in standings}
+        staying = [each for each in able if not _goes(each)] or able
+        before = () if quorum.is_met(decree, [*standings, *self._finished]) else decree.forerunners
+        return quorum.is_majority(decree.members, staying, self._presence.silent) and all(
+            quorum.is_majority(each, staying, set(filter(self._may_live, each)) - standing) for each in before
+        )
+
+    def _forerunners(self, standings: list[Standing], staying: list[Standing]) -> tuple[tuple[str, ...], ...]:
+        """Of an epoch of those who stay, that follows on one in which all of these stood."""
+        names = {each.member for each in staying}
+        leaving = {each.member for each in standings} - names
+        return quorum.forerunners(
+            self.decree, [*standings, *self._finished], names, lambda each: each not in leaving and self._may_live(each)
+        )
+
+    def _may_live(self, member: str) -> bool:
+        return self._presence.may_live(member) and not self._election.is_followed(member)
+
     def _begin(self, proposal: Proposal, standings: list[Standing], holders: list[Standing], now_s: float) -> None:
         """Newcomers are let in, and leavers out, where all others are between two steps; else at the next border.
 
         Those who are left stand still at once where they are too few without the leavers; newcomers count as left. If
         nobody but leavers has the state, they stay until somebody else has it.
         """
-        num_left = sum(not (each.is_leaving and each.at_border) for each in standings)
+        num_left = sum(not _goes(each) for each in standings)
         taking_part = [each for each in standings if each.has_state or each.is_following]
         if not all(each.at_border for each in taking_part):
             standings = taking_part
-        staying = [each for each in standings if not (each.is_leaving and each.at_border)]
+        staying = [each for each in standings if not _goes(each)]
         if not staying:
             self._end(reasons.ALL_LEFT, holders)
             return
@@ -500,7 +536,12 @@ class Coordinator:
         if is_heirless and not self._settings.is_kept_elsewhere:
             staying, num_left = standings, len(standings)
         finished = tuple(replace(each, layout="", sharing="") for each in self._finished)
-        decree = Decree(ballot=proposal.ballot, standings=as_passed_on(staying), finished=finished)
+        decree = Decree(
+            ballot=proposal.ballot,
+            standings=as_passed_on(staying),
+            finished=finished,
+            forerunners=self._forerunners(standings, staying),
+        )
         if self.decree is None or decree.committed > self.decree.committed:
             self._accusations.clear()
         if self._woken_at < 0:  # where they stood when they were told to begin anew
@@ -508,6 +549,7 @@ class Coordinator:
         elif decree.committed > self._woken_at:
             self._rest_s = 0.0
         self._begun_s = now_s
+        self._back.clear()
         self.decree = decree
         self._reign, self._proposal, self._waiting_since_s = proposal.ballot[0], None, None
         for each in standings:
@@ -515,7 +557,7 @@ class Coordinator:
                 self._lose(each.member, reasons.LEFT)
         for member, reason in list(self._unheard.items()):
             self._refuse(member, reason)
-        self._presence.forget_silent()
+        self._presence.forget_silent({member for each in decree.forerunners for member in each})
         self._consider_change(now_s, is_broken=self._is_too_few(num_left))
 
     def _is_too_few(self, num_members: int) -> bool:
@@ -569,9 +611,14 @@ class Coordinator:
         self._decide()
         self.decree, self._waiting_since_s, self._begun_s = newest, None, now_s
         for stranger in set(self._presence.here) - set(newest.members):
-            self._lose(stranger, reasons.WITHOUT_IT)
+            self._lose(stranger, reasons.WITHOUT_IT, is_silent=True)
         missing = set(newest.members) - set(self._presence.here)
         self._election.await_rest(missing)
         self._sought = {each.member: each.place for each in newest.standings if each.place and each.member in missing}
         for member in self._election.take_followed():
             self._lose(member, reasons.FOLLOWED)
+
+
+def _goes(standing: Standing) -> bool:
+    """It leaves with the next epoch."""
+    return standing.is_leaving and standing.at_border

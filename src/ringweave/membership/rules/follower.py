@@ -76,8 +76,13 @@ class Follower:
         self.promised = BEFORE_ALL if is_new else max(self.promised, (self.promised[0] + 1, 0))
 
     def _may_begin(self, decree: Decree) -> bool:
-        """Only what it stood for last: it may have gone on since it stood for anything else."""
-        return decree.ballot > self.epoch and decree.ballot == self.promised and self.member in decree.members
+        """Only what it stood for last: it may have gone on since it stood for anything else.
+
+        Not so who has never been in an epoch, and has forgotten what it stood for as its connection broke.
+        """
+        is_new = self.epoch == self.promised == BEFORE_ALL
+        is_its_own = decree.ballot == self.promised or is_new
+        return decree.ballot > self.epoch and is_its_own and self.member in decree.members
 
 
 def resolve(own: Standing, decree: Decree) -> Resolution:

@@ -146,9 +146,14 @@ class Presence:
         signs.excuse(now_s)
         return True
 
-    def forget_silent(self) -> None:
-        """Those who are silent have nothing to do any more with who may go on."""
-        self._silent.clear()
+    def may_live(self, member: str) -> bool:
+        """It is not known to have ended: it is here, was given up for its silence, or has never come."""
+        is_ended = (member in self._gone and member not in self._silent) or member in self._finished
+        return not is_ended and not _is_followed(member, [*self.here, *self._gone, *self._finished])
+
+    def forget_silent(self, others: Collection[str]) -> None:
+        """But for these, those who are silent have nothing to do any more with who may go on."""
+        self._silent = {each: signs for each, signs in self._silent.items() if each in others}
 
     def leave(self, member: str, now_s: float, *, is_finished: bool) -> None:
         """It wants to go, or has finished and is of no more concern."""

@@ -1,6 +1,6 @@
 """Who may go on when others do not answer. At most one part of what was an epoch can."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ringweave.membership.rules.records import Decree, Standing, slot_of
 
@@ -15,20 +15,39 @@ def is_lost(before: Decree | None, standings: Sequence[Standing]) -> bool:
     return bool(before.holders) or not {each.member for each in standings} & set(before.members)
 
 
-def is_majority(before: Decree, holders: Sequence[Standing], silent: Collection[str]) -> bool:
+def is_majority(before: Collection[str], holders: Sequence[Standing], silent: Collection[str]) -> bool:
     """Whether those who go on outnumber those who may be going on elsewhere; of two halves, who has the first member.
 
     Args:
-        before: The epoch that held.
+        before: Members of the epoch that held.
         holders: Those of them who go on.
         silent: Who was not heard of in time, and may live. Whoever is known to be gone does not
             count, nor does whoever's slot another process has by now.
     """
-    here = {each.member for each in holders} & set(before.members)
-    away = set(before.members) & set(silent) - here
+    here = {each.member for each in holders} & set(before)
+    away = set(before) & set(silent) - here
     if len(here) != len(away):
         return len(here) > len(away)
     return not here or min(here | away, key=slot_of) in here
+
+
+def is_met(decree: Decree, standings: Sequence[Standing]) -> bool:
+    """Whether all members have been in that epoch, by where some of them stand: else none takes a step over in it."""
+    return any(each.member in decree.members and each.committed > decree.committed for each in standings)
+
+
+def forerunners(
+    before: Decree | None, standings: Sequence[Standing], staying: Collection[str], may_live: Callable[[str], bool]
+) -> tuple[tuple[str, ...], ...]:
+    """See `Decree.forerunners`, of an epoch of those who stay that follows on one in which these stood.
+
+    One with the very same members says nothing more.
+    """
+    if before is None:
+        return ()
+    epochs = (before.members, *(() if is_met(before, standings) else before.forerunners))
+    living = dict.fromkeys(tuple(filter(may_live, each)) for each in epochs)
+    return tuple(each for each in living if each and set(each) != set(staying))
 
 
 def term_after(term: int, *, is_even: bool) -> int:

@@ -52,6 +52,11 @@ class Decree:
     """Of each member; their order is that of the ranks."""
     finished: tuple[Standing, ...] = ()
     """Where those stood that had done all there was to do: what they have taken over counts."""
+    forerunners: tuple[tuple[str, ...], ...] = ()
+    """Of each epoch before that members may still be in who know nothing of this one: those that may live.
+
+    A member of this one may never hear of it, and go on from an earlier one with others. So until all members are known
+    to have been in this one whoever goes on from it has to outnumber the rest of each of these too."""
 
     @property
     def members(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 from ringweave.errors import RefusedError, explain
 from ringweave.membership.messages import JOB, LOBBY, Accuse, Ask, Count, Enter, Heartbeat, Leave, Listen, Stand
 from ringweave.membership.rules.coordinator import Coordinator
+from ringweave.membership.rules.records import BEFORE_ALL
 from ringweave.membership.rules.settings import Bounds, Settings
 from ringweave.membership.serving.notes import Notes
 from ringweave.membership.serving.service import CoordinatorService
@@ -77,10 +78,10 @@ class Parts:
         """What the other coordinator says of itself."""
         terms = {**count.parts, JOB: count.term if count.is_active else 0}
         for name, each in self._all():
-            term = terms.get(name, 0)
+            term, ballot = terms.get(name, 0), count.ballot if name == JOB else count.epochs.get(name, BEFORE_ALL)
             if name == LOBBY and not term:  # nothing is lost with it: who finds it gone starts anew
                 continue
-            each.hear_of(count.model_copy(update={"term": term, "is_active": term > 0}))
+            each.hear_of(count.model_copy(update={"term": term, "is_active": term > 0, "ballot": ballot}))
 
     def _consider_all(self) -> None:
         """End the job where too few are left in all rings together, and no others come."""
@@ -136,8 +137,9 @@ class Parts:
     def _ask(self, call: Call) -> Count:
         del call
         counts = {name: each.count() for name, each in self._all()}
-        terms = {name: count.term for name, count in counts.items() if name != JOB and count.is_active}
-        return counts[JOB].model_copy(update={"parts": terms, "ended": self.ended})
+        active = {name: count for name, count in counts.items() if name != JOB and count.is_active}
+        terms, epochs = ({name: getattr(count, what) for name, count in active.items()} for what in ("term", "ballot"))
+        return counts[JOB].model_copy(update={"parts": terms, "epochs": epochs, "ended": self.ended})
 
 
 def coordinators(

@@ -39,7 +39,8 @@ class CoordinatorService:
         self._part, self._notes = part, notes or Notes()
         self._changed = threading.Condition()
         self._orders: dict[str, tuple[int, Order]] = {}
-        self._noted: Decree | None = None
+        self._noted: tuple[Decree | None, int] = None, 0
+        """The epoch that was last noted, and the term in which it was."""
         self._num_woken = 0
         self._known: set[str] = set()
         self._lost: set[str] = set()
@@ -111,7 +112,7 @@ class CoordinatorService:
     def hear_of(self, count: Count) -> None:
         """What the other coordinator says of itself."""
         if count.is_active:
-            self._event(lambda _now_s: self._coordinator.hear_active(count.term))
+            self._event(lambda _now_s: self._coordinator.hear_active(count.term, count.ballot))
         else:
             self._event(self._coordinator.hear_idle)
 
@@ -137,9 +138,11 @@ class CoordinatorService:
         if coordinator.num_woken > self._num_woken and coordinator.decree is not None:
             self._notes.woken(self._part, coordinator.decree.ballot)
         self._num_woken = coordinator.num_woken
-        if coordinator.decree is not None and coordinator.decree is not self._noted:
-            self._noted = coordinator.decree
-            self._lost.clear()
+        noted = coordinator.decree, coordinator.term
+        if coordinator.decree is not None and noted != self._noted:
+            if coordinator.decree is not self._noted[0]:
+                self._lost.clear()
+            self._noted = noted
             self._notes.begun(self._part, coordinator.decree, coordinator.term)
         if sought := coordinator.take_sought():
             threading.Thread(target=self._look_for, args=(sought,), name="ringweave seeking", daemon=True).start()

@@ -136,6 +136,14 @@ class ElasticLoader(PreparedLoader):
             if self._parts.place.epoch == number:  # the script broke off its pass
                 self._open_epoch(number + 1)
 
+    def leave(self) -> None:
+        """Have this worker go as on SIGTERM: after its train step it says so, and its process ends with code 143.
+
+        For scripts that handle SIGTERM themselves, or hear otherwise that their machine is to be taken away. Returns at
+        once, also in a signal handler; go on with the loop as ever.
+        """
+        self._parts.session.leave()
+
     def set_epoch(self, epoch: int) -> None:
         """Which epoch the next pass is. Without it passes count up from 0.
 

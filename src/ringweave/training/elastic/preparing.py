@@ -193,14 +193,18 @@ def num_parameters_of(model: nn.Module) -> int:
 
 
 def leave_on_terminate(session: Session) -> None:
-    """SIGTERM lets this member finish its step and go, unless the script has a handler; a second one ends it."""
+    """SIGTERM lets this member finish its step and go, unless the script has a handler; a second one ends it.
+
+    A handler of the script's calls `loader.leave`; so does a script that calls `prepare` in another thread than the
+    first, where Python sets none.
+    """
     is_ours = threading.current_thread() is threading.main_thread() and (
         signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     )
 
     def leave(number: int, _frame: object) -> None:
         signal.signal(number, signal.SIG_DFL)
-        threading.Thread(target=session.ask_to_leave, name="ringweave leaving", daemon=True).start()
+        session.leave()
 
     if is_ours:
         signal.signal(signal.SIGTERM, leave)

@@ -5,6 +5,7 @@ session's own sums, forms groups and decides nothing. The lock is held for momen
 Here is what the first two call; what it comes to is in `standing`.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -200,6 +201,10 @@ class Session:
             footing.agent.leave(is_finished=False)
         if is_following:
             self.end(Out(reason=reasons.LEFT, is_end=False))
+
+    def leave(self) -> None:
+        """As `ask_to_leave`, but returns at once, also in a signal handler: the thread beneath it may hold the lock."""
+        threading.Thread(target=self.ask_to_leave, name="ringweave leaving", daemon=True).start()
 
     @property
     def is_frozen(self) -> bool:

@@ -22,7 +22,8 @@ LIGHTHOUSE = WATCHED.with_name("lighthouse.py")
 RINGWEAVE, TORCHRUN, TORCHFT = "ringweave", "torchrun", "torchft"
 SYSTEMS = (RINGWEAVE, TORCHRUN, TORCHFT)
 MOST_RESTARTS = 100_000
-_END_S = 20.0
+_END_S = 35.0
+"""More than `ringweave run` gives its workers."""
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 

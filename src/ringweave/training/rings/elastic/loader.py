@@ -171,6 +171,14 @@ class KeptRingLoader(ServedLoader):
             if self._pass == number:  # the script has not begun this pass
                 self._pass = number + 1
 
+    def leave(self) -> None:
+        """Have this worker go as on SIGTERM: after its train step it says so, and its process ends with code 143.
+
+        For scripts that handle SIGTERM themselves, or hear otherwise that their machine is to be taken away. Returns at
+        once, also in a signal handler; go on with the loop as ever.
+        """
+        self._parts.session.leave()
+
     def set_epoch(self, epoch: int) -> None:
         """Which epoch the next pass is; without it passes count up from 0."""
         self._pass = epoch
