@@ -32,6 +32,7 @@ def test_documents_are_read_back(tmp_path: Path) -> None:
     [
         (None, "'No such file or directory'"),
         ("{", "'JSONDecodeError'"),
+        ("[" * 100_000, "'ValueError'"),
         ("[]", "'another document'"),
         ('{"cluster": "c"}', "'another document'"),
         ('{"cluster": "c", "results": []}', "'a document without results'"),

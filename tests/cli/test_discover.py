@@ -7,7 +7,7 @@ import pytest
 
 from ringweave import topology
 from ringweave.cli import discover, main
-from ringweave.errors import PlacementError
+from ringweave.errors import PlacementError, RingweaveError
 
 FILE = "tests/topology/discovery/files/hwloc-format-1.xml"
 
@@ -73,3 +73,20 @@ def test_two_machines_of_one_name_are_refused() -> None:
     assert [(node.name, node.num_devices) for node in discover._nodes([one, one])] == [("ubuntu", 2)]
     with pytest.raises(PlacementError, match=r"node ubuntu: 'two: rank 0 at 10\.0\.0\.5 and rank 2 at 10\.0\.0\.6'"):
         discover._nodes([one, one, other])
+
+
+SAID = {"gpu": None, "cluster": "name: told", "assumed": ["a rate"], "host": "h"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "null", "[]", "{}", "[" * 100_000, "9" * 5000, json.dumps(SAID | {"gpu": "0"})),
+        *(json.dumps(SAID | {"assumed": [1]}), json.dumps(SAID | {"cluster": None})),
+    ],
+    ids=lambda text: text[:12],
+)
+def test_what_no_worker_says_of_its_host_is_refused(text: str) -> None:
+    assert discover._heard(json.dumps(SAID), 1) == SAID
+    with pytest.raises(RingweaveError, match=r"host of a worker: .*, expected what discover says there.* \[rank 1\]"):
+        discover._heard(text, 1)

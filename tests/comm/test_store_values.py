@@ -3,16 +3,21 @@
 import json
 import random
 import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
-from ringweave.comm import choosing, faults, members
+from ringweave import planning, topology
+from ringweave.comm import choosing, faults, hearing, meetings, members
+from ringweave.comm.adapting import consulting
 from ringweave.comm.choosing import Sending
 from ringweave.comm.faults import FaultBoard, Report
 from ringweave.comm.members import Member, Members, Place
+from ringweave.comm.probing import nics
 from ringweave.comm.transport.seam import TransferFailedError
 from ringweave.errors import DisagreementError, PeerError, ScheduleError
 from ringweave.planning import Plan
@@ -21,18 +26,120 @@ from tests.wire.test_bad_bytes import mutated
 
 RUBBISH = [b"", b"null", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000, b"9" * 5000, b'{"a": NaN}', b'{"doing": 1}', b'"x"']
 PLACE = ["n0", "127.0.0.1", [], [1.0], ["eth0"], [], "host", 0.25]
+PLAN = planning.plan_group(topology.one_machine([2]), ["node0"] * 2)
 ENTRY = {"place": PLACE, "entrances": [[[5000], "name"]], "token": "00" * 16}
 
 
 @pytest.mark.parametrize("value", RUBBISH)
 def test_rubbish_is_refused_by_whoever_reads(value: bytes) -> None:
     assert faults.parse(value) is None
-    with pytest.raises(DisagreementError, match=r"entry of a rank in the store: .*, expected where a rank of the same"):
+    expected = (
+        r"(where a rank of the same ringweave can be called|0 to 65536 bytes)\. Run the same ringweave on all ranks"
+    )
+    with pytest.raises(DisagreementError, match=rf"entry of a rank in the store: .*, expected {expected}"):
         members.read_entry(value, 3)
     with pytest.raises(ScheduleError, match=r"plan: .*, expected the text of a plan"):
         Plan.parse(value.decode(errors="replace"))
     with pytest.raises(ScheduleError, match=r"ruling: .*, expected what the first rank sent"):
         Ruling.parse(value.decode(errors="replace"))
+
+
+@pytest.mark.parametrize("what", ["entry", "plan", "NICs", "text of a machine", "ruling"])
+def test_what_is_too_long_is_refused_by_whoever_reads(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spaces at the end change nothing, but for how long it is."""
+    most = hearing.MAX_BYTES if what == "NICs" else 5000
+    for reader in (members, choosing, meetings, consulting):
+        monkeypatch.setattr(reader, "_MAX_ENTRY_BYTES" if reader is members else "MAX_BYTES", most)
+    readers: dict[str, Callable[[bytes], object]] = {
+        "entry": lambda text: members.read_entry(text, 3),
+        "plan": lambda text: stored(choosing._KEY, text).receive(),
+        "NICs": lambda text: nics.settle(stored(nics._KEY, text).store, two_nics(1), None, timedelta(seconds=5)),
+        "text of a machine": met,
+        "ruling": said_from_above,
+    }
+    goods = {"entry": json.dumps(ENTRY).encode(), "NICs": b'{"n0": {"eth0": 1.0, "eth1": 2.0}}'}
+    good = goods.get(what, json.dumps({"plan": str(PLAN), "tuned": {"3": "ring"}}).encode())
+    readers[what](good.ljust(most))
+    expected = rf": '{most + 1} bytes', expected 0 to {most} bytes\. Run the same ringweave on all ranks"
+    with pytest.raises(DisagreementError, match=expected):
+        readers[what](good.ljust(most + 1))
+
+
+def test_a_report_that_is_too_long_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "_MAX_BYTES", 100)
+    report = json.dumps({"doing": "allreduce", "suspect": 1}).encode()
+    assert faults.parse(report.ljust(100)) == Report(doing="allreduce", suspect=1)
+    assert faults.parse(report.ljust(101)) is None
+
+
+def stored(key: str, value: bytes) -> Sending:
+    """How rank 1 of two is told a plan, with that in the store."""
+    store = HashStore()
+    store.set(key, value)
+    ranks = tuple(Member(rank, Place("n", "127.0.0.1"), ()) for rank in range(2))
+    return Sending(store=store, members=Members(ranks, 1, b""), timeout=timedelta(seconds=5))
+
+
+def two_nics(own: int) -> Members:
+    place = Place("n0", "127.0.1.1", ("127.0.2.1",), (1.0, 1.0), ("eth0", "eth1"), ("127.0.1.0/24", "127.0.2.0/24"))
+    return Members(tuple(Member(rank, place, ()) for rank in range(2)), own, b"")
+
+
+def met(text: bytes) -> list[str] | None:
+    """What rank 0 of two hears where rank 1 has put that."""
+    store = HashStore()
+    store.set("discover/text/1", text)
+    store.set("discover/left/1", "1")
+    return meetings.exchange(store, "", 0, 2, timedelta(seconds=5))
+
+
+def said_from_above(text: bytes) -> str:
+    """What a rank of a council hears where the one above it sends that."""
+    council = consulting.Council.__new__(consulting.Council)
+    council._parent, council._children = 0, []
+    said = iter([len(text).to_bytes(8, "little"), text])
+
+    def receive(parts: Sequence[tuple[torch.Tensor, int]]) -> None:
+        parts[0][0].copy_(torch.frombuffer(bytearray(next(said)), dtype=torch.uint8))
+
+    council._receive = receive  # pyrefly: ignore
+    return council._spread("")
+
+
+def test_a_length_that_is_none_is_refused_before_there_is_memory_for_it() -> None:
+    for least, num_bytes in ((0, -1), (1, 0), (0, 2**40)):
+        with pytest.raises(DisagreementError, match=rf"it: '{num_bytes} bytes', expected {least} to 16777216 bytes"):
+            hearing.check_length(num_bytes, "it", least=least)
+
+
+@pytest.mark.parametrize("value", [*RUBBISH, b'{"n0": []}', b'{"n0": {"eth0": 0}}', b'{"n0": {"eth0": "1"}}'])
+def test_rates_of_nics_that_are_none_are_a_disagreement(value: bytes) -> None:
+    given = (stored(nics._KEY, value).store, two_nics(1), None, timedelta(seconds=5))
+    if value == b"{}":
+        assert nics.settle(*given).own.place.addresses == ("127.0.1.1",)
+        return
+    with pytest.raises(
+        DisagreementError, match=r"NICs of the nodes: .*, expected rates of NICs, as rank 0 \(node n0\)"
+    ):
+        nics.settle(*given)
+
+
+def test_a_text_of_a_machine_that_is_none_is_a_disagreement() -> None:
+    with pytest.raises(DisagreementError, match=r"text of another rank: .*, expected UTF-8\. .* \[rank 1\]"):
+        met(b"\xff\xfe")
+
+
+def test_mutated_plans_are_read_or_refused() -> None:
+    rng, num_refused = random.Random(9), 0
+    good = json.dumps({"plan": str(PLAN), "tuned": {"3": "ring"}}).encode()
+    assert stored(choosing._KEY, good).receive() == (PLAN, {3: "ring"})
+    for _ in range(2_000):
+        try:
+            plan, _ = stored(choosing._KEY, mutated(rng, good)).receive()
+            assert isinstance(plan, Plan)
+        except DisagreementError:
+            num_refused += 1
+    assert num_refused > 1_000
 
 
 def test_mutated_entries_and_reports_are_refused_or_read() -> None:

@@ -35,7 +35,7 @@ def test_what_jobs_found_out_goes_with_the_lab_and_is_none_of_another_lab(home: 
     assert state.findings_folder("other").exists()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"quotas": 3}', '{"quotas": null, "new": 1}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"quotas": 3}', '{"quotas": null, "new": 1}', "[" * 9999])
 def test_what_cannot_be_read_is_a_lab_all_the_same(home: Path, content: str) -> None:
     path = home / "labs" / "one" / "lab.json"
     path.parent.mkdir(parents=True)

@@ -2,6 +2,8 @@ import importlib.metadata
 import json
 from pathlib import Path
 
+import pytest
+
 from ringweave.launch import records
 
 
@@ -109,11 +111,21 @@ def test_keys_of_others_survive_an_update(tmp_path: Path) -> None:
 
 def test_a_record_that_cannot_be_read_is_kept_beside(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    for text in ('{"half', "[]"):
-        path.write_text(text)
+    deep = '{"loss": ' + "[" * 5000 + "]" * 5000 + "}"
+    for text in (b'{"half', b"[]", b"[" * 100_000, deep.encode(), b'{"\xff": 1}', b"9" * 5000):
+        path.write_bytes(text)
         records.update(path, {"outcome": "done"})
         assert json.loads(path.read_text()) == {"outcome": "done"}
-        assert (tmp_path / "run.json.unreadable").read_text() == text
+        assert (tmp_path / "run.json.unreadable").read_bytes() == text
+
+
+def test_a_record_that_is_too_long_is_kept_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "MAX_BYTES", 100)
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"losses": [0.5] * 50}))
+    records.update(path, {"outcome": "done"})
+    assert json.loads(path.read_text()) == {"outcome": "done"}
+    assert len((tmp_path / "run.json.unreadable").read_text()) > 100
 
 
 def test_versions_come_without_importing_torch() -> None:

@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from ringweave import cost, planning, schedules, topology
 from ringweave.errors import ClusterError, ScheduleError, UsageError
-from ringweave.planning import Plan, groups
+from ringweave.planning import Plan, groups, plan_text
 from ringweave.planning.sharing import program
 from ringweave.schedules import HOST
 from ringweave.topology import Cluster
@@ -224,6 +225,45 @@ def test_text_that_is_no_plan(text: str) -> None:
         f"plan: {text!r}, expected the text of a plan (ringweave-plan-2). Pass on what str(plan) gave, from the same "
         "version of ringweave ("
     )
+
+
+def test_text_that_is_too_long_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = whole(example("two-racks"))
+    monkeypatch.setattr(plan_text, "MAX_BYTES", len(str(plan)))
+    assert Plan.parse(str(plan)) == plan
+    with pytest.raises(ScheduleError, match=r"expected the text of a plan .*\d characters, more than \d"):
+        Plan.parse(str(plan) + " ")
+
+
+def nested(depth: int) -> list[dict[str, Any]]:
+    """Domains in domains, with rank 0 at the bottom."""
+    return [{"members": [f"#{index + 1}"], "leaders": [[0, 1]]} for index in range(depth - 1)] + [
+        {"members": [0], "leaders": [[0, 1]]}
+    ]
+
+
+TWICE = [{"members": ["#1", "#1"], "leaders": [[0, 1]]}, {"members": [0], "leaders": [[0, 1]]}]
+ALONE = [{"members": [0], "leaders": [[0, 1]]}, {"members": [1], "leaders": [[1, 1]]}]
+
+
+@pytest.mark.parametrize(
+    ("stripe", "why"),
+    [
+        ({"shares": [1], "domains": [{"members": [0], "leaders": [[0, 10**15]]}]}, "not one for each of 1 shares"),
+        ({"shares": [1], "domains": [{"members": [0], "leaders": [[0, 9], [0, -8]]}]}, "not one for each of 1 shares"),
+        ({"shares": [1] * 5000, "domains": nested(5000)}, "25000000 leaders"),
+        ({"shares": [1], "domains": nested(129)}, "domains in domains, more than 128"),
+        ({"shares": [1], "domains": TWICE}, "KeyError"),
+        ({"shares": [1], "domains": ALONE}, "domains that are in no other"),
+        ({"shares": [1], "domains": []}, "domains that are in no other"),
+    ],
+)
+def test_a_short_text_stands_for_no_more_than_plans_have(stripe: dict[str, Any], why: str) -> None:
+    document = json.loads(str(whole(example("two-racks")))) | {"stripes": [stripe]}
+    with pytest.raises(ScheduleError, match=f"expected the text of a plan .*{why}"):
+        Plan.parse(json.dumps(document))
+    document["stripes"] = [{"shares": [1], "domains": nested(128)}]
+    assert len(list(Plan.parse(json.dumps(document)).stripes[0].domain.walk())) == 128
 
 
 @pytest.mark.parametrize("key", ["nodes", "stripes", "demands", "binding"])

@@ -1,13 +1,15 @@
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from ringweave.telemetry import KINDS, EventLog, Tail, read, read_last_attempt
+from ringweave.telemetry import KINDS, EventLog, Lines, Tail, events, read, read_last_attempt
 from ringweave.telemetry.kinds import to_markdown
+from tests.wire.test_bad_bytes import mutated
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,7 +58,12 @@ def test_no_file_holds_no_events(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "torn", [b'{"time": 1, "ki', b'{"time": 1, "kind": "x"}', b"\xff\xfe\x00garbage", b"[1]\n", b"{}\n"]
+    "torn",
+    [
+        *(b'{"time": 1, "ki', b'{"time": 1, "kind": "x"}', b"\xff\xfe\x00garbage", b"[1]\n", b"{}\n"),
+        *(b'{"kind": []}\n', b"\xff\n", b"[" * 100_000 + b"\n", b'{"a":' * 100_000 + b"\n", b"9" * 5000 + b"\n"),
+    ],
+    ids=lambda torn: repr(torn[:12]),
 )
 def test_torn_lines_are_skipped(tmp_path: Path, torn: bytes) -> None:
     path = tmp_path / "events.jsonl"
@@ -64,6 +71,39 @@ def test_torn_lines_are_skipped(tmp_path: Path, torn: bytes) -> None:
     with path.open("ab") as file:
         file.write(torn)
     assert [event["rank"] for event in read(path)] == [0]
+    assert [event["rank"] for event in Tail(path).new()] == [0]
+
+
+def test_mutated_lines_are_events_or_none_and_cost_no_others(tmp_path: Path) -> None:
+    rng, path = random.Random(7), tmp_path / "events.jsonl"
+    EventLog(path, clock=lambda: 12.5).write("worker_exited", **exited(3))
+    good = path.read_bytes()
+    path.write_bytes(b"".join(mutated(rng, good).removesuffix(b"\n") + b"\n" + good for _ in range(1_000)))
+    found = list(read(path))
+    assert all(isinstance(event["kind"], str) for event in found)
+    assert len([event for event in found if event == json.loads(good)]) >= 1_000
+    assert Tail(path).new() == found
+
+
+def test_an_endless_line_is_skipped_and_no_more_of_it_in_memory_than_an_event_may_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "MAX_LINE_BYTES", 200)
+    path, good = tmp_path / "events.jsonl", b'{"kind": "b"}\n'
+    tail = Tail(path)
+    path.write_bytes(good + b'{"kind": "a", "text": "' + b"x" * 250)
+    assert [event["kind"] for event in tail.new()] == ["b"]
+    for more in (b"x" * 30, b"x" * 500):
+        with path.open("ab") as file:
+            file.write(more)
+        assert tail.new() == []
+    with path.open("ab") as file:
+        file.write(b'"}\n' + good)
+    assert [event["kind"] for event in tail.new()] == ["b"]
+    assert max(map(len, Lines(path).new())) == len(good)
+    longest = b'{"kind": "c"' + b" " * (200 - 14) + b"}\n"
+    path.write_bytes(longest + b" " + longest)
+    assert [len(line) for line in Lines(path).new()] == [200]
 
 
 def test_a_tail_reads_each_event_once_and_one_that_is_being_written_when_it_is_whole(tmp_path: Path) -> None:

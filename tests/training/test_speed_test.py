@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.distributed import HashStore
 
-from ringweave.errors import PeerError
+from ringweave.comm import hearing
+from ringweave.errors import DisagreementError, PeerError
 from ringweave.testing.ranks import Ranks
 from ringweave.training import speed_test
 from ringweave.training.speed_test import Referee
@@ -76,7 +77,7 @@ def test_one_that_was_not_tried_out_is_waited_for_by_nobody() -> None:
     ranks, clocks = referees(3)
     ranks[0].withdraw()
     ranks[0].withdraw()
-    assert ranks[1]._hear("go") == 1
+    assert ranks[1]._hear("go", speed_test._num_trials) == 1
     finish(ranks, clocks, {1: 0.1, 2: 0.2})
     assert [referee.arrivals() for referee in ranks] == [None] * 3
 
@@ -124,6 +125,41 @@ def test_a_late_one_is_waited_for() -> None:
     ranks[0]._sleep = clocks[0].sleep
     finish(ranks, clocks, {0: 0.1})
     assert ranks[0].arrivals() == (0, 1)
+
+
+RUBBISH = [b"", b"null", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000, b"9" * 5000, b"[0, NaN]", b"[7, 0.5]", b"[0, -1]"]
+
+
+@pytest.mark.parametrize("value", [*RUBBISH, b'[0, "1"]', b"[true, 1]", b" " * (hearing.MAX_BYTES + 1)])
+def test_what_is_no_report_is_a_disagreement(value: bytes) -> None:
+    ranks, _ = referees(2)
+    ranks[0]._store.set(f"arrived/{ranks[0]._store.add('arrived', 1)}", value)
+    with pytest.raises(
+        DisagreementError, match=r"speed test: .*, expected .*keep others out of the store\. \[arrived/1"
+    ):
+        ranks[0].arrivals()
+
+
+@pytest.mark.parametrize("content", ["0", "1.5", "true", "1e9", "null", '"1"', "10000000", "[" * 100_000])
+def test_a_number_of_trials_that_is_none_is_a_disagreement(content: str) -> None:
+    ranks, _ = referees(2)
+    ranks[1]._store.set("go", f'{{"absent": [], "content": {content}}}')
+    with pytest.raises(DisagreementError, match=r"speed test: .*, expected what rank 0 says of it.* \[go\]"):
+        ranks[1].start(0.1)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        *(b'{"absent": [], "content": [0, 0]}', b'{"absent": [], "content": [0]}', b'{"absent": [], "content": 1}'),
+        *(b'{"absent": [2], "content": null}', b'{"absent": 1, "content": null}', b'{"absent": []}', b"\xff"),
+    ],
+)
+def test_an_order_of_other_ranks_is_a_disagreement(said: bytes) -> None:
+    ranks, _ = referees(2)
+    ranks[1]._store.set("order", said)
+    with pytest.raises(DisagreementError, match=r"speed test: .*, expected what rank 0 says of it.* \[order\]"):
+        ranks[1].arrivals()
 
 
 def run(folder: Path, *settings: object) -> list:

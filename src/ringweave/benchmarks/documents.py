@@ -1,10 +1,9 @@
 """Documents that an earlier benchmark wrote, read back."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 from ringweave.errors import UsageError, explain
+from ringweave.files import json_text
 
 _KEYS = ("cluster", "results")
 _RESULT_KEYS = ("system", "bytes", "median_s", "iqr_s", "fraction_of_bound", "order")
@@ -17,7 +16,7 @@ def load(path: str) -> dict[str, Any]:
         UsageError: It cannot be read, or is not such a document.
     """
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        document = json_text.load(path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
         raise UsageError(_refusal(path, reason)) from error

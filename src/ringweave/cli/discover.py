@@ -12,7 +12,7 @@ import click
 from ringweave import errors, topology
 from ringweave.environment import WorkerEnvironment
 from ringweave.errors import RingweaveError, UsageError
-from ringweave.files import writing
+from ringweave.files import json_text, writing
 from ringweave.topology import Cluster, Node, discovery, hosts
 from ringweave.topology.discovery import Leadership, Machine
 
@@ -91,6 +91,21 @@ def _told(whole: Machine, machine: Machine, leadership: Leadership, is_given: bo
     }
 
 
+def _heard(text: str, rank: int) -> dict[str, Any]:
+    """What a rank has said of its host (`_told`)."""
+    try:
+        match json_text.loads(text):
+            case {"gpu": None | int(), "cluster": str(), "assumed": [*sentences], "host": str()} as said if all(
+                isinstance(each, str) for each in sentences
+            ):
+                return dict(said)
+        got = errors.shorten(text)
+    except ValueError as cause:
+        got = str(cause)
+    expected, do = "what discover says there", "Run the same ringweave on all ranks"
+    raise RingweaveError(errors.explain("host of a worker", got=got, expected=expected, do=do, where=f"rank {rank}"))
+
+
 def _of_all(told: Mapping[str, object], probe: bool) -> Cluster | None:
     """The cluster of all ranks, on rank 0."""
     try:
@@ -111,7 +126,7 @@ def _of_all(told: Mapping[str, object], probe: bool) -> Cluster | None:
     texts = meetings.exchange(store, json.dumps(told), rank, world_size, meetings.TIMEOUT)
     if texts is None:
         return None
-    found = [json.loads(text) for text in texts]
+    found = [_heard(text, rank) for rank, text in enumerate(texts)]
     if network is None:
         _say(list(dict.fromkeys(sentence for each in found for sentence in each["assumed"])))
         return discovery.merge(_nodes(found))

@@ -9,17 +9,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch.distributed import Store
 
 from ringweave import schedules, topology
+from ringweave.comm import hearing
 from ringweave.comm.members import Members
 from ringweave.comm.probing.findings import Findings
 from ringweave.cost import Assumptions
 from ringweave.environment import WorkerEnvironment
-from ringweave.errors import DisagreementError, PeerError, ScheduleError, explain
-from ringweave.planning import Choice, Plan
+from ringweave.errors import PeerError
+from ringweave.planning import Choice, Plan, plan_text
 from ringweave.planning.adapting import Situation
 
 MIN_SCHEDULED_BYTES = 64 * 2**10
@@ -31,6 +33,8 @@ MIN_SHARED_BYTES = 3 * 10**6
 _MAX_CHOICES = 4096
 
 _KEY = "plan"
+MAX_BYTES = 3 * plan_text.MAX_BYTES
+"""Of what the first rank says: the plan's text in JSON, where quotation marks take two bytes each, and what won."""
 _LOOK_S = 0.2
 _FIRST_LOOK_S = 0.005
 """Then twice as long each time, up to the other: without probing a plan takes some milliseconds."""
@@ -165,26 +169,20 @@ class Sending:
             raise
         except RuntimeError as cause:
             raise self._absence("before the store was gone") from cause
-        try:
-            document = json.loads(value)
-            tuned = document["tuned"]
-            known = None if tuned is None else {int(number): str(name) for number, name in tuned.items()}
-            return Plan.parse(document["plan"]), known
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, ScheduleError) as cause:
-            raise DisagreementError(
-                explain(
-                    "plan of the group",
-                    got=value,
-                    expected=f"the plan that {self.members.name(0)} made",
-                    do="Run the same ringweave on all ranks, and keep others out of the store",
-                )
-            ) from cause
+        expected = f"the plan that {self.members.name(0)} made"
+        return hearing.read(value, "plan of the group", _plan_in, expected=expected, most=MAX_BYTES)
 
     def _absence(self, until: str) -> PeerError:
         return PeerError(
             f"process group: {self.members.name(0)} sent no plan {until}, expected one when the group is formed. "
             "Look into the log of that rank."
         )
+
+
+def _plan_in(document: Any) -> tuple[Plan, Mapping[int, str] | None]:
+    tuned = document["tuned"]
+    known = None if tuned is None else {int(number): str(name) for number, name in tuned.items()}
+    return Plan.parse(document["plan"]), known
 
 
 def situation(members: Members, environment: WorkerEnvironment, found: Findings | None = None) -> Situation:

@@ -17,11 +17,14 @@ from ringweave.comm.asking import in_time
 from ringweave.comm.members import Members
 from ringweave.comm.transport.seam import TransferFailedError
 from ringweave.errors import CommunicationError, DisagreementError, PeerError
+from ringweave.files import json_text
 
 GRACE_S = 1.0
 """How long survivors of the same fault get to report: they notice within milliseconds of each other."""
 
 _POLL_S = 0.02
+_MAX_BYTES = 1 << 20
+"""Of a report: texts of errors."""
 _SILENT_S = 5.0
 """A store that has not answered for so long has a host that is stopped or cut off: gone, as far as this goes."""
 
@@ -47,8 +50,8 @@ class Report:
 def parse(value: bytes) -> Report | None:
     """The report in a value of the store; None if it is none, for then its rank has said nothing."""
     try:
-        report = Report(**json.loads(value))
-    except (ValueError, TypeError, RecursionError):
+        report = Report(**json_text.loads(value, _MAX_BYTES))
+    except (ValueError, TypeError):
         return None
     texts = (report.doing, report.failure, report.disagreement)
     is_suspect = report.suspect is None or type(report.suspect) is int

@@ -11,7 +11,8 @@ from torch.distributed import Store
 from torch.distributed.rendezvous import rendezvous
 
 from ringweave import errors
-from ringweave.errors import PeerError
+from ringweave.comm import hearing
+from ringweave.errors import DisagreementError, PeerError
 
 TIMEOUT = timedelta(seconds=120)
 """Hosts of a job start at different times; a minute apart is usual where images are pulled."""
@@ -28,6 +29,7 @@ def gather(text: str, environ: Mapping[str, str], timeout: timedelta = TIMEOUT) 
 
     Raises:
         PeerError: Some ranks did not come in time; the text names them.
+        DisagreementError: What one of them said is too long, or no text.
     """
     store, rank, world_size = meet(environ, timeout)
     return exchange(store, text, rank, world_size, timeout)
@@ -53,7 +55,7 @@ def exchange(store: Store, text: str, rank: int, world_size: int, timeout: timed
     """`gather` over a store that is there.
 
     Raises:
-        PeerError: As `gather`.
+        PeerError: As `gather`, and so DisagreementError.
     """
     if len(text.encode()) > MAX_BYTES:
         raise errors.CommunicationError(
@@ -72,11 +74,21 @@ def exchange(store: Store, text: str, rank: int, world_size: int, timeout: timed
         store.set(f"discover/left/{rank}", "1")
         return None
     _wait(store, texts, timeout, rank, world_size)
-    found = [value.decode() for value in store.multi_get(texts)]
+    found = [_text_of(value, each) for each, value in enumerate(store.multi_get(texts))]
     store.set("discover/done", "1")
     # The store may be this process's: it stays until the others have read that they may go.
     _wait(store, [f"discover/left/{each}" for each in range(1, world_size)], timeout, rank, world_size)
     return found
+
+
+def _text_of(value: bytes, rank: int) -> str:
+    what, where = "text of another rank", f"rank {rank}"
+    hearing.check_length(len(value), what, most=MAX_BYTES, where=where)
+    try:
+        return value.decode()
+    except UnicodeDecodeError as cause:
+        do = "Run the same ringweave on all ranks"
+        raise DisagreementError(errors.explain(what, got=value, expected="UTF-8", do=do, where=where)) from cause
 
 
 def _wait(store: Store, keys: list[str], timeout: timedelta, rank: int, world_size: int) -> None:

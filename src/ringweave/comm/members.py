@@ -8,17 +8,21 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import psutil
 from torch.distributed import Store
 
 from ringweave import topology
+from ringweave.comm import hearing
 from ringweave.environment import WorkerEnvironment
-from ringweave.errors import DisagreementError, PeerError, explain
+from ringweave.errors import PeerError
 from ringweave.topology import Node, cgroups, discovery, hosts
 from ringweave.topology.discovery import Interface
 
 TOKEN_BYTES = 16
+_MAX_ENTRY_BYTES = 1 << 16
+"""Of what a rank says of itself: names and ports of all its addresses."""
 
 _LEAST_CORES = 1e-4
 """No kernel takes a smaller quota: Linux a millisecond of a second."""
@@ -208,24 +212,17 @@ def read_entry(value: bytes, global_rank: int) -> tuple[Member, bytes]:
     Raises:
         DisagreementError: That is not what a member of this ringweave puts there.
     """
-    try:
-        entry = json.loads(value)
+
+    def take(entry: Any) -> tuple[Member, bytes]:
         node, address, more_addresses, rates, nics, networks, host, cores = entry["place"]
         entrances = tuple(Entrance(tuple(map(int, ports)), str(name)) for ports, name in entry["entrances"])
         more, own_nics, own_networks = (tuple(map(str, each)) for each in (more_addresses, nics, networks))
         relative = tuple(map(float, rates))
         place = Place(str(node), str(address), more, relative, own_nics, own_networks, str(host), _quota(cores))
         return Member(global_rank, place, entrances), bytes.fromhex(entry["token"])
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as cause:
-        raise DisagreementError(
-            explain(
-                "entry of a rank in the store",
-                got=value,
-                expected="where a rank of the same ringweave can be called",
-                do="Run the same ringweave on all ranks, and keep others out of the store",
-                where=f"rank {global_rank}",
-            )
-        ) from cause
+
+    what, expected = "entry of a rank in the store", "where a rank of the same ringweave can be called"
+    return hearing.read(value, what, take, expected=expected, most=_MAX_ENTRY_BYTES, where=f"rank {global_rank}")
 
 
 def _quota(cores: float) -> float:

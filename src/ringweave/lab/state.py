@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ringweave.errors import LabError, UsageError, explain
+from ringweave.files import json_text
 from ringweave.lab.quotas import Quotas
 
 HOME = Path("/run/ringweave")
@@ -82,7 +83,7 @@ def names() -> list[str]:
 def read(name: str) -> Record | None:
     """What is known of a lab; None if there is none, or nothing that can be read."""
     try:
-        content = json.loads((folder(name) / "lab.json").read_text(encoding="utf-8"))
+        content = json_text.load(folder(name) / "lab.json")
         quotas = content.pop("quotas")
         quotas = None if quotas is None else {node: tuple(of_node) for node, of_node in quotas.items()}
         record = Record(**content, quotas=quotas)

@@ -9,9 +9,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ringweave.files import json_text
 from ringweave.telemetry import Event
 
 Counts = dict[str, int]
+
+MAX_BYTES = 64 * 2**20
+"""Of a record that is read: what a script adds to it, histories for instance, may be much."""
 
 
 def versions() -> dict[str, str | None]:
@@ -26,7 +30,8 @@ def versions() -> dict[str, str | None]:
 def update(path: Path, changes: Mapping[str, object]) -> None:
     """Set keys of the record and leave all others, so that the script may add its own to the same file.
 
-    The file is replaced in one go: a reader sees the old or the new record. One that is not JSON is kept beside it.
+    The file is replaced in one go: a reader sees the old or the new record. One that is not JSON, or too much or too
+    deep to be gone on with, is kept beside it.
     """
     record = {**_read(path), **changes}
     beside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -145,10 +150,11 @@ def tell_training(found: Mapping[str, Any] | None) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json_text.load(path, MAX_BYTES)
+        json.dumps(record, indent=2)  # some values are too deep to be written, but not to be read
     except FileNotFoundError:
         return {}
-    except ValueError:
+    except (ValueError, RecursionError):
         record = None
     if isinstance(record, dict):
         return record

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ringweave.errors import RingweaveError, TrainingError, explain, shorten
-from ringweave.files import durable
+from ringweave.files import durable, json_text
 from ringweave.pipeline.models import extras
 from ringweave.pipeline.moving.voting import vote
 from ringweave.pipeline.optimizing.optimizer import load_as_saved
@@ -161,8 +161,8 @@ def _sync(path: Path) -> None:
 
 def _shared(directory: Path) -> dict[str, Any]:
     try:
-        shared = json.loads((directory / SHARED).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as cause:
+        shared = dict(json_text.load(directory / SHARED))
+    except (OSError, ValueError, TypeError) as cause:
         do = "Name a directory that checkpoints.save has written"
         expected = f"a file {SHARED}"
         raise TrainingError(

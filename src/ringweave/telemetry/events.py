@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ringweave.errors import explain
+from ringweave.files import json_text
 from ringweave.telemetry.kinds import KINDS
 
 Event = dict[str, Any]
+
+MAX_LINE_BYTES = json_text.MAX_BYTES
+"""Of an event; the longest tell of every link of a large cluster. What is longer is none, and is skipped."""
 
 _LOGGER = logging.getLogger("ringweave")
 
@@ -58,36 +62,62 @@ class EventLog:
 
 
 def read(path: str | Path) -> Iterator[Event]:
-    """The events in the file, oldest first; none if there is no file. Torn lines are skipped."""
-    path = Path(path)
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            event = _parse(line)
-            if event is not None:
-                yield event
+    """The events in the file, oldest first; none if there is no file. Torn and endless lines are skipped."""
+    for line in Lines(path).new():
+        event = parse(line)
+        if event is not None:
+            yield event
 
 
-class Tail:
-    """Events as they are added to a file; each is read once, however long the file has become."""
+class Lines:
+    """Lines as they are added to a file that many write to; each is read once, however long the file has become."""
 
     def __init__(self, path: str | Path) -> None:
         """`path` need not be there yet."""
         self._path, self._position = Path(path), 0
+        self._is_endless = False
+
+    def new(self) -> Iterator[bytes]:
+        """Those that came since the last call, each with its end; one being written comes later, an endless one never.
+
+        No more than one of them is in memory.
+        """
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            file.seek(self._position)
+            while piece := file.readline(MAX_LINE_BYTES):
+                is_end, was_endless = piece.endswith(b"\n"), self._is_endless
+                if not is_end and len(piece) < MAX_LINE_BYTES:
+                    return
+                self._position += len(piece)
+                self._is_endless = not is_end
+                if is_end and not was_endless:
+                    yield piece
+
+
+class Tail:
+    """Events as they are added to a file."""
+
+    def __init__(self, path: str | Path) -> None:
+        """`path` need not be there yet."""
+        self._lines = Lines(path)
 
     def new(self) -> list[Event]:
-        """Those that came since the last call, oldest first. Torn lines are skipped; one being written comes later."""
+        """Those that came since the last call, oldest first. Torn lines are skipped; one being written comes later.
+
+        Raises:
+            OSError: The file cannot be read, and nothing new was.
+        """
+        found: list[Event] = []
         try:
-            with self._path.open("rb") as file:
-                file.seek(self._position)
-                added = file.read()
-        except FileNotFoundError:
-            return []
-        whole = added[: added.rfind(b"\n") + 1]
-        self._position += len(whole)
-        found = (_parse(f"{line}\n") for line in whole.decode("utf-8", errors="replace").split("\n"))
-        return [event for event in found if event is not None]
+            found += filter(None, map(parse, self._lines.new()))
+        except OSError:
+            if not found:
+                raise
+        return found
 
 
 def read_last_attempt(path: str | Path) -> list[Event]:
@@ -117,11 +147,10 @@ def _check(kind: str, fields: dict[str, object]) -> None:
         )
 
 
-def _parse(line: str) -> Event | None:
-    if not line.endswith("\n"):
-        return None
+def parse(line: bytes) -> Event | None:
+    """The event in a line; None if it is torn, or something else."""
     try:
-        event = json.loads(line)
+        event = json_text.loads(line.decode("utf-8", errors="replace"), MAX_LINE_BYTES)
     except ValueError:
         return None
-    return event if isinstance(event, dict) and "kind" in event else None
+    return event if isinstance(event, dict) and isinstance(event.get("kind"), str) else None

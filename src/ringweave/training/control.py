@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringweave.comm import hearing
 from ringweave.errors import DisagreementError, explain
 from ringweave.planning.balancing import Account, Speed
 
 _HALF = 2**63
+_TOLD = "what a rank tells the others"
 
 
 class Control:
@@ -28,12 +30,17 @@ class Control:
         self._group = group
 
     def gather_json(self, document: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What each rank says, in the order of ranks. JSON, since nothing that comes from elsewhere is unpickled."""
+        """What each rank says, in the order of ranks. JSON, since nothing that comes from elsewhere is unpickled.
+
+        Raises:
+            DisagreementError: What one says is too long, or something else.
+        """
         own = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
-        lengths = self._gather(torch.tensor([len(own)]))
-        longest = max(int(length) for length in lengths)
-        texts = self._gather(torch.nn.functional.pad(own, (0, longest - len(own))))
-        return [json.loads(bytes(text[: int(length)].tolist())) for text, length in zip(texts, lengths, strict=True)]
+        lengths = [int(length) for length in self._gather(torch.tensor([len(own)]))]
+        for rank, length in enumerate(lengths):
+            hearing.check_length(length, _TOLD, least=1, where=f"rank {rank}")
+        texts = self._gather(torch.nn.functional.pad(own, (0, max(lengths) - len(own))))
+        return [_read(text[:length], rank) for rank, (text, length) in enumerate(zip(texts, lengths, strict=True))]
 
     def gather_accounts(self, own: Account) -> list[Account]:
         """What each rank has trained on."""
@@ -68,6 +75,11 @@ class Control:
         work = dist.all_to_all_single(found, said, group=self._group, async_op=True)
         assert work is not None
         return work, list(found)
+
+
+def _read(text: Tensor, rank: int) -> dict[str, Any]:
+    expected, where = "a JSON object", f"rank {rank}"
+    return hearing.read(text.numpy().tobytes(), _TOLD, hearing.an_object, expected=expected, where=where)
 
 
 class SpeedExchange:

@@ -8,17 +8,19 @@ never reports ends the wait of the others, by an error that names it. Under `rin
 without it (`rings/elastic/lobby.py`).
 """
 
+import functools
 import json
 import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed import PrefixStore, Store, distributed_c10d
 
+from ringweave.comm import hearing
 from ringweave.errors import PeerError, explain
 
 PATIENCE_S = 300.0
@@ -30,6 +32,10 @@ _DIFFERENT = 1.25
 _GRACE_S = 10.0
 """How much longer than rank 0 the others wait for what it says."""
 _LOOK_S = 0.01
+_MOST_TRIALS = 1_000_000
+"""Twice as many as `Referee.start` ever says."""
+
+_Found = TypeVar("_Found")
 
 
 @contextmanager
@@ -83,13 +89,14 @@ class Referee:
 
         Raises:
             PeerError: A rank does not come.
+            DisagreementError: What one has said is something else.
         """
         self._be_ready(trial_s)
         if self._rank == 0:
             found = self._collect("ready")
             fastest_s = min((each_s for _, each_s in found if each_s is not None), default=TEST_S)
             self._say("go", found, math.ceil(TEST_S / max(fastest_s, 1e-6)))
-        num_trials: int = self._hear("go")
+        num_trials = self._hear("go", _num_trials)
         self._began_s = self._clock()
         return num_trials
 
@@ -117,8 +124,7 @@ class Referee:
         if self._rank == 0:
             found = self._collect("arrived")
             self._say("order", found, in_order(found))
-        order = self._hear("order")
-        return None if order is None else tuple(order)
+        return self._hear("order", functools.partial(_order, world_size=self._world_size))
 
     def _be_ready(self, trial_s: float | None) -> None:
         self._is_ready = True
@@ -139,22 +145,29 @@ class Referee:
         for place in range(1, self._world_size + 1):
             if not self._wait(f"{what}/{place}", deadline_s):
                 break
-            rank, seconds = json.loads(self._store.get(f"{what}/{place}"))
-            found.append((rank, seconds))
+            value, expected = self._store.get(f"{what}/{place}"), "a rank and the seconds that something took it"
+            take = functools.partial(_seconds_of, world_size=self._world_size)
+            found.append(hearing.read(value, "speed test", take, expected=expected, where=f"{what}/{place}"))
         return found
 
     def _say(self, key: str, found: list[tuple[int, float | None]], content: object) -> None:
         absent = sorted(set(range(self._world_size)) - {rank for rank, _ in found})
         self._store.set(key, json.dumps({"absent": absent, "content": content}))
 
-    def _hear(self, key: str) -> Any:
+    def _hear(self, key: str, take: Callable[[Any], _Found]) -> _Found:
         """What rank 0 says; an error if it, or another rank, does not come."""
+
+        def read(said: Any) -> tuple[list[int], list[_Found]]:
+            absent = [_rank(each, self._world_size) for each in said["absent"]]
+            return absent, [] if absent else [take(said["content"])]
+
         absent, waited_s = [0], 2 * self._patience_s + _GRACE_S
         if self._wait(key, self._clock() + waited_s):
-            said = json.loads(self._store.get(key))
-            if not said["absent"]:
-                return said["content"]
-            absent, waited_s = said["absent"], self._patience_s
+            value, expected = self._store.get(key), "what rank 0 says of it"
+            absent, contents = hearing.read(value, "speed test", read, expected=expected, where=key)
+            if contents:
+                return contents[0]
+            waited_s = self._patience_s
         names = ", ".join(map(str, absent))
         raise PeerError(
             explain(
@@ -173,6 +186,34 @@ class Referee:
                 return False
             self._sleep(_LOOK_S)
         return True
+
+
+def _rank(value: Any, world_size: int) -> int:
+    if type(value) is not int or not 0 <= value < world_size:
+        raise ValueError(f"{value!r} is no rank")
+    return value
+
+
+def _seconds_of(entry: Any, world_size: int) -> tuple[int, float | None]:
+    rank, seconds = entry
+    if seconds is not None and not 0 <= seconds < math.inf:
+        raise ValueError(f"{seconds} seconds")
+    return _rank(rank, world_size), None if seconds is None else float(seconds)
+
+
+def _num_trials(content: Any) -> int:
+    if type(content) is not int or not 1 <= content <= _MOST_TRIALS:
+        raise ValueError(f"{content!r} trials")
+    return content
+
+
+def _order(content: Any, world_size: int) -> tuple[int, ...] | None:
+    if content is None:
+        return None
+    order = tuple(_rank(each, world_size) for each in content)
+    if sorted(order) != list(range(world_size)):
+        raise ValueError("an order of other ranks")
+    return order
 
 
 def in_order(found: list[tuple[int, float | None]]) -> list[int] | None:

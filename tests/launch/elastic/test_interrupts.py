@@ -20,10 +20,17 @@ for number in loader.epochs(100000):
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_whoever_ends_a_run_finds_the_state_after_the_last_train_step(start, script, how: signal.Signals) -> None:
+HANDLER = "signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b'asked to leave\\n'), loader.leave()))\n"
+"""Workers get SIGTERM, whatever `ringweave run` gets. It does not print, which the script may be about."""
+
+
+@pytest.mark.parametrize(("how", "handler"), [(signal.SIGINT, ""), (signal.SIGTERM, HANDLER)])
+def test_whoever_ends_a_run_finds_the_state_after_the_last_train_step(
+    start, script, how: signal.Signals, handler: str
+) -> None:
     """On a terminal that is Ctrl-C. A loader whose processes were ended as well failed in the midst of a step."""
-    run = start("--elastic", "1:2", "--workers", "2", "--mode", "sync", script(SAVED))
+    text = SAVED.replace("done = checkpoints.load()", f"{handler}done = checkpoints.load()")
+    run = start("--elastic", "1:2", "--workers", "2", "--mode", "sync", script(text))
     run.wait_printed("done 8", times=2)
     assert all(psutil.Process(pid).children() for pid in run.pids().values()), "processes that load"
     run.process.send_signal(how)
@@ -32,6 +39,7 @@ def test_whoever_ends_a_run_finds_the_state_after_the_last_train_step(start, scr
     assert run.stdout.count(f"done {saved.train_step}\n") == 2, "the last one that counts"
     assert f"done {saved.train_step + 1}\n" not in run.stdout
     assert "DataLoader" not in run.stdout + run.stderr
+    assert run.stdout.count("asked to leave") == (2 if handler else 0)
     lines = (run.run_dir / "events.jsonl").read_text().splitlines()
     exits = [event for event in map(json.loads, lines) if event["kind"] == "worker_exited"]
     assert [(event["exit_code"], event["signal"]) for event in exits] == [(143, None)] * 2

@@ -139,6 +139,11 @@ def test_iterations_are_told_and_read(tmp_path: Path) -> None:
     with (tmp_path / "events.jsonl").open("a") as log:
         log.write('{"kind": "iterations_done", torn\n' + json.dumps({"kind": "iterations_done", "iterations": 9})[:-1])
     assert results.look() == Result(iterations=4)
+    with (tmp_path / "events.jsonl").open("ab") as log:
+        for rubbish in (b"[" * 100_000, b"\xff\xfe", b"[]", b'"\r"', b"{}"):
+            log.write(b'\n{"kind": "iterations_done", "loss": ' + rubbish)
+        log.write(b'\n{"kind": "iterations_done", "iterations": 5, "loss": null}\n')
+    assert results.look() == Result(iterations=5)
 
 
 @pytest.mark.parametrize("environ", [{}, {"RINGWEAVE_RUN_DIR": "here", "LOCAL_RANK": "1"}])

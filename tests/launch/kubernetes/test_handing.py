@@ -5,8 +5,9 @@ import json
 import pytest
 
 from ringweave.errors import LaunchError
+from ringweave.launch.groups.config import Config, ConfigNode
 from ringweave.launch.groups.handing import RoundOverError
-from ringweave.launch.kubernetes.handing import PATIENCE_S, DeskHandover
+from ringweave.launch.kubernetes.handing import PATIENCE_S, DeskHandover, DeskSpares
 from ringweave.wire import Authority
 
 
@@ -32,6 +33,8 @@ class FakeDesk:
 
 
 CREDENTIALS = Authority("job").issue("worker", "3")
+NODES = (ConfigNode(index=0, name="n0", workers=4),)
+CONFIG = Config(job="job", device="cpu", mode="sync", nodes=NODES, script="s.py", least=2)
 
 
 def test_they_are_lodged_once_the_desk_is_back() -> None:
@@ -58,6 +61,22 @@ def test_a_round_that_is_over_is_not_waited_for_and_says_so() -> None:
     with pytest.raises(RoundOverError, match=text):
         desk.handover(3).take(1, 3)
     assert desk.now_s == 0.0
+
+
+RUBBISH = ["", "null", "[]", '{"3": 1}', "[" * 100_000, '{"3": "KEY"', "{}", '{"4": "KEY"}']
+
+
+@pytest.mark.parametrize("text", RUBBISH)
+def test_what_is_no_credentials_is_refused_and_not_shown(text: str) -> None:
+    desk = FakeDesk((200, text))
+    expected = (
+        r"credentials from the operator's desk: .*, expected those that were asked for\. Run the same ringweave in"
+    )
+    with pytest.raises(LaunchError, match=expected) as caught:
+        desk.handover(3).take(1, 3)
+    assert "KEY" not in str(caught.value)
+    with pytest.raises(LaunchError, match=expected):
+        DeskSpares(desk, CONFIG, 0, sleep=desk.sleep).take(1, "worker-3")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("status", "waits_s"), [(409, 0.0), (503, PATIENCE_S)])

@@ -1,8 +1,10 @@
 """The reference adapter is really run, and asked by the client as an adapter of somebody else would be."""
 
 import http.client
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from ringweave.jobs.requests.request import NodeRequest, Request
 from ringweave.launch.local.jobs import supervisor
 from ringweave.launch.local.jobs.folders import job_folder
 from ringweave.launch.local.jobs.service import LocalService
+from ringweave.launch.services import adapter as adapter_module
 from ringweave.launch.services import finding, remote
 from ringweave.launch.services.adapter import Adapter
 from ringweave.launch.services.remote import RemoteService
@@ -121,6 +124,68 @@ def test_a_job_that_is_not_there_is_told_from_other_refusals_and_from_a_proxys(
         there.act("job", "fly")
     assert not isinstance(caught.value, UnknownJobError)
     assert isinstance(there._refusal(404, "<html>no such page"), LaunchError)
+
+
+@pytest.mark.parametrize("length", ["-1", "x", "1" * 5000, str(adapter_module.MAX_BYTES + 1)])
+def test_a_request_of_no_length_is_refused(adapter: Adapter, length: str) -> None:
+    headers = {"Authorization": f"Bearer {TOKEN}", "Content-Length": length}
+    connection = http.client.HTTPConnection("127.0.0.1", adapter.server_port, timeout=60)
+    connection.request("POST", remote.PREFIX, headers=headers)
+    answer = connection.getresponse()
+    assert (answer.status, b"bytes of the request: " in answer.read()) == (409, True)
+    connection.close()
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b"\xff\xfe", b"9" * 5000, b"{"])
+def test_a_request_of_rubbish_is_refused(adapter: Adapter, body: bytes) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", adapter.server_port, timeout=60)
+    connection.request("POST", remote.PREFIX, body, {"Authorization": f"Bearer {TOKEN}"})
+    answer = connection.getresponse()
+    assert (answer.status, b"expected JSON. See docs/services.md" in answer.read()) == (409, True)
+    connection.close()
+
+
+@pytest.fixture
+def strange() -> Iterator[tuple[RemoteService, list[bytes]]]:
+    """A service elsewhere that answers with the bytes that are put into the list, whatever it is asked."""
+    said: list[bytes] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(said[0])
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield RemoteService(f"http://127.0.0.1:{server.server_port}", "secret"), said
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("rubbish", [b"", b"null", b"{}", b"[" * 100_000, b"\xff\xfe", b'{"jobs": [3]}', b" " * 5001])
+def test_an_answer_of_rubbish_is_the_adapters_fault(
+    strange: tuple[RemoteService, list[bytes]], rubbish: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, said = strange
+    monkeypatch.setattr(remote, "MAX_BYTES", 5000)
+    monkeypatch.setattr(remote, "MAX_LINE_BYTES", 5000)
+    said.append(rubbish)
+    expected = r"service http://127\.0\.0\.1:\d+: .*, expected an answer of the protocol"
+    for ask in (there.jobs, lambda: there.job("job")):
+        with pytest.raises(LaunchError, match=expected):
+            ask()
+    if rubbish:  # a log may be empty
+        with pytest.raises(LaunchError, match=expected):
+            list(there.logs("job", LogQuery()))
+
+
+def test_a_refusal_of_rubbish_is_shown_in_part(strange: tuple[RemoteService, list[bytes]]) -> None:
+    assert "HTTP 409: [[[" in str(strange[0]._refusal(409, "[" * 100_000))
 
 
 def test_it_cannot_be_reached(adapter: Adapter) -> None:

@@ -44,9 +44,10 @@ def test_of_many_at_the_same_time_one_is_made(tmp_path):
 
 def test_a_register_that_cannot_be_used_is_said(tmp_path):
     register = Claims(tmp_path / "claims")
-    (tmp_path / "claims" / "claim-00000000.json").write_text("{")
-    with pytest.raises(LeadershipError, match=r"^register of servers: .*, expected a folder that both servers"):
-        register.newest()
+    for rubbish in (b"{", b"[]", b"{}", b"\xff\xfe", b"[" * 10_000, b" " * 70_000):
+        (tmp_path / "claims" / "claim-00000000.json").write_bytes(rubbish)
+        with pytest.raises(LeadershipError, match=r"^register of servers: .*, expected a folder that both servers"):
+            register.newest()
     (tmp_path / "claims" / "claim-00000000.json").unlink()
     (tmp_path / "claims").rmdir()
     with pytest.raises(LeadershipError, match=r"^register of servers: .*No such file"):

@@ -1,11 +1,13 @@
 import math
+import random
 
 import numpy as np
 import pytest
 
 from ringweave.errors import ScheduleError
-from ringweave.planning.adapting import Report, Ruling, Stream
+from ringweave.planning.adapting import Report, Ruling, Stream, rulings
 from ringweave.planning.adapting.reports import LENGTH, WINDOW
+from tests.wire.test_bad_bytes import mutated
 
 
 def combined(*reports: Report) -> Report:
@@ -24,10 +26,31 @@ def test_a_ruling_reads_what_it_prints() -> None:
         assert Ruling.parse(str(ruling)) == ruling
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"phases": []}', '{"phases": [[[1]]], "num_bytes": 3}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"phases": []}', '{"phases": [[[1]]], "num_bytes": 3}', "[" * 100_000]
+)
 def test_other_text_is_none(text: str) -> None:
     with pytest.raises(ScheduleError, match=r"ruling: .*, expected what the first rank sent\. Run the same version"):
         Ruling.parse(text)
+
+
+def test_text_that_is_too_long_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    ruling = Ruling(num_bytes=5, schedule="ring")
+    monkeypatch.setattr(rulings, "MAX_BYTES", len(str(ruling)))
+    assert Ruling.parse(str(ruling)) == ruling
+    with pytest.raises(ScheduleError, match=r"ruling: .*\d characters, more than \d"):
+        Ruling.parse(str(ruling) + " ")
+
+
+def test_mutated_rulings_are_read_or_refused() -> None:
+    rng, num_refused = random.Random(10), 0
+    good = str(Ruling(num_bytes=5, phases=((Stream(0, 1, 5), Stream(1, 0, 6)),), plan='{"a": "b"}')).encode()
+    for _ in range(2_000):
+        try:
+            Ruling.parse(mutated(rng, good).decode("utf-8", "replace"))
+        except ScheduleError:
+            num_refused += 1
+    assert num_refused > 1_000
 
 
 def test_a_trial_takes_as_long_as_its_slowest_rank_another_as_its_last_comer() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringweave.errors import ScheduleError, UsageError
+from ringweave.files import json_text
 from ringweave.planning.repartitioning import (
     Conditions,
     Move,
@@ -120,7 +121,8 @@ def test_what_is_refused_is_not_found() -> None:
 
 @pytest.mark.parametrize("what", [Window, Ruling])
 def test_texts_that_are_none(what: type[Window] | type[Ruling]) -> None:
-    for text in ("", "[]", "{}", '{"splits": 3}', "nonsense"):
+    deep, many, endless = "[" * 100_000, " " * (json_text.MAX_BYTES + 1), '{"splits": [1e999]}'
+    for text in ("", "[]", "{}", '{"splits": 3}', "nonsense", deep, many, endless):
         with pytest.raises(ScheduleError, match=r"expected what another rank sent\. Run the same version of ringweave"):
             what.parse(text)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringweave.errors import TrainingError
+from ringweave.errors import DisagreementError, TrainingError
 from ringweave.training.elastic import kept
 from ringweave.training.elastic.kept import Said, Spread
 from ringweave.training.elastic.rows import Commit
@@ -106,3 +106,22 @@ def test_what_cannot_be_fetched_is_told_where_it_is_waited_for(first: Group) -> 
     with pytest.raises(TrainingError, match="push 3 of ring 0"):
         spread.wait()
     assert first.told == []
+
+
+@pytest.mark.parametrize("said", [b"null", b"[]", b"\xff\xfe", b"[" * 100_000, b"9" * 5000])
+def test_what_is_none_is_a_disagreement(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = [torch.tensor([len(said)]), torch.frombuffer(bytearray(said), dtype=torch.uint8)]
+    monkeypatch.setattr(kept, "dist", Group(1, told))
+    spread = Spread(1, pytest.fail, [], lambda: 0)
+    spread.start()
+    with pytest.raises(DisagreementError, match=r"what the first member has fetched: .*, expected a JSON object"):
+        spread.wait()
+
+
+@pytest.mark.parametrize("length", [-1, 0, 2**40])
+def test_a_length_that_is_none_takes_no_memory(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "dist", Group(1, [torch.tensor([length])]))
+    spread = Spread(1, pytest.fail, [], lambda: 0)
+    spread.start()
+    with pytest.raises(DisagreementError, match=rf"'{length} bytes', expected 1 to 16777216 bytes"):
+        spread.wait()

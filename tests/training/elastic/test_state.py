@@ -3,8 +3,8 @@ import torch
 from torch import nn
 
 from ringweave.errors import TrainingError, WireError
+from ringweave.training.elastic.joining import given
 from ringweave.training.elastic.state import JobState
-from ringweave.wire.states import Description, Piece
 
 
 def trained(
@@ -68,12 +68,31 @@ def test_state_that_is_no_plain_value_is_refused() -> None:
         JobState(model, optimizer, {"odd": Odd()}).to_buffers()
 
 
-@pytest.mark.parametrize("pieces", [[("rest", 2)], [("model/0.weight", 4), ("rest", 2)], [("rest", 2**40)]])
-def test_another_model_is_refused_before_there_is_memory_for_it(pieces: list[tuple[str, int]]) -> None:
-    model, optimizer, _ = trained(OPTIMIZERS["plain"])
-    said = Description(offer=1, pieces=[Piece(name=name, num_bytes=size, check=0) for name, size in pieces])
+OWN = {"model/0.weight": torch.zeros(3, 4)}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [("rest", 2)],
+        [("model/0.weight", 4), ("rest", 2)],
+        [("rest", 2**40)],
+        [("model/0.weight", 48)],
+        [("model/0.weight", 48), ("rest", 2), ("rest", 2)],
+        [("model/0.weight", 48), ("rest", 2), ("beside/0", 4)],
+        [("model/0.weight", 48), ("rest", 2), ("optimizer/0/x", 2**25)],
+    ],
+)
+def test_another_model_is_refused_before_there_is_memory_for_it(sizes: list[tuple[str, int]]) -> None:
+    given.check_sizes([("model/0.weight", 48), ("rest", 2)], OWN)
     with pytest.raises(WireError, match=r"state of a peer: .*, expected tensors of the same names and sizes as here"):
-        JobState(model, optimizer, {})._check(said)
+        given.check_sizes(sizes, OWN)
+
+
+def test_what_goes_along_may_not_be_without_end() -> None:
+    expected = r"state of a peer: '16777217 bytes beside tensors', expected at most 16777216\. Let what goes"
+    with pytest.raises(WireError, match=expected):
+        given.check_sizes([("model/0.weight", 48), ("rest", given.MAX_REST_BYTES + 1)], OWN)
 
 
 def test_what_is_beside_the_model_goes_along_and_has_to_be_there() -> None:
@@ -83,9 +102,9 @@ def test_what_is_beside_the_model_goes_along_and_has_to_be_there() -> None:
     giving = JobState(model, optimizer, {}, beside=pushed)
     taking = JobState(other, other_optimizer, {}, beside=landed)
     buffers = {name: memoryview(each).cast("B") for name, each in giving.to_buffers().items()}
-    pieces = [Piece(name=name, num_bytes=each.nbytes, check=0) for name, each in buffers.items()]
-    taking._check(Description(offer=1, pieces=pieces))
+    sizes = [(name, each.nbytes) for name, each in buffers.items()]
+    given.check_sizes(sizes, taking._tensors())
     taking.load(buffers)
     assert all(map(torch.equal, landed, pushed))
     with pytest.raises(WireError, match=r"state of a peer: .*beside/0.*, expected tensors of the same names and sizes"):
-        JobState(other, other_optimizer, {})._check(Description(offer=1, pieces=pieces))
+        given.check_sizes(sizes, JobState(other, other_optimizer, {})._tensors())

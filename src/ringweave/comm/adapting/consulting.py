@@ -11,11 +11,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from ringweave.comm import hearing
 from ringweave.comm.members import Members
 from ringweave.comm.transport.seam import Transport
+from ringweave.planning.adapting import rulings
 from ringweave.schedules.programs.staging import NO_STAGE, Layout, Stage
 
 FAN_OUT = 8
+MAX_BYTES = rulings.MAX_BYTES
 _LENGTH = struct.Struct("<q")
 
 
@@ -40,6 +43,7 @@ class Council:
         Raises:
             TransferFailedError: A rank is gone or silent.
             MismatchError: A rank is doing something else.
+            DisagreementError: The first rank says more than any ruling has.
 
         Cost:
             Two messages up and down for each rank, in a tree of eight branches.
@@ -96,6 +100,7 @@ class Council:
             head = torch.empty(_LENGTH.size, dtype=torch.uint8)
             self._receive([(head, self._parent)])
             length = _LENGTH.unpack(bytes(head.tolist()))[0]
+            hearing.check_length(length, "text of the first rank", most=MAX_BYTES)
             landing = torch.empty(length, dtype=torch.uint8)
             if length:
                 self._receive([(landing, self._parent)])
@@ -104,7 +109,7 @@ class Council:
             self._send(_bytes(_LENGTH.pack(len(body))), self._children)
             if body:
                 self._send(_bytes(body), self._children)
-        return body.decode()
+        return body.decode(errors="replace")
 
     def _send(self, content: torch.Tensor, peers: Sequence[int]) -> None:
         stage = Stage(0, len(peers), NO_STAGE, is_awaited=False)

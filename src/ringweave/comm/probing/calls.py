@@ -49,10 +49,11 @@ def call(probers: Members, index: int, kind: Kind, number: int, timeout_s: float
     callee, own = probers.ranks[index], probers.own.place
     where = (callee.place.addresses[rail], callee.entrances[0].ports[rail])
     leaving_by = (own.addresses[rail], 0) if own.more_addresses else None
+    hello = _HELLO.pack(probers.token, kind, number, probers.group_rank, rail)
     sock = socket.create_connection(where, timeout=timeout_s, source_address=leaving_by)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.sendall(_HELLO.pack(probers.token, kind, number, probers.group_rank, rail))
+        sock.sendall(hello)
     except OSError:
         sock.close()
         raise

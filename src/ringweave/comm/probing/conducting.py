@@ -1,13 +1,14 @@
 """The first probing rank: carries out what the survey asks for, with the others."""
 
 import itertools
+import math
 import random
 import socket
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ringweave.comm.members import Members
 from ringweave.comm.probing import calls, orders
@@ -24,6 +25,8 @@ _LEAST_ROUND_TRIPS = 25
 
 _NUM_REACHED = 16
 """Nodes that each node tries to reach by its further NICs before they are measured."""
+
+_Read = TypeVar("_Read")
 
 
 class Ensemble(Protocol):
@@ -73,7 +76,8 @@ class Conductor:
                 index: {"do": "reach", "peers": [(index + step) % count for step in after], "rail": rail}
                 for index in range(count)
             }
-            if all(report["reached"] for report in self._perform(told).values()):
+            reports = self._perform(told)
+            if all(self._reported(index, lambda report: report["reached"] is True, reports) for index in reports):
                 self._rails.append(rail)
 
     @property
@@ -98,7 +102,7 @@ class Conductor:
             told[callee] = {"do": "echo", "peer": caller, "number": self._number}
             told[caller] = {"do": "ask", "peer": callee, "number": self._number}
         reports = self._perform(told)
-        return [float(reports[caller]["latency_s"]) for caller, _ in pairs]
+        return [self._reported(caller, lambda report: _number(report["latency_s"]), reports) for caller, _ in pairs]
 
     def rates(self, batch: Batch, timing: Timing) -> list[float]:
         """Bytes per second of each flow of a batch.
@@ -122,7 +126,7 @@ class Conductor:
             )
             told[index] = orders.flow_order(part)
         reports = self._perform(told)
-        return [self._noted(flow, reports[flow.dst]["rates"][str(flow.src)]) for flow in batch.flows]
+        return [self._noted(flow, self._rates_in(reports, flow)) for flow in batch.flows]
 
     def close(self, found: str = "") -> None:
         """Tell all that this was it, and what was found; those who are gone need not be told."""
@@ -133,6 +137,34 @@ class Conductor:
                 continue
             finally:
                 line.close()
+
+    def _rates_in(self, reports: Mapping[int, dict[str, Any]], flow: Flow) -> list[float]:
+        """Of a flow, by each of the addresses."""
+
+        def read(report: dict[str, Any]) -> list[float]:
+            return [_number(rate) for rate, _ in zip(report["rates"][str(flow.src)], self._rails, strict=True)]
+
+        return self._reported(flow.dst, read, reports)
+
+    def _reported(
+        self, index: int, read: Callable[[dict[str, Any]], _Read], reports: Mapping[int, dict[str, Any]]
+    ) -> _Read:
+        """What `read` takes from a rank's report.
+
+        Raises:
+            PeerError: It is not there.
+        """
+        try:
+            return read(reports[index])
+        except (LookupError, TypeError, ValueError, OverflowError) as cause:
+            raise PeerError(
+                explain(
+                    "probing the network",
+                    got=reports[index],
+                    expected=f"what {self._probers.name(index)} has measured",
+                    do="Run the same ringweave on all ranks",
+                )
+            ) from cause
 
     def _noted(self, flow: Flow, rates: Sequence[float]) -> float:
         """The rate of a flow, by all NICs together."""
@@ -223,6 +255,17 @@ def conduct(
             batch = asking.send(ensemble.rates(batch, timing))
     except StopIteration as end:
         return (latencies, *end.value)
+
+
+def _number(value: object) -> float:
+    """A time or a rate.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{value!r} is no time and no rate")
+    return float(value)
 
 
 def timing_for(latency_s: float) -> Timing:

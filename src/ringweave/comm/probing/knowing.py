@@ -80,7 +80,7 @@ def find_out(
     try:
         if group.group_rank:
             store.wait([_KEY], timeout)
-            if store.get(_KEY).decode() == _PROBE and (told := measuring.probe(store, group, timeout)) is not None:
+            if store.get(_KEY) == _PROBE.encode() and (told := measuring.probe(store, group, timeout)) is not None:
                 cache.put(hosts, told)
             return None
         known = cache.get(hosts, clock())
@@ -145,7 +145,7 @@ def find_for_job(
         known = cache.get(hosts, time.time(), max_age_s) if max_age_s is not None else None
         space.set(_KEY, _CACHED if known else _PROBE)
     space.wait([_KEY], JOB_PATIENCE)
-    if space.get(_KEY).decode() == _PROBE:
+    if space.get(_KEY) == _PROBE.encode():
         known = measuring.probe(space, group, JOB_PATIENCE, effort=effort, tell=tell)
         if known is not None:
             cache.put(hosts, known)

@@ -1,13 +1,16 @@
 """The NICs of nodes that no cluster file tells of: which of them all nodes reach each other by, and at what rates."""
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import Store
 
+from ringweave.comm import hearing
 from ringweave.comm.members import Members
 from ringweave.comm.probing.findings import Findings, rate_rounded
 from ringweave.errors import PeerError, explain
@@ -40,6 +43,7 @@ def settle(store: Store, group: Members, found: Findings | None, timeout: timede
 
     Raises:
         PeerError: The first rank did not come.
+        DisagreementError: It said something else.
     """
     if not all(member.place.networks and member.place.more_addresses for member in group.ranks):
         return group
@@ -51,7 +55,18 @@ def settle(store: Store, group: Members, found: Findings | None, timeout: timede
         do, where = "Look into its log", f"rank {group.own.global_rank}"
         got, expected = "nothing in time", f"{group.name(0)} to say what probing found"
         raise PeerError(explain("NICs of the nodes", got=got, expected=expected, do=do, where=where)) from cause
-    return _reached(group, json.loads(store.get(_KEY)))
+    expected = f"rates of NICs, as {group.name(0)} found them"
+    return _reached(group, hearing.read(store.get(_KEY), "NICs of the nodes", _rates_in, expected=expected))
+
+
+def _rates_in(document: Any) -> Rates:
+    return {str(node): {str(nic): _rate(rate) for nic, rate in rates.items()} for node, rates in document.items()}
+
+
+def _rate(value: float) -> float:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{value} is no rate")
+    return float(value)
 
 
 def _reached(group: Members, known: Rates) -> Members:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import socket
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -11,7 +12,8 @@ from ringweave.comm.members import Members
 from ringweave.comm.probing import calls, echoing, flowing
 from ringweave.comm.probing.calls import Kind
 from ringweave.comm.probing.flowing import Part, Timing
-from ringweave.errors import PeerError, explain
+from ringweave.errors import PeerError, explain, shorten
+from ringweave.files import json_text
 
 _MAX_LINE_BYTES = 1 << 22
 _IDLE_S = 300.0
@@ -41,7 +43,7 @@ class Line:
             self._file.write(json.dumps(document).encode() + b"\n")
             self._file.flush()
         except OSError as cause:
-            raise self._lost(str(cause)) from cause
+            raise self.lost(str(cause)) from cause
 
     def receive(self) -> dict[str, Any]:
         """Read the next document.
@@ -51,13 +53,15 @@ class Line:
         """
         try:
             text = self._file.readline(_MAX_LINE_BYTES)
-            document = json.loads(text) if text.endswith(b"\n") else None
+            document = json_text.loads(text, _MAX_LINE_BYTES) if text.endswith(b"\n") else None
         except (OSError, ValueError) as cause:
-            raise self._lost(str(cause)) from cause
+            raise self.lost(str(cause)) from cause
+        if not text.endswith(b"\n"):
+            raise self.lost("it hung up" if len(text) < _MAX_LINE_BYTES else f"a line of {len(text)} bytes and more")
         if not isinstance(document, dict):
-            raise self._lost("it hung up")
+            raise self.lost(f"something else: {shorten(text)}")
         if "failed" in document:
-            raise self._lost(str(document["failed"]))
+            raise self.lost(str(document["failed"]))
         return document
 
     def close(self) -> None:
@@ -66,7 +70,8 @@ class Line:
             self._file.close()
         self._sock.close()
 
-    def _lost(self, reason: str) -> PeerError:
+    def lost(self, reason: str) -> PeerError:
+        """The error that the peer does not measure with us, for that reason."""
         do = "See whether it runs, and whether a firewall lets the nodes of the job reach each other on any TCP port"
         return PeerError(
             explain("probing the network", got=reason, expected=f"{self._peer} to measure its links", do=do)
@@ -80,7 +85,7 @@ def obey(probers: Members, door: Sequence[socket.socket]) -> str:
         What it says that was found; empty where it does not.
 
     Raises:
-        PeerError: It is gone, or silent.
+        PeerError: It is gone, or silent, or says what is no order.
     """
     first = probers.name(0)
     try:
@@ -90,11 +95,13 @@ def obey(probers: Members, door: Sequence[socket.socket]) -> str:
             explain("probing the network", got=str(cause), expected=f"{first} to answer", do="Look into its log")
         ) from cause
     try:
-        while (order := line.receive())["do"] != "end":
+        while (order := line.receive()).get("do") != "end":
             try:
                 line.send(follow(order, probers, door))
             except OSError as cause:
                 line.send({"failed": f"{type(cause).__name__}: {cause}"})
+            except (LookupError, TypeError, ValueError, OverflowError, struct.error) as cause:
+                raise line.lost(f"no order: {shorten(order)}") from cause
         return str(order.get("found", ""))
     finally:
         line.close()

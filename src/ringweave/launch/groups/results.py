@@ -1,12 +1,12 @@
 """How far the workers of a round are, and who is a member of an elastic job, from their event log as it grows."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from ringweave import telemetry
 from ringweave.membership.rules.reasons import FINISHED
+from ringweave.telemetry import Event
 
 _KINDS = (b'"iterations_done"', b'"epoch_begun"', b'"member_lost"', b'"member_back"')
 
@@ -32,8 +32,7 @@ class Results:
 
     def __init__(self, path: Path, members: Sequence[str] = ()) -> None:
         """`members` are the names of this node's workers, if the job is elastic."""
-        self._path = path
-        self._position = 0
+        self._lines = telemetry.Lines(path)
         self._result = Result(members=tuple(members))
         self._known: set[str] = set()
         self._present: set[str] = set()
@@ -42,23 +41,14 @@ class Results:
 
     def look(self) -> Result:
         """The newest result; returns at once."""
-        try:
-            with self._path.open("rb") as log:
-                log.seek(self._position)
-                lines = log.read().splitlines(keepends=True)
-        except FileNotFoundError:
-            return self._result
-        for line in lines:
-            if not line.endswith(b"\n"):  # still being written
-                break
-            self._position += len(line)
-            if any(kind in line for kind in _KINDS):
-                self._take(line)
+        for line in self._lines.new():
+            event = telemetry.parse(line) if any(kind in line for kind in _KINDS) else None
+            if event is not None:
+                self._take(event)
         return self._result
 
-    def _take(self, line: bytes) -> None:
+    def _take(self, event: Event) -> None:
         try:
-            event = json.loads(line)
             if event["kind"] == "iterations_done":
                 self._result = replace(self._result, iterations=event["iterations"], last_loss=event["loss"])
             elif event["kind"] == "epoch_begun":
@@ -69,10 +59,10 @@ class Results:
             elif event["kind"] == "member_lost":
                 (self._finished if event["reason"] == FINISHED else self._lost).add(event["member"])
                 self._result = replace(self._result, out=self._out())
-        except (ValueError, KeyError, TypeError):  # a torn line
+        except (KeyError, TypeError):  # somebody else's line
             return
 
-    def _begin_epoch(self, event: Mapping[str, Any]) -> None:
+    def _begin_epoch(self, event: Event) -> None:
         epoch = (event["term"], event["number"])
         if epoch < self._result.epoch:
             return

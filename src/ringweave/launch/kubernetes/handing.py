@@ -5,6 +5,8 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from pydantic import TypeAdapter
+
 from ringweave.errors import LaunchError, explain
 from ringweave.launch.groups.config import Config
 from ringweave.launch.groups.handing import Handover, RoundOverError, WhyStop, going_on
@@ -86,12 +88,17 @@ class DeskHandover(Handover):
         self._desk.ask("PUT", f"credentials/{round_}", body, round_=round_, why_stop=why_stop)
 
     def take(self, round_: int, global_rank: int, why_stop: WhyStop = going_on) -> Credentials:
-        """Those of the round, fetched for all workers of this node at once."""
+        """Those of the round, fetched for all workers of this node at once.
+
+        Raises:
+            RoundOverError: They are not wanted any more, or of a round that is over.
+            LaunchError: The desk does not give them.
+        """
         if self._taken[0] != round_:
             ranks = ",".join(map(str, self._ranks))
             text = self._desk.ask("GET", f"credentials/{round_}?ranks={ranks}", round_=round_, why_stop=why_stop)
-            self._taken = (round_, json.loads(text))
-        return Credentials.from_text(self._taken[1].pop(str(global_rank)), where=f"worker {global_rank}")
+            self._taken = (round_, _texts_in(text))
+        return _credentials_of(str(global_rank), self._taken[1], where=f"worker {global_rank}")
 
 
 class DeskSpares(Spares):
@@ -134,11 +141,38 @@ class DeskSpares(Spares):
             self._desk.ask("PUT", what, json.dumps(texts), round_=round_, why_stop=why_stop)
 
     def take(self, round_: int, holder: str, why_stop: WhyStop = going_on) -> Credentials:
-        """The next one's, taken for all workers of this node at once."""
+        """The next one's, taken for all workers of this node at once.
+
+        Raises:
+            RoundOverError: They are not wanted any more, or of a round that is over.
+            LaunchError: The desk does not give them.
+        """
         if self._taken[0] != round_:
             self._taken = (round_, {})
         if holder not in self._taken[1]:
             wanted = ",".join(sorted(self._workers if holder in self._workers else {holder}))
             text = self._desk.ask("POST", f"spares/{round_}?holders={wanted}", round_=round_, why_stop=why_stop)
-            self._taken[1].update(json.loads(text))
-        return Credentials.from_text(self._taken[1].pop(holder), where=holder)
+            self._taken[1].update(_texts_in(text))
+        return _credentials_of(holder, self._taken[1], where=holder)
+
+
+def _texts_in(text: str) -> dict[str, str]:
+    """What the desk gives; an error does not show it, since there are keys in it."""
+    try:
+        return _TEXTS.validate_json(text)
+    except ValueError:
+        raise _refusal(f"{len(text)} characters of something else", "") from None
+
+
+def _credentials_of(holder: str, texts: dict[str, str], where: str) -> Credentials:
+    if holder not in texts:
+        raise _refusal("those of others", where)
+    return Credentials.from_text(texts.pop(holder), where=where)
+
+
+def _refusal(got: str, where: str) -> LaunchError:
+    what, do = "credentials from the operator's desk", "Run the same ringweave in the operator and in its Pods"
+    return LaunchError(explain(what, got=got, expected="those that were asked for", do=do, where=where))
+
+
+_TEXTS = TypeAdapter(dict[str, str])

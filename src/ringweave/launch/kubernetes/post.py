@@ -24,6 +24,9 @@ LAST_S = 10.0
 MAX_LAST_WORDS = 4096
 """Bytes that the kubelet reads of a container's last words; of a longer file it takes the end, which is no report."""
 
+MAX_ANSWER_BYTES = 4 * 2**20
+"""Of the desk: credentials of a node, as much as an object of the API server can hold; quotation doubles some of it."""
+
 LOG_S = 5.0
 """How long a log is tried for; before the last report, as a Pod that is removed has 30 s for all."""
 
@@ -45,7 +48,7 @@ class Desk:
 
         Raises:
             OSError: Nobody answers.
-            http.client.HTTPException: Somebody answers who is no desk.
+            http.client.HTTPException: Somebody answers who is no desk: in no HTTP, no UTF-8, or without end.
         """
         place = urlsplit(self.url)
         host, port = place.hostname or "", place.port or 443
@@ -59,10 +62,29 @@ class Desk:
         try:
             content = None if body is None else body.encode()  # http.client would write Latin-1
             connection.request(method, f"/v1/{self.group}/{what}", body=content, headers=headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read().decode(), answer.headers.get(TAG, "")
+            with connection.getresponse() as answer:
+                return answer.status, _text_of(answer), answer.headers.get(TAG, "")
         finally:
             connection.close()
+
+
+def _text_of(answer: http.client.HTTPResponse) -> str:
+    content = answer.read(MAX_ANSWER_BYTES + 1)
+    if len(content) > MAX_ANSWER_BYTES:
+        raise http.client.HTTPException(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
+    if answer.length:
+        raise http.client.IncompleteRead(content, answer.length)
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise http.client.HTTPException(f"an answer that is no text ({error.reason})") from error
+
+
+def _orders_in(text: str) -> Orders | None:
+    try:
+        return posts.parse_orders(text)
+    except ValueError:  # of no desk, or one of another version: it is asked again
+        return None
 
 
 def last_words(report: Report) -> str:
@@ -138,8 +160,9 @@ class DeskPost(Post):
         tag = ""
         while not self._orders.leave:
             status, text, new_tag = self._ask("GET", "orders", tag=tag)
-            if status == 200:
-                tag, self._orders = new_tag, posts.parse_orders(text)
+            orders = _orders_in(text) if status == 200 else None
+            if orders is not None:
+                tag, self._orders = new_tag, orders
                 self._changed.set()
             elif status != 204:
                 self._sleep(RETRY_S)

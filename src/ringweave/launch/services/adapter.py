@@ -18,6 +18,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import click
 
 from ringweave.errors import JobError, RingweaveError, UnknownJobError, UsageError, explain
+from ringweave.files import json_text
 from ringweave.jobs.life import verbs
 from ringweave.jobs.requests import job_file
 from ringweave.launch.services import finding, views
@@ -101,12 +102,13 @@ class _Handler(BaseHTTPRequestHandler):
         return {"job": views.document(made.job), "objects": [asdict(each) for each in made.objects]}
 
     def _body(self) -> dict[str, Any]:
-        length = int(self.headers.get("Content-Length") or 0)
+        given = self.headers.get("Content-Length") or "0"
+        length = int(given) if given.isascii() and given.isdecimal() and len(given) < 20 else -1
         if not 0 <= length <= MAX_BYTES:
             do = "Put what the script needs beside it, and give that folder as directory"
-            raise JobError(explain("bytes of the request", got=length, expected=f"at most {MAX_BYTES}", do=do))
+            raise JobError(explain("bytes of the request", got=given, expected=f"at most {MAX_BYTES}", do=do))
         try:
-            body = json.loads(self.rfile.read(length))
+            body = json_text.loads(self.rfile.read(length), MAX_BYTES)
         except ValueError as error:
             raise JobError(explain("request", got=str(error), expected="JSON", do="See docs/services.md")) from error
         return body if isinstance(body, dict) else {}

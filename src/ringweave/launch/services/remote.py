@@ -2,15 +2,16 @@
 
 import http.client
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
 from pydantic import TypeAdapter
 
 from ringweave.errors import JobError, LaunchError, RingweaveError, UnknownJobError, UsageError, explain
+from ringweave.files import json_text
 from ringweave.jobs.requests.request import Request
 from ringweave.launch.services import submitting, views
 from ringweave.launch.services.service import LogLine, LogQuery, Rendered, Service, Submission
@@ -23,6 +24,10 @@ TIMEOUT_S = 60.0
 """For an answer to begin; logs that are followed may be silent longer, and are not bounded once they have begun."""
 MAX_BYTES = 256 * 2**20
 """Of an answer."""
+MAX_LINE_BYTES = 16 * 2**20
+"""Of a line of a log, with what is said of it."""
+
+_Found = TypeVar("_Found")
 
 
 class RemoteService(Service):
@@ -51,21 +56,26 @@ class RemoteService(Service):
             request = replace(request, directory=str((base / request.directory).absolute()))
         body = {"request": str(request), "script_text": script_text, "dry_run": dry_run}
         answer = self._ask("POST", PREFIX, body)
-        return Submission(
-            job=views.parse(answer["job"]), objects=tuple(Rendered(**each) for each in answer.get("objects", ()))
+        return self._read(
+            lambda: Submission(
+                job=views.parse(answer["job"]), objects=tuple(Rendered(**each) for each in answer.get("objects", ()))
+            )
         )
 
     def jobs(self) -> Sequence[JobView]:
         """All jobs that the adapter shows."""
-        return [views.parse(each) for each in self._ask("GET", PREFIX)["jobs"]]
+        answer = self._ask("GET", PREFIX)
+        return self._read(lambda: [views.parse(each) for each in answer["jobs"]])
 
     def job(self, name: str) -> JobView:
         """One job, with its events."""
-        return views.parse(self._ask("GET", f"{PREFIX}/{quote(name, safe='')}"))
+        answer = self._ask("GET", f"{PREFIX}/{quote(name, safe='')}")
+        return self._read(lambda: views.parse(answer))
 
     def act(self, name: str, verb: str) -> JobView:
         """Pass a verb on."""
-        return views.parse(self._ask("POST", f"{PREFIX}/{quote(name, safe='')}/{verb}", {}))
+        answer = self._ask("POST", f"{PREFIX}/{quote(name, safe='')}/{verb}", {})
+        return self._read(lambda: views.parse(answer))
 
     def logs(self, name: str, which: LogQuery) -> Iterator[LogLine]:
         """Lines as they come."""
@@ -78,8 +88,8 @@ class RemoteService(Service):
 
     def _lines(self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> Iterator[LogLine]:
         try:
-            for line in response:
-                yield LogLine(**json.loads(line))
+            while line := response.readline(MAX_LINE_BYTES + 1):
+                yield LogLine(**json_text.loads(line, MAX_LINE_BYTES))
         except (OSError, http.client.HTTPException, ValueError, TypeError) as error:
             raise self._failure(str(error) or type(error).__name__) from error
         finally:
@@ -89,11 +99,22 @@ class RemoteService(Service):
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         connection, response = self._open(method, path, body)
         try:
-            return _OBJECT.validate_json(response.read(MAX_BYTES))
+            content = response.read(MAX_BYTES + 1)
+            if len(content) > MAX_BYTES:
+                raise self._failure(f"more than {MAX_BYTES} bytes")
+            return _OBJECT.validate_json(content)
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise self._failure(str(error) or type(error).__name__) from error
         finally:
+            response.close()
             connection.close()
+
+    def _read(self, read: Callable[[], _Found]) -> _Found:
+        """What is read from an answer."""
+        try:
+            return read()
+        except (LookupError, TypeError, ValueError, RecursionError) as error:
+            raise self._failure(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
 
     def _open(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, may_be_silent: bool = False
@@ -123,7 +144,8 @@ class RemoteService(Service):
                 if may_be_silent and sock is not None:
                     sock.settimeout(None)
                 return connection, response
-            said = response.read(2**20).decode(errors="replace")
+            with response:
+                said = response.read(2**20).decode(errors="replace")
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             raise self._failure(str(error) or type(error).__name__) from error
@@ -132,7 +154,7 @@ class RemoteService(Service):
 
     def _refusal(self, status: int, said: str) -> RingweaveError:
         try:
-            text = str(json.loads(said)["error"])
+            text = str(json_text.loads(said)["error"])
         except (ValueError, KeyError, TypeError):
             return self._failure(f"HTTP {status}: {said.strip()[:200]}")  # no adapter's word, but a proxy's before it
         if status == http.client.NOT_FOUND:

@@ -25,7 +25,9 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
+from ringweave import telemetry
 from ringweave.errors import LaunchError, explain
+from ringweave.files import json_text
 from ringweave.jobs.life.actions import Event
 from ringweave.jobs.life.records import Desired, Job, Record
 from ringweave.launch.local.jobs import locks
@@ -192,12 +194,14 @@ def _read(path: Path, adapter: TypeAdapter[T], absent: T) -> T:
 def _lines(path: Path) -> list[dict[str, Any]]:
     """Whole lines; one that a crash cut short is none."""
     found = []
-    with contextlib.suppress(FileNotFoundError):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
+    for line in telemetry.Lines(path).new():
+        with contextlib.suppress(ValueError):
+            event = json_text.loads(line)
+            if isinstance(event, dict) and event.keys() >= _KEYS:
+                found.append(event)
     return found
 
 
+_KEYS = {"key", "time_s", "kind", "text"}
 _ENTRY, _DESIRED = TypeAdapter(Entry), TypeAdapter(Desired)
 _STATE = TypeAdapter(tuple[Record, Hold])

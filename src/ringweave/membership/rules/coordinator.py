@@ -239,6 +239,7 @@ class Coordinator:
 
         It may come back, and nothing has happened; if it does not, its heartbeats will be missed.
         """
+        self._back.pop(member, None)
         if not self.is_active:  # it looks for a coordinator that decides
             self._presence.forget(member)
             self._election.withdraw(member)

@@ -12,7 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ringweave.errors import LeadershipError, explain
+from ringweave.files import json_text
 from ringweave.params.rules.succession import Claim
+
+_MAX_BYTES = 1 << 16
+"""Of a claim."""
 
 
 class Claims:
@@ -67,6 +71,6 @@ class Claims:
 
 
 def _read(path: Path) -> Claim:
-    found = json.loads(path.read_text(encoding="ascii"))
+    found = json_text.load(path, _MAX_BYTES)
     members = tuple(found["members"])
     return Claim(number=found["number"], term=found["term"], leader=found["leader"], members=members)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringweave.errors import TrainingError, explain
+from ringweave.files import json_text
 from ringweave.pipeline.moving import contents
 from ringweave.pipeline.moving.contents import Contents
 
@@ -88,7 +89,7 @@ def receive_header(src: int, group: dist.ProcessGroup) -> Header:
     """Wait for a header.
 
     Raises:
-        TrainingError: It is longer than any header.
+        TrainingError: It is longer than any header, or something else.
     """
     length = torch.zeros(1, dtype=torch.int64)
     dist.recv(length, src, group=group)
@@ -97,7 +98,12 @@ def receive_header(src: int, group: dist.ProcessGroup) -> Header:
         raise TrainingError(explain("bytes of a block's header", got=int(length), expected=expected, do=do))
     raw = torch.empty(int(length), dtype=torch.uint8)
     dist.recv(raw, src, group=group)
-    return json.loads(raw.numpy().tobytes())
+    try:
+        header = json_text.loads(raw.numpy().tobytes(), _MOST_HEADER_BYTES)
+        return {"error": header["error"], "parts": header["parts"], "facts": header["facts"]}
+    except (ValueError, TypeError, KeyError) as cause:
+        expected, do = "JSON of what follows", "Run the same version of ringweave on all ranks"
+        raise TrainingError(explain("header of a block", got=str(cause), expected=expected, do=do)) from cause
 
 
 def _started(works: Any) -> list[dist.Work]:

@@ -5,6 +5,11 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from ringweave.errors import ScheduleError, explain, shorten
+from ringweave.files import json_text
+from ringweave.planning import plan_text
+
+MAX_BYTES = 3 * plan_text.MAX_BYTES
+"""Of a text that is read: a plan in it, whose quotation marks take two bytes each, and a survey."""
 
 
 class Stream(NamedTuple):
@@ -43,7 +48,7 @@ class Ruling:
             ScheduleError: The text is none.
         """
         try:
-            document = json.loads(text)
+            document = json_text.loads(text, MAX_BYTES)
             document["phases"] = tuple(tuple(Stream(*stream) for stream in phase) for phase in document["phases"])
             return cls(**document)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as cause:

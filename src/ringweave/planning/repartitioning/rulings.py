@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 
 from ringweave.errors import ScheduleError, explain, shorten
+from ringweave.files import json_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,12 +36,12 @@ class Window:
             ScheduleError: The text is none.
         """
         try:
-            document = json.loads(text)
+            document = json_text.loads(text)
             for what in ("compute_s", "rates"):
                 document[what] = tuple(tuple(map(float, row)) for row in document[what])
             document["step_s"] = tuple(map(float, document["step_s"]))
             return cls(**document)
-        except (ValueError, TypeError, KeyError) as cause:
+        except (ValueError, TypeError, KeyError, OverflowError) as cause:
             raise ScheduleError(_refusal("window of measurements", text, cause)) from cause
 
 
@@ -74,10 +75,10 @@ class Ruling:
             ScheduleError: The text is none.
         """
         try:
-            document = json.loads(text)
+            document = json_text.loads(text)
             document["splits"] = tuple(map(int, document["splits"]))
             return cls(**document)
-        except (ValueError, TypeError, KeyError) as cause:
+        except (ValueError, TypeError, KeyError, OverflowError) as cause:
             raise ScheduleError(_refusal("ruling on a partition", text, cause)) from cause
 
 

@@ -34,6 +34,8 @@ DTYPES: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 """As the safetensors format names them."""
+BY_NAME: Mapping[str, torch.dtype] = {str(each).removeprefix("torch."): each for each in DTYPES}
+"""As torch names them: a name from outside is looked up here, and is none of torch's other attributes."""
 _SCALARS = (str, int, float, bool, type(None))
 
 

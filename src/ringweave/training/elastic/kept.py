@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringweave.comm import hearing
 from ringweave.comm.choosing import MIN_SCHEDULED_BYTES
 from ringweave.training.elastic.rows import Commit, Row
 
 _LOOK_S = 0.05
+_FETCHED = "what the first member has fetched"
 Said = dict[str, Any]
 """What fits into JSON."""
 
@@ -225,6 +227,7 @@ class Spread:
         text = json.dumps(self._await()).encode() if dist.get_rank() == 0 else b""
         length = torch.tensor([len(text)])
         dist.broadcast(length, 0, group=self._group)
+        hearing.check_length(int(length), _FETCHED, least=1)
         words = (
             torch.frombuffer(bytearray(text), dtype=torch.uint8)
             if text
@@ -233,7 +236,7 @@ class Spread:
         dist.broadcast(words, 0, group=self._group)
         for tensor in self._tensors:
             dist.broadcast(tensor, 0, group=self._group)
-        self._heard = json.loads(bytes(words.tolist()))
+        self._heard = hearing.read(bytes(words.tolist()), _FETCHED, hearing.an_object, expected="a JSON object")
 
     def let_go(self) -> None:
         """The group is gone: nothing that was begun is left in it."""

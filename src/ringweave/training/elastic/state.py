@@ -1,5 +1,6 @@
 """The state of a job as named bytes in memory, for a newcomer to read from a peer: parameters, optimizer, position."""
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,17 +12,15 @@ from torch.optim import Optimizer
 from typing_extensions import Buffer
 
 from ringweave import wire
-from ringweave.errors import TrainingError, WireError, explain
+from ringweave.errors import RingweaveError, TrainingError, explain
+from ringweave.training.elastic.joining import given
+from ringweave.training.elastic.joining.given import Own
 from ringweave.training.elastic.joining.reading import Reading
 from ringweave.wire import states
 from ringweave.wire.framing import frames
 from ringweave.wire.pacing import Pace
 from ringweave.wire.states import Description
 
-_REST = "rest"
-_MAX_REST_BYTES = 64 << 20
-_MOST_TIMES = 16
-"""Bytes of an optimizer's state, by those of the parameters: more than any has that is known."""
 _WAIT_S = 60.0
 """How long a peer may take to offer what it has promised: it copies it while it goes on with its next step."""
 
@@ -66,45 +65,39 @@ class JobState:
             "groups": [_plain(group) for group in saved["param_groups"]],
             "carried": {name: each.state_dict() for name, each in self._carried.items()},
         }
-        found[_REST] = json.dumps(rest, default=_refuse).encode()
+        found[given.REST] = json.dumps(rest, default=_refuse).encode()
         return found
 
     def load(self, found: Mapping[str, memoryview]) -> None:
-        """Take over what `to_buffers` gave.
+        """Take over what `to_buffers` gave: all of it, or nothing.
 
         Raises:
-            TrainingError: It is of another model or optimizer.
+            MessageError: It is something else, or of another model or optimizer.
+            TrainingError: Something does not go along that does here.
         """
-        rest = json.loads(bytes(found[_REST]))
-        own = self._model.state_dict()
+        tensors, before = self._tensors(), self._optimizer.state_dict()
+        fitting = given.read(found, Own(tensors=tensors, groups=before["param_groups"], carried=self._carried))
+        carried = copy.deepcopy({name: each.state_dict() for name, each in self._carried.items()})
+        try:
+            self._load_rest(fitting.optimizer, fitting.carried)
+        except Exception as cause:  # of classes that are the script's; what they have taken over they give back
+            self._load_rest(before, carried)
+            if isinstance(cause, RingweaveError):
+                raise
+            raise given.refusal(cause) from cause
         with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(_tensor_of(found[f"model/{name}"], tensor.dtype, tuple(tensor.shape)))
-            for number, tensor in enumerate(self._beside):
-                tensor.copy_(_tensor_of(found[f"beside/{number}"], tensor.dtype, tuple(tensor.shape)))
-        values = {
-            int(index): {
-                name: _tensor_of(
-                    found[f"optimizer/{index}/{name}"], getattr(torch, said["tensor"]["dtype"]), said["tensor"]["shape"]
-                )
-                if "tensor" in said
-                else said["value"]
-                for name, said in each.items()
-            }
-            for index, each in rest["optimizer"].items()
-        }
-        self._optimizer.load_state_dict({"state": values, "param_groups": [_tuples(each) for each in rest["groups"]]})
+            for name, tensor in tensors.items():
+                tensor.copy_(fitting.tensors[name])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Of the model and beside it, by name of the buffer."""
+        found = {f"model/{name}": tensor for name, tensor in self._model.state_dict().items()}
+        return found | {f"beside/{number}": tensor for number, tensor in enumerate(self._beside)}
+
+    def _load_rest(self, optimizer: dict[str, Any], carried: Mapping[str, Any]) -> None:
+        self._optimizer.load_state_dict(optimizer)
         for name, each in self._carried.items():
-            if name not in rest["carried"]:
-                raise TrainingError(
-                    explain(
-                        "what goes along with the state",
-                        got=sorted(rest["carried"]),
-                        expected=f"{name} as well",
-                        do="Give prepare the same on all workers",
-                    )
-                )
-            each.load_state_dict(rest["carried"][name])
+            each.load_state_dict(carried[name])
 
     def pull(
         self,
@@ -132,14 +125,14 @@ class JobState:
             Bytes that were read.
 
         Raises:
-            WireError: It could not be read; nothing has changed.
-            TrainingError: It is of another model or optimizer.
+            WireError: It could not be read, or is of another model or optimizer; nothing has changed.
+            TrainingError: Something does not go along that does here; nothing has changed.
         """
         memory: dict[str, memoryview] = {}
         reading = reading or Reading()
 
         def place(description: Description) -> dict[str, memoryview]:
-            self._check(description)
+            given.check_sizes([(each.name, each.num_bytes) for each in description.pieces], self._tensors())
             reading.begin()
             memory.update({each.name: memoryview(bytearray(each.num_bytes)) for each in description.pieces})
             return memory
@@ -149,24 +142,6 @@ class JobState:
             states.pull(client, name, place, timeout_s=timeout_s, wait_s=_WAIT_S, pace=pace)
         reading.take_over(lambda: self.load(memory))
         return sum(view.nbytes for view in memory.values())
-
-    def _check(self, description: Description) -> None:
-        """Refuse what cannot be this job's before there is memory for it."""
-        own = {f"model/{name}": tensor.nbytes for name, tensor in self._model.state_dict().items()}
-        own |= {f"beside/{number}": tensor.nbytes for number, tensor in enumerate(self._beside)}
-        sizes = {piece.name: piece.num_bytes for piece in description.pieces}
-        theirs = {name: size for name, size in sizes.items() if name.startswith(("model/", "beside/"))}
-        most = _MOST_TIMES * sum(own.values()) + _MAX_REST_BYTES
-        if theirs != own or sum(sizes.values()) > most or _REST not in sizes:
-            differing = sorted(set(theirs.items()) ^ set(own.items()))[:4]
-            raise WireError(
-                explain(
-                    "state of a peer",
-                    got=differing or sum(sizes.values()),
-                    expected="tensors of the same names and sizes as here",
-                    do="Run the same script on all workers",
-                )
-            )
 
 
 def lasting(buffers: Mapping[str, Buffer]) -> dict[str, Buffer]:
@@ -183,18 +158,8 @@ def _bytes_of(tensor: Tensor) -> Buffer:
     return flat.numpy().data
 
 
-def _tensor_of(view: memoryview, dtype: torch.dtype, shape: Any) -> Tensor:
-    flat = torch.from_numpy(np.frombuffer(view, np.uint8)) if view.nbytes else torch.empty(0, dtype=torch.uint8)
-    return flat.view(dtype).reshape(shape).clone()
-
-
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value.tolist() if isinstance(value, Tensor) else value for key, value in group.items()}
-
-
-def _tuples(group: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no tuples; options such as betas are."""
-    return {key: tuple(v) if isinstance(v, list) and key != "params" else v for key, v in group.items()}
 
 
 def _refuse(value: object) -> object:

@@ -5,12 +5,17 @@ and another one than that of the ranks that are in it now.
 """
 
 import json
+import operator
+from typing import Any
 
 import torch
 
+from ringweave.comm import hearing
 from ringweave.params.ring.optimizer import PushedOptimizer
-from ringweave.training.checkpoints.encoding import Encoder, decode
+from ringweave.training.checkpoints.encoding import BY_NAME, Encoder, decode
 from ringweave.training.control import Control
+
+_WHAT = "state of the optimizer in a ring"
 
 
 @torch.no_grad()
@@ -25,6 +30,7 @@ def share(optimizer: PushedOptimizer, within: Control, representative: int, *, i
 
     Raises:
         TrainingError: The optimizer's state is not one of numbers and tensors.
+        DisagreementError: What the representative says is something else.
 
     Cost: one broadcast of the state.
     """
@@ -33,12 +39,19 @@ def share(optimizer: PushedOptimizer, within: Control, representative: int, *, i
     forms = [[name, str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in encoder.tensors.items()]
     said = bytearray(json.dumps([tree, forms]).encode())
     length = int(within.broadcast(torch.tensor([len(said)]), representative))
+    hearing.check_length(length, _WHAT, least=1)
     text = torch.frombuffer(said, dtype=torch.uint8) if is_own else torch.empty(length, dtype=torch.uint8)
-    tree, forms = json.loads(bytes(within.broadcast(text, representative).tolist()))
+    told = bytes(within.broadcast(text, representative).tolist())
+    tree, forms = hearing.read(told, _WHAT, _told, expected="what its representative has")
     tensors = {}
     for name, dtype, shape in forms:
-        own = encoder.tensors[name].cpu().contiguous() if is_own else torch.empty(shape, dtype=getattr(torch, dtype))
+        own = encoder.tensors[name].cpu().contiguous() if is_own else torch.empty(shape, dtype=dtype)
         tensors[name] = within.broadcast(own, representative)
     if not is_own:
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": decode(tree, tensors), "param_groups": groups})
+
+
+def _told(document: Any) -> tuple[Any, list[tuple[str, torch.dtype, list[int]]]]:
+    tree, forms = document
+    return tree, [(name, BY_NAME[dtype], [operator.index(size) for size in shape]) for name, dtype, shape in forms]

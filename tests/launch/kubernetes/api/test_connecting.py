@@ -67,6 +67,7 @@ def test_the_usual_place_is_in_the_home_folder(config: Path, tmp_path: Path) -> 
     ("text", "error"),
     [
         ("contexts: [", "kubeconfig: .* expected a YAML file that can be read"),
+        ("[" * 5_000, "kubeconfig: .* expected a YAML file that can be read"),
         ("current-context: one", "context of the kubeconfig: 'one', expected one of none"),
         (CONFIG.replace("cluster: c, user: token", "cluster: d, user: token"), "cluster of the kubeconfig: 'd', .* c"),
     ],
@@ -81,6 +82,13 @@ def test_what_is_wrong_is_said(tmp_path: Path, text: str, error: str) -> None:
 def test_a_plugin_that_fails_is_named(config: Path) -> None:
     config.write_text(config.read_text().replace(sys.executable, "/nowhere/plugin"))
     with pytest.raises(LaunchError, match=r"credentials by /nowhere/plugin: .*, expected an ExecCredential"):
+        connection({"KUBECONFIG": str(config)}, context="two")
+
+
+@pytest.mark.parametrize("said", ["{", "null", "[]", "{}", "[" * 10_000, '{"status": 3}'])
+def test_a_plugin_that_says_something_else_is_named(config: Path, tmp_path: Path, said: str) -> None:
+    (tmp_path / "plugin.py").write_text(f"print({said!r})")
+    with pytest.raises(LaunchError, match=r"credentials by .*, expected an ExecCredential"):
         connection({"KUBECONFIG": str(config)}, context="two")
 
 

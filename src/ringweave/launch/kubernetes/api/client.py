@@ -185,6 +185,6 @@ def _content(data: bytes) -> bytes | io.BytesIO:
 def _parsed(content: bytes) -> Object:
     try:
         answer = json.loads(content) if content else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         return {"reason": "NotJson", "message": content[:200].decode("utf-8", "replace")}
     return answer if isinstance(answer, dict) else {"message": str(answer)[:200]}

@@ -11,6 +11,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from ringweave.errors import LaunchError, UsageError, explain
+from ringweave.files import json_text
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _PLUGIN_S = 60
@@ -120,8 +121,8 @@ def _from_plugin(plugin: Mapping[str, Any], home: Path, environ: Mapping[str, st
             check=True,
             timeout=_PLUGIN_S,
         )
-        return json.loads(done.stdout)["status"]
-    except (OSError, subprocess.SubprocessError, ValueError, KeyError) as error:
+        return dict(json_text.loads(done.stdout)["status"])
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError) as error:
         do = plugin.get("installHint") or "See whether it runs by itself"
         text = explain(f"credentials by {command}", got=str(error), expected="an ExecCredential", do=str(do))
         raise LaunchError(text) from error
@@ -131,7 +132,7 @@ def _read(path: Path) -> Any:
     do = "Point KUBECONFIG to a kubeconfig that you may read"
     try:
         return YAML(typ="safe", pure=True).load(path) or {}
-    except (OSError, YAMLError) as error:
+    except (OSError, YAMLError, ValueError, RecursionError) as error:
         got = (error.strerror if isinstance(error, OSError) else None) or str(error)
         text = explain("kubeconfig", got=got, expected="a YAML file that can be read", do=do, where=str(path))
         raise UsageError(text) from error

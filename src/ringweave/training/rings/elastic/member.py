@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ringweave import wire
+from ringweave.comm import hearing
 from ringweave.errors import WireError
 from ringweave.membership.rules.records import Decree, slot_of
 from ringweave.params import flat
@@ -172,7 +173,7 @@ class RingMember:
         return {"place": words, "epoch": seated.epoch, "testament": seated.testament}
 
     def _go_on(self, said: Said) -> None:
-        left = json.loads(said["testament"]) if said["testament"] else {}
+        left = _said("testament of a ring", said["testament"], "what it has used up") if said["testament"] else {}
         self._session().change(lambda: self._crew().go_on(said["place"], said["epoch"], left))
         self._take_over(self._crew().ring_place.base_version)
 
@@ -205,7 +206,8 @@ class RingMember:
         self._take_over(found["version"])
         place.num_meetings += 2
         place.num_tickets += use_up is not None
-        return {int(ring): json.loads(each) for ring, each in found["met"].items()}
+        expected = "its account"
+        return {int(ring): _said(f"what ring {ring} says", each, expected) for ring, each in found["met"].items()}
 
     def rest(self) -> None:
         """The ring computes nothing until it meets the others. Waits for no other member: it may have failed."""
@@ -314,6 +316,10 @@ class RingMember:
         place.base_version = place.next_version = version
         if self.changes is not None:
             self.changes.begin_anew()
+
+
+def _said(what: str, text: str, expected: str) -> Said:
+    return hearing.read(text.encode(), what, hearing.an_object, expected=expected)
 
 
 def _round(

@@ -1,0 +1,148 @@
+"""What probing ranks tell each other: whoever has the token, which goes over the wire as it is, can say anything."""
+
+import json
+import random
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ringweave.comm.members import Member, Members, Place
+from ringweave.comm.probing import calls, conducting, orders
+from ringweave.comm.probing.calls import Kind
+from ringweave.comm.probing.conducting import Conductor
+from ringweave.comm.probing.flowing import Part, Timing
+from ringweave.comm.probing.orders import Line
+from ringweave.comm.transport.connecting import Door, open_doors
+from ringweave.errors import PeerError
+from ringweave.topology.recovery import Batch, Flow
+from tests.comm.probing.parts import TOKEN, at_once
+from tests.wire.test_bad_bytes import mutated
+
+PART = Part(number=3, sends_to=[1], receives_from=[1], timing=Timing(), rails=[0])
+FLOW = orders.flow_order(PART)
+
+
+def received(data: bytes) -> dict[str, Any]:
+    """What a rank hears of a peer that sends that and hangs up."""
+    theirs, ours = socket.socketpair()
+    with theirs:
+        theirs.sendall(data)
+    line = Line(ours, "rank 0 (node n0)")
+    try:
+        return line.receive()
+    finally:
+        line.close()
+
+
+@pytest.mark.parametrize(
+    ("data", "got"),
+    [
+        (b"", "it hung up"),
+        (b'{"do": "end"}', "it hung up"),
+        (b"[" * 900 + b"\n", "Expecting value"),
+        (b"[" * 9_000 + b"\n", "brackets in brackets"),
+        (b'{"a":' * 1_900 + b"\n", "brackets in brackets"),
+        (b"\xff\xfe\n", "Expecting value|truncated"),
+        (b'{"found": "\xe9"}\n', "utf-8"),
+        (b"null\n", r"something else: b'null"),
+        (b"[]\n", r"something else: b'\[\]"),
+        (b" " * 50_000 + b"\n", "a line of \\d{5} bytes and more"),
+        (b'{"failed": "no route"}\n', "no route"),
+    ],
+    ids=lambda value: repr(value[:12]),
+)
+def test_rubbish_is_a_peer_that_is_lost(data: bytes, got: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orders, "_MAX_LINE_BYTES", 10_000)
+    with pytest.raises(PeerError, match=f"probing the network: .*({got}).*, expected rank 0 .node n0. to measure"):
+        received(data)
+
+
+def test_mutated_lines_are_read_or_refused() -> None:
+    rng, num_refused = random.Random(8), 0
+    good = json.dumps(FLOW).encode() + b"\n"
+    assert received(good) == FLOW
+    for _ in range(2_000):
+        try:
+            assert isinstance(received(mutated(rng, good)), dict)
+        except PeerError:
+            num_refused += 1
+    assert num_refused > 1_000
+
+
+@pytest.fixture
+def pair() -> Iterator[list[tuple[Members, Door]]]:
+    """Two probing ranks and their doors."""
+    doors = [open_doors([f"127.0.0.{rank + 1}"], 1)[0] for rank in range(2)]
+    ranks = tuple(
+        Member(rank, Place(f"n{rank}", f"127.0.0.{rank + 1}"), (door.entrance,)) for rank, door in enumerate(doors)
+    )
+    yield [(Members(ranks, rank, TOKEN), door) for rank, door in enumerate(doors)]
+    for door in doors:
+        door.close()
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        {},
+        {"do": []},
+        {"do": "ask"},
+        {"do": "ask", "peer": "x", "number": 1},
+        {"do": "ask", "peer": 7, "number": 1},
+        {"do": "ask", "peer": 0, "number": -1},
+        {"do": "reach", "peers": 7, "rail": 0},
+        {"do": "reach", "peers": [0], "rail": 9},
+        FLOW | {"timing": {"window_s": 1.0, "more": 1}},
+        FLOW | {"timing": {"window_s": "x"}},
+        FLOW | {"number": 2**70, "sends_to": [0]},
+        {key: value for key, value in FLOW.items() if key != "rails"},
+    ],
+    ids=str,
+)
+def test_what_is_no_order_ends_the_probing_of_a_rank(pair: list[tuple[Members, Door]], order: dict[str, Any]) -> None:
+    (first, first_door), (second, second_door) = pair
+
+    def lead() -> None:
+        calling = calls.callers(first_door.outer)
+        while (answered := calls.answer(calling, first, 60.0)) is None:
+            pass
+        line = Line(answered[1], "rank 1")
+        line.send(order)
+        with pytest.raises(PeerError, match="it hung up"):
+            line.receive()
+        line.close()
+
+    led, obeyed = at_once(lead, lambda: orders.obey(second, second_door.outer))
+    assert led is None
+    assert isinstance(obeyed, PeerError)
+    assert "no order: {" in str(obeyed)
+
+
+@pytest.mark.parametrize("latency", ["{}", '{"latency_s": NaN}', '{"latency_s": -1}', '{"latency_s": "1"}'])
+@pytest.mark.parametrize("rates", ["{}", '{"rates": {"0": [1.0, 1.0]}}', '{"rates": {"0": [1e400]}}', '{"rates": [1]}'])
+def test_a_report_that_is_none_is_the_fault_of_who_sent_it(
+    pair: list[tuple[Members, Door]], latency: str, rates: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conducting.orders, "follow", lambda *_: {})
+    (first, first_door), (second, _) = pair
+
+    def say() -> None:
+        line = Line(calls.call(second, 0, Kind.ORDERS, 0, 60.0), "rank 0")
+        for text in (latency, rates):
+            line.receive()
+            line._file.write(text.encode() + b"\n")
+            line._file.flush()
+        line.close()
+
+    def lead() -> None:
+        conductor = Conductor(first, first_door.outer, 60.0)
+        expected = r"probing the network: \{.*\}, expected what rank 1 .node n1. has measured\. Run the same ringweave"
+        with pytest.raises(PeerError, match=expected):
+            conductor.latencies(((1, 0),))
+        with pytest.raises(PeerError, match=expected):
+            conductor.rates(Batch((Flow(0, 1),), "pairs"), Timing())
+        conductor.close()
+
+    assert at_once(lead, say) == [None, None]

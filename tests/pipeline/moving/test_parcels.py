@@ -1,0 +1,49 @@
+"""The header of a block that comes from another rank: whoever reaches a collective can say anything there."""
+
+import json
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringweave.errors import TrainingError
+from ringweave.pipeline.moving import parcels
+from tests.wire.test_bad_bytes import mutated
+
+HEADER = {"error": "", "parts": {"parameter a": {"shape": [2], "dtype": "float32"}}, "facts": {}}
+
+
+class Group:
+    """What is received of a rank that sends these bytes as a header."""
+
+    def __init__(self, sent: bytes) -> None:
+        self._sent = sent
+
+    def recv(self, tensor: Tensor, src: int, group: object) -> None:
+        if tensor.dtype == torch.int64:
+            tensor.fill_(len(self._sent))
+        else:
+            tensor.copy_(torch.frombuffer(bytearray(self._sent), dtype=torch.uint8))
+
+
+def received(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> parcels.Header:
+    monkeypatch.setattr(parcels, "dist", Group(sent))
+    return parcels.receive_header(1, None)  # pyrefly: ignore
+
+
+@pytest.mark.parametrize("sent", [b"null", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000, b"9" * 5000])
+def test_rubbish_is_refused(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TrainingError, match=r"header of a block: .*, expected JSON of what follows\. Run the same ver"):
+        received(sent, monkeypatch)
+
+
+def test_mutated_headers_are_read_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, good, num_refused = random.Random(12), json.dumps(HEADER).encode(), 0
+    assert received(good, monkeypatch) == HEADER
+    for _ in range(1_000):
+        try:
+            received(mutated(rng, good), monkeypatch)
+        except TrainingError:
+            num_refused += 1
+    assert num_refused > 500
