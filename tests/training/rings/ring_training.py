@@ -305,6 +305,7 @@ def move_with_local_steps(port: int, keys: str, local_steps: int) -> dict[str, l
         for x, y in shared:
             take_step(model, optimizer, x, y)
             sums.append(weights_of(model.module).sum().item())
+            time.sleep(0.02)  # else one ring may be through with the epoch before the other one gets the processor
         seen["rings"].append(seat.rings)
         seen["pushes"].append(seat.member._sequence)
         seen["steps"].append(sums)

@@ -16,7 +16,8 @@ from typing import Any
 
 from ringweave import telemetry
 from ringweave.errors import LaunchError, UsageError, explain
-from ringweave.launch import run_dirs
+from ringweave.files import json_text
+from ringweave.launch import records, run_dirs
 from ringweave.launch.run_dirs import RunDir
 from ringweave.membership.rules.settings import Bounds
 
@@ -88,7 +89,7 @@ class Desk:
         """Workers that are asked for now, once for each request; None where there is none, or none that can be read."""
         try:
             with self._path.open("rb") as file:
-                text = file.read(_MOST_BYTES)
+                text = file.read(_MOST_BYTES + 1)
             self._path.unlink()
         except OSError:
             return None
@@ -170,7 +171,7 @@ def ask(
 
 def _check(run_dir: RunDir) -> None:
     try:
-        record = json.loads(run_dir.record.read_text(encoding="utf-8"))
+        record = json_text.load(run_dir.record, records.MAX_BYTES)
     except (OSError, ValueError) as error:
         do = "Give the directory that `ringweave run` has named"
         text = explain("run directory", got=str(run_dir.root), expected="one with a run.json", do=do)
@@ -197,8 +198,8 @@ def _answer(run_dir: RunDir, asked: str) -> Scale | None:
 
 def _parse(text: bytes) -> tuple[str, int] | None:
     try:
-        request = json.loads(text)
-    except (ValueError, RecursionError):
+        request = json_text.loads(text, _MOST_BYTES)
+    except ValueError:
         return None
     if not isinstance(request, dict):
         return None
