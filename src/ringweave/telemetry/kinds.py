@@ -76,7 +76,7 @@ KINDS: Mapping[str, Kind] = {
         fields={
             "term": "1 for the first coordinator, then one more for each that takes over",
             "number": "number of the epoch, growing within a term; numbers are left out where forming one failed",
-            "said_in": "term of the coordinator that says so: a later one, where an epoch goes on with another",
+            "said_in": "term of the coordinator that says so: a later one, if members went to another and back",
             "members": "names of the members by rank, `SLOT.INCARNATION`",
             "newcomers": "those of them that have to read the state of a peer first",
             "committed": "number of the last reduction of gradients that is committed",
