@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from ringweave.membership.rules.records import slot_of
@@ -103,10 +103,13 @@ class RandomWorld(RuleBasedStateMachine):
     def divide_as_an_epoch_begins(self, data: st.DataObject, num: int) -> None:
         """Into two parts, and into others just when one of those begins an epoch, which some then hear nothing of."""
         self._divide(data)
-        begun = len(self.world.decrees)
-        self._go_on(40, until=lambda: len(self.world.decrees) > begun)
+        self._go_on_until_an_epoch_begins()
         self._divide(data)
         self._go_on(num)
+
+    def _go_on_until_an_epoch_begins(self) -> None:
+        begun = len(self.world.decrees)
+        self._go_on(40, until=lambda: len(self.world.decrees) > begun)
 
     @rule(data=st.data(), is_stuck=st.booleans())
     def hang(self, data: st.DataObject, is_stuck: bool) -> None:
@@ -305,6 +308,22 @@ TestRandomWorld.settings = settings(
 
 TestRandomNodes = RandomNodes.TestCase
 TestRandomNodes.settings = TestRandomWorld.settings
+
+
+@settings(TestRandomWorld.settings, max_examples=effort.share_of(200))
+@given(num_members=st.integers(2, 5), data=st.data())
+def test_of_parts_that_change_again_and_again_at_most_one_goes_on(num_members: int, data: st.DataObject) -> None:
+    """Where nothing else fails; among all other faults that happens too seldom."""
+    random = RandomWorld()
+    random.world = World(num_members)
+    random._go_on(30)
+    for _ in range(data.draw(st.integers(1, 6))):
+        random._divide(data)
+        if data.draw(st.booleans()):
+            random._go_on_until_an_epoch_begins()
+        else:
+            random._go_on(data.draw(st.integers(0, 60)))
+    random.teardown()
 
 
 def test_half_of_a_job_goes_on_when_the_node_with_the_coordinator_is_lost() -> None:
