@@ -65,7 +65,7 @@ class Coordinator:
         self._waiting_since_s: float | None = None
         self._begun_s, self._rest_s, self._woken_at = -math.inf, 0.0, -1
         self._back_s = -math.inf
-        self._back: dict[str, Standing] = {}
+        self._asked: dict[str, Standing] = {}
         """Who has asked this one in its present term, while it decided."""
         self.num_woken = 0
         """How often all waited for each other in vain, and were told to begin anew."""
@@ -160,8 +160,7 @@ class Coordinator:
         """A member has lost its coordinator, and asks this one to take over."""
         member = rejoining.standing.member
         if rejoining.decree is not None:
-            self._hear_of(rejoining.decree.ballot[0])
-            self._hear_of_epoch(rejoining.decree.ballot)
+            self._hear_of(rejoining.decree.ballot[0], rejoining.decree.ballot)
         # How long answers may take where it runs is known to it: it need not be waited for as a process that starts.
         first_s = _FIRST_FACTOR * rejoining.patience_s if rejoining.patience_s else None
         self._take_back(member, now_s, first_s)
@@ -169,7 +168,7 @@ class Coordinator:
         if self.is_active and self._term <= rejoining.promised[0]:
             # Whoever asks follows no order of the term that it has given up.
             self._term = self._last_term = self._term_after(rejoining.promised)
-            self._back.clear()
+            self._asked.clear()
             if self._proposal is not None:
                 self._propose(is_urgent=self._proposal.is_urgent)
         if self.is_active and rejoining.decree is not None and not is_known:
@@ -177,18 +176,18 @@ class Coordinator:
             return
         self._presence.enter(member, now_s, first_s)
         self._presence.beat(member, rejoining.beat, now_s)
-        self._note_back(rejoining.standing)
+        self._note_asked(rejoining.standing)
         self._election.vote(rejoining, now_s)
         self._note_level(rejoining.standing)
         if not self.is_active and self._election.is_won:
             self._take_over(now_s)
         self._consider(now_s)
 
-    def _note_back(self, standing: Standing) -> None:
+    def _note_asked(self, standing: Standing) -> None:
         """A member has asked this one while it decides. If most have, after another one was asked, its term counts."""
         if self.is_active and self.decree is not None:
-            self._back[standing.member] = standing
-            if quorum.is_majority(self.decree.members, list(self._back.values()), self.decree.members):
+            self._asked[standing.member] = standing
+            if quorum.is_majority(self.decree.members, list(self._asked.values()), self.decree.members):
                 self._reign = self._term
 
     def take_sought(self) -> dict[str, str]:
@@ -206,40 +205,30 @@ class Coordinator:
         self._take_back(member, now_s)
         self._presence.beat(member, beat, now_s)
 
-    def _hear_of(self, term: int) -> None:
-        """Most members have followed somebody in that term. If it is greater than this one's, its time is over.
+    def _hear_of(self, term: int, ballot: Ballot) -> None:
+        """Members are in that epoch, and most have followed somebody in that term. Who knows of the later epoch stays.
 
-        Members have chosen another one while this one was away or cut off: it becomes a standby that knows nothing.
+        Of one epoch that is who decides in the greater term; as long as this one knows of none, terms alone count. Else
+        members have chosen another one while this one was away or cut off: it becomes a standby that knows nothing. A
+        later epoch may be of a smaller term than this one's: members have asked for this one, and have gone to the
+        other before they heard of its term. Whoever went on from the epoch that holds here would do steps once more.
         """
-        if term > self._reign and self.is_active:
-            self._step_down()
-
-    def _hear_of_epoch(self, ballot: Ballot) -> None:
-        """A member is in that epoch. If it is later than the one that holds here, others have begun it meanwhile.
-
-        That may be so in a smaller term than this one's: members have asked for this one, and have gone to the other
-        before they heard of its term. Whoever went on from the epoch that holds here would do their steps once more.
-        """
-        if self.is_active and self.decree is not None and ballot > self.decree.ballot:
-            self._step_down()
-
-    def _step_down(self) -> None:
-        self._term = self._reign = 0
-        self._forget()
+        known = ballot if self.decree is None else self.decree.ballot
+        if self.is_active and (ballot, term) > (known, self._reign):
+            self._term = self._reign = 0
+            self._forget()
 
     def hear_active(self, term: int, ballot: Ballot) -> None:
-        """The other coordinator decides, in that term, and knows of that epoch. Who knows of the later one stays."""
+        """The other coordinator decides, in that term, and knows of that epoch."""
         self._election.forget_announced()
-        self._hear_of_epoch(ballot)
-        if self.decree is None or ballot == self.decree.ballot:
-            self._hear_of(term)
+        self._hear_of(term, ballot)
 
     def part(self, member: str) -> None:
         """It took its leave of this connection, or that broke because nothing passed: it lives, for all that is known.
 
         It may come back, and nothing has happened; if it does not, its heartbeats will be missed.
         """
-        self._back.pop(member, None)
+        self._asked.pop(member, None)
         if not self.is_active:  # it looks for a coordinator that decides
             self._presence.forget(member)
             self._election.withdraw(member)
@@ -550,7 +539,7 @@ class Coordinator:
         elif decree.committed > self._woken_at:
             self._rest_s = 0.0
         self._begun_s = now_s
-        self._back.clear()
+        self._asked.clear()
         self.decree = decree
         self._reign, self._proposal, self._waiting_since_s = proposal.ballot[0], None, None
         for each in standings:

@@ -138,7 +138,8 @@ class Parts:
         del call
         counts = {name: each.count() for name, each in self._all()}
         active = {name: count for name, count in counts.items() if name != JOB and count.is_active}
-        terms, epochs = ({name: getattr(count, what) for name, count in active.items()} for what in ("term", "ballot"))
+        terms = {name: count.term for name, count in active.items()}
+        epochs = {name: count.ballot for name, count in active.items()}
         return counts[JOB].model_copy(update={"parts": terms, "epochs": epochs, "ended": self.ended})
 
 
