@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import itertools
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,7 +178,7 @@ def load_wrongly(directory: Path) -> list[str]:
         try:
             checkpoints.load(make_pipeline(Case(widths=widths)), place)
         except RingweaveError as error:
-            texts.append(str(error).replace(str(directory), "DIR"))
+            texts.append(re.sub(r"-[0-9a-f]{16}\.", "-CHECK.", str(error).replace(str(directory), "DIR")))
     return texts
 
 

@@ -1,15 +1,19 @@
 """What real processes do in tests of checkpoints that a crash breaks off."""
 
 import errno
+import functools
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest import mock
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from ringweave.errors import TrainingError
@@ -24,6 +28,7 @@ MOMENTS = (
     "the new one has its name",
     "the old one half deleted",
 )
+_CHECK = re.compile(r"-[0-9a-f]{16}\.")
 
 
 class Crash(BaseException):
@@ -61,7 +66,7 @@ def watch_saving(directory: Path) -> list[str]:
         fsync(descriptor)
 
     def watched_rename(path: Path, target: Path) -> Path:
-        done.append(f"rename {path.name} {target.name}")
+        done.append(f"rename {path.name} {_CHECK.sub('-CHECK.', target.name)}")
         return rename(path, target)
 
     with mock.patch.object(os, "fsync", watched_fsync), mock.patch.object(Path, "rename", watched_rename):
@@ -86,13 +91,13 @@ def _crashing(directory: Path, moment: str) -> Any:
     rename, rmtree = Path.rename, shutil.rmtree
 
     def broken_rename(path: Path, target: Path) -> Path:
-        if moment == "all written" or (moment == "the old one aside" and target == directory):
+        if (moment == "all written" and path.is_dir()) or (moment == "the old one aside" and target == directory):
             raise Crash
         return rename(path, target)
 
     def broken_rmtree(path: Path, **settings: Any) -> None:
-        if path.name.endswith(".old") and (path / "block-00000.safetensors").exists():
-            (path / "block-00000.safetensors").unlink()
+        if path.name.endswith(".old") and (blocks := list(path.glob("block-00000-*"))):
+            blocks[0].unlink()
             raise Crash
         rmtree(path, **settings)
 
@@ -129,6 +134,56 @@ def save_on_full_disks(directory: Path) -> tuple[list[str], int]:
     loaded = pipeline.train_step_index
     _train_and_save(pipeline, directory, 5)
     return said, loaded
+
+
+def load_damaged(directory: Path) -> dict[str, Any]:
+    """What `load` says of checkpoints that were damaged in all ways, and whether the pipeline was left as it was."""
+    _train_and_save(make_pipeline(Case()), directory, 0)
+    pipeline = make_pipeline(Case())
+    before = fingerprints(pipeline)
+    texts: dict[str, list[str]] = {}
+    for name, damage in _damages(directory):
+        damaged = directory.with_name("damaged")
+        shutil.copytree(directory, damaged)
+        damage(damaged)
+        try:
+            checkpoints.load(pipeline, damaged)
+            texts.setdefault(name, []).append("loaded")
+        except TrainingError as error:
+            texts.setdefault(name, []).append(str(error).replace(str(damaged), "DIR"))
+        shutil.rmtree(damaged)
+    is_unchanged = fingerprints(pipeline) == before and pipeline.train_step_index == 0
+    checkpoints.load(pipeline, directory)
+    return {"texts": texts, "unchanged": is_unchanged, "steps of the whole one": pipeline.train_step_index}
+
+
+def _damages(directory: Path) -> Iterator[tuple[str, Callable[[Path], object]]]:
+    """(what it is called, what does it to a folder)."""
+    random = Random(1)
+    for path in sorted(directory.glob("block-*")):
+        whole = path.read_bytes()
+        for length in (0, 7, 8, 100, len(whole) // 2, len(whole) - 1):
+            yield "cut", functools.partial(_put, path.name, whole[:length])
+        for place in (0, 9, len(whole) - 1, *random.sample(range(len(whole)), 20)):
+            flipped = bytes([whole[place] ^ 1 << random.randrange(8)])
+            yield "flipped", functools.partial(_put, path.name, whole[:place] + flipped + whole[place + 1 :])
+        yield "missing", lambda folder, path=path: (folder / path.name).unlink()
+    text = (directory / checkpoints.SHARED).read_text()
+    other = text.replace('"train_steps": 1', '"train_steps": 3').encode()
+    yield "another number", functools.partial(_put, checkpoints.SHARED, other)
+    yield "half of pipeline.json", functools.partial(_put, checkpoints.SHARED, text[: len(text) // 2].encode())
+    yield "right check, no safetensors", _replace_first_block
+
+
+def _put(name: str, content: bytes, folder: Path) -> None:
+    (folder / name).write_bytes(content)
+
+
+def _replace_first_block(folder: Path) -> None:
+    (path,) = folder.glob("block-00000-*")
+    path.unlink()
+    content = b"no safetensors"
+    _put(f"block-00000-{xxhash.xxh3_64_hexdigest(content)}.safetensors", content, folder)
 
 
 class Mastered(torch.optim.Optimizer):

@@ -1,6 +1,8 @@
 """Checkpoints are loaded with other stages, and training goes on with the same bits."""
 
+import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,9 @@ def test_training_goes_on_with_the_same_bits_on_other_stages_and_on_one_device(t
     whole: dict[int, str] = {}
     for bits in run_ranks(pipeline_functions.save_and_go_on, 3, directory):
         whole |= bits
-    assert sorted(path.name for path in directory.iterdir()) == [
-        *(f"block-0000{index}.safetensors" for index in range(5)),
+    names = sorted(path.name for path in directory.iterdir())
+    assert [re.sub(r"-[0-9a-f]{16}\.", "-CHECK.", name) for name in names] == [
+        *(f"block-0000{index}-CHECK.safetensors" for index in range(5)),
         checkpoints.SHARED,
     ]
     assert not list(tmp_path.glob("*.part"))
@@ -46,9 +49,10 @@ def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, moment:
 
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path) -> None:
     done = run_ranks(saving_functions.watch_saving, 1, tmp_path / "checkpoint")[0]
-    blocks = [f"sync block-{index:05d}.safetensors" for index in range(len(pipeline_functions.make_blocks()))]
+    stems = [f"block-{index:05d}" for index in range(len(pipeline_functions.make_blocks()))]
+    blocks = [(f"sync {stem}.safetensors", f"rename {stem}.safetensors {stem}-CHECK.safetensors") for stem in stems]
     assert done == [
-        *blocks,
+        *itertools.chain.from_iterable(blocks),
         f"sync {checkpoints.SHARED}",
         "sync checkpoint.part",
         "rename checkpoint.part checkpoint",
@@ -95,5 +99,30 @@ def test_wrong_checkpoints(tmp_path: Path) -> None:
     )
     assert other == (
         "block 0 of the checkpoint: ('0.bias', (8,)), expected the names and shapes of this block. "
-        "Build the same blocks as the run that saved it. [DIR/block-00000.safetensors]"
+        "Build the same blocks as the run that saved it. [DIR/block-00000-CHECK.safetensors]"
     )
+
+
+def test_damage_is_found_before_anything_changes(tmp_path: Path) -> None:
+    found = run_ranks(saving_functions.load_damaged, 1, tmp_path / "checkpoint")[0]
+    assert found["unchanged"]
+    assert found["steps of the whole one"] == 1
+    check = "[0-9a-f]{16}"
+    do = ". Load one that was saved before, in a directory of another name, or train anew. "
+    other_bytes = rf"damaged checkpoint: 'check {check}', expected {check}, as its name says{do}\[DIR/block"
+    patterns = {
+        "cut": other_bytes,
+        "flipped": other_bytes,
+        "missing": rf"damaged checkpoint: '0 files of block \d', expected one{do}\[DIR\]",
+        "another number": rf"damaged checkpoint: 'content of another check', expected check {check}{do}"
+        r"\[DIR/pipeline.json\]",
+        "half of pipeline.json": r"checkpoint: .*, expected a file pipeline.json. Name a directory that "
+        r"checkpoints.save has written. \[DIR\]",
+        "right check, no safetensors": r"damaged checkpoint: .*, expected a block that checkpoints.save has written"
+        rf"{do}\[DIR/block",
+    }
+    assert found["texts"].keys() == patterns.keys()
+    for damage, pattern in patterns.items():
+        assert found["texts"][damage], damage
+        for text in found["texts"][damage]:
+            assert re.match(pattern, text), (damage, text)

@@ -1,14 +1,16 @@
 """Checkpoints of pipelines that do not know of partitions: a file for each block, and one for what all share.
 
 ```text
-DIR/pipeline.json                  train steps done, number of blocks, settings of the optimizer, the script's own state
-DIR/block-00003.safetensors        parameters, buffers, extra state and optimizer state of one block
+DIR/pipeline.json                                  train steps done, number of blocks, settings of the optimizer, the
+                                                   script's own state
+DIR/block-00003-0123456789abcdef.safetensors       parameters, buffers, extra state and optimizer state of one block
 ```
 
 So they are loaded with other stages, on one device, or block by block by a program of its own. There is no pickle in
 them but what a module's `get_extra_state` gives, which is read with `weights_only`. A directory is complete or not
 there: it is written beside its place (`DIR.part`), brought to the disk, and renamed. The one before stands aside
-(`DIR.old`) meanwhile; `load` takes it after a crash between the two names.
+(`DIR.old`) meanwhile; `load` takes it after a crash between the two names. What was damaged afterwards is refused: the
+name of a block's file holds the check of all its bytes, and `pipeline.json` that of its own content.
 """
 
 import functools
@@ -20,18 +22,19 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import safe_open
+import xxhash
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ringweave.errors import RingweaveError, TrainingError, explain, shorten
-from ringweave.files import durable, json_text
+from ringweave.files import checksums, durable, json_text
 from ringweave.pipeline.models import extras
 from ringweave.pipeline.moving.voting import vote
 from ringweave.pipeline.optimizing.optimizer import load_as_saved
 from ringweave.pipeline.pipeline import Pipeline
 
 SHARED = "pipeline.json"
-_FORMAT = 1
+_FORMAT = 2
 _MODEL, _OPTIMIZER, _EXTRA = "model/", "optimizer/", "extra/"
 
 
@@ -55,7 +58,8 @@ def load(pipeline: Pipeline, directory: Path) -> dict[str, Any]:
     """Go on where `save` was called, with any partition; returns the script's `extra`.
 
     Raises:
-        TrainingError: There is no complete checkpoint, or it is of another model.
+        TrainingError: There is no complete checkpoint, or it is damaged, which is found before anything changes; or it
+            is of another model.
     """
     directory = _whole(directory)
     shared = _shared(directory)
@@ -67,8 +71,9 @@ def load(pipeline: Pipeline, directory: Path) -> dict[str, Any]:
                 "blocks of the checkpoint", got=shared["num_blocks"], expected=expected, do=do, where=str(directory)
             )
         )
-    for block in pipeline.blocks.held:
-        _load_block(pipeline, block, directory)
+    paths = {block: _found(directory, block) for block in pipeline.blocks.held}
+    for block, path in paths.items():
+        _load_block(pipeline, block, path)
     pipeline.optimizer.load_settings(shared["optimizer"])
     pipeline.train_step_index = shared["train_steps"]
     return shared["extra"]
@@ -115,8 +120,9 @@ def _write(pipeline: Pipeline, directory: Path, extra: Mapping[str, Any]) -> Non
             "optimizer": pipeline.optimizer.settings(),
             "extra": extra,
         }
+        as_read = json.loads(json.dumps(shared))
         path = _beside(directory) / SHARED
-        path.write_text(json.dumps(shared, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps({**as_read, "check": _check(as_read)}, indent=1) + "\n", encoding="utf-8")
         _sync(path)
 
 
@@ -175,6 +181,9 @@ def _shared(directory: Path) -> dict[str, Any]:
                 "format of the checkpoint", got=shared.get("format"), expected=str(_FORMAT), do=do, where=str(directory)
             )
         )
+    check = shared.pop("check", None)
+    if check != _check(shared):
+        raise _damaged(directory / SHARED, "content of another check", f"check {check}")
     return shared
 
 
@@ -196,19 +205,49 @@ def _save_block(pipeline: Pipeline, block: int, directory: Path) -> None:
                 tensors[f"{_OPTIMIZER}{place}/{name}"] = value.detach().contiguous().cpu()
             else:
                 rest.setdefault(str(place), {})[name] = value
-    path = _path(directory, block)
+    path = directory / f"{_stem(block)}.safetensors"
     safetensors.torch.save_file(tensors, path, metadata={"optimizer": json.dumps(rest)})
     _sync(path)
+    path.rename(directory / f"{_stem(block)}-{checksums.of_file(path)}.safetensors")
 
 
-def _load_block(pipeline: Pipeline, block: int, directory: Path) -> None:
-    path = _path(directory, block)
+def _found(directory: Path, block: int) -> Path:
+    """A block's file, all of whose bytes are what was written."""
+    paths = list(directory.glob(f"{_stem(block)}-*.safetensors"))
+    if len(paths) != 1:
+        raise _damaged(directory, f"{len(paths)} files of block {block}", "one")
+    (path,) = paths
+    check = path.stem.removeprefix(f"{_stem(block)}-")
+    try:
+        got = checksums.of_file(path)
+    except OSError as cause:
+        raise _damaged(path, str(cause), "a file that can be read") from cause
+    if got != check:
+        raise _damaged(path, f"check {got}", f"{check}, as its name says")
+    return path
+
+
+def _load_block(pipeline: Pipeline, block: int, path: Path) -> None:
+    try:
+        model, extra, state = _read_block(path)
+    except (SafetensorError, OSError, ValueError, TypeError, AttributeError) as cause:
+        raise _damaged(path, str(cause), "a block that checkpoints.save has written") from cause
+    _fill(pipeline, block, model, path)
+    for name, raw in extra.items():
+        extras.fill(pipeline.blocks[block], name, raw)
+    optimizer = pipeline.optimizer.of(block)
+    if optimizer is not None:
+        load_as_saved(optimizer, {**optimizer.state_dict(), "state": state})
+
+
+def _read_block(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[int, dict[str, Any]]]:
+    """(parameters and buffers, extra state, state of the optimizer) in a block's file."""
     model: dict[str, Tensor] = {}
     extra: dict[str, Tensor] = {}
     state: dict[int, dict[str, Any]] = {}
     # In host memory: what an optimizer keeps there (its counters of steps) stays there.
     with safe_open(path, framework="pt", device="cpu") as file:
-        for place, values in json.loads((file.metadata() or {}).get("optimizer", "{}")).items():
+        for place, values in json_text.loads((file.metadata() or {}).get("optimizer", "{}")).items():
             state.setdefault(int(place), {}).update(values)
         for key in file.keys():  # noqa: SIM118 - not a dict
             if key.startswith(_MODEL):
@@ -218,12 +257,7 @@ def _load_block(pipeline: Pipeline, block: int, directory: Path) -> None:
             else:
                 place, name = key.removeprefix(_OPTIMIZER).split("/", 1)
                 state.setdefault(int(place), {})[name] = file.get_tensor(key)
-    _fill(pipeline, block, model, path)
-    for name, raw in extra.items():
-        extras.fill(pipeline.blocks[block], name, raw)
-    optimizer = pipeline.optimizer.of(block)
-    if optimizer is not None:
-        load_as_saved(optimizer, {**optimizer.state_dict(), "state": state})
+    return model, extra, state
 
 
 @torch.no_grad()
@@ -244,5 +278,14 @@ def _fill(pipeline: Pipeline, block: int, model: Mapping[str, Tensor], path: Pat
         tensor.copy_(model[name])
 
 
-def _path(directory: Path, block: int) -> Path:
-    return directory / f"block-{block:05d}.safetensors"
+def _stem(block: int) -> str:
+    return f"block-{block:05d}"
+
+
+def _check(shared: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(shared).encode())
+
+
+def _damaged(path: Path, got: str, expected: str) -> TrainingError:
+    do = "Load one that was saved before, in a directory of another name, or train anew"
+    return TrainingError(explain("damaged checkpoint", got=got, expected=expected, do=do, where=str(path)))

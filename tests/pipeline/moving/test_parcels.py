@@ -47,3 +47,25 @@ def test_mutated_headers_are_read_or_refused(monkeypatch: pytest.MonkeyPatch) ->
         except TrainingError:
             num_refused += 1
     assert num_refused > 500
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"parameter weight": {"shape": [2, 2]}},
+        {"parameter weight": {"shape": [2, "2"], "dtype": "float32"}},
+        {"parameter weight": {"shape": [-1, 2], "dtype": "float32"}},
+        {"parameter weight": {"shape": [2, 2], "dtype": "nn"}},
+        {"parameter weight": {"shape": [2, 2], "dtype": "no such thing"}},
+        {"parameter weight": {"shape": [2, 2], "dtype": "float32", "data": "AAAA"}},
+        {"parameter weight": {"shape": [2, 2], "dtype": "float32", "data": 5}},
+        {"parameter weight": [2, 2]},
+        ["parameter weight"],
+    ],
+)
+def test_what_describes_no_tensors_is_refused(parts: object) -> None:
+    block = torch.nn.Linear(2, 2)
+    before = block.weight.detach().clone()
+    with pytest.raises(TrainingError, match=r"parts of a block: .*, expected shape, dtype and data of each tensor\."):
+        parcels.Receiving({"error": "", "parts": parts, "facts": {}}, block)
+    assert torch.equal(block.weight, before)

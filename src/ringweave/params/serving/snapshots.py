@@ -170,7 +170,7 @@ def of_buffers(buffers: Mapping[str, Buffer]) -> tuple[str, dict[str, Tensor]]:
 
 def _tensor_over(memory: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     if not memoryview(memory).nbytes:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(0, dtype=dtype).view(shape)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 

@@ -56,21 +56,28 @@ class Receiving:
         """Make room.
 
         Raises:
-            TrainingError: What comes does not fit the block.
+            TrainingError: What comes does not fit the block, or is described by something else than `Sending` writes.
         """
         self.arrived = Contents(facts=header["facts"])
         self._large: list[tuple[Tensor, Tensor]] = []
-        for name, part in header["parts"].items():
-            form = torch.empty(part["shape"], dtype=getattr(torch, part["dtype"]), device="meta")
-            own = contents.room_for(name, form, block)
-            self.arrived.tensors[name] = own
-            if "data" in part:
-                raw = bytearray(base64.b64decode(part["data"]))
-                if raw:
-                    own.copy_(torch.frombuffer(raw, dtype=own.dtype).reshape(own.shape))
-            else:
-                in_place = own.device.type == "cpu" and own.is_contiguous()
-                self._large.append((own, own if in_place else torch.empty(own.shape, dtype=own.dtype)))
+        try:
+            for name, part in header["parts"].items():
+                self._make_room(name, part, block)
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as cause:
+            expected, do = "shape, dtype and data of each tensor", "Run the same version of ringweave on all ranks"
+            raise TrainingError(explain("parts of a block", got=str(cause), expected=expected, do=do)) from cause
+
+    def _make_room(self, name: str, part: Mapping[str, Any], block: nn.Module) -> None:
+        form = torch.empty(part["shape"], dtype=getattr(torch, part["dtype"]), device="meta")
+        own = contents.room_for(name, form, block)
+        self.arrived.tensors[name] = own
+        if "data" in part:
+            raw = bytearray(base64.b64decode(part["data"]))
+            if raw:
+                own.copy_(torch.frombuffer(raw, dtype=own.dtype).reshape(own.shape))
+        else:
+            in_place = own.device.type == "cpu" and own.is_contiguous()
+            self._large.append((own, own if in_place else torch.empty(own.shape, dtype=own.dtype)))
 
     def receive(self, src: int, group: dist.ProcessGroup) -> list[dist.Work]:
         """Begin to receive the large tensors."""

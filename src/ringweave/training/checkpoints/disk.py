@@ -19,14 +19,14 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ringweave.errors import TrainingError, explain
-from ringweave.files import durable
+from ringweave.files import checksums, durable
 from ringweave.training.checkpoints import encoding
 from ringweave.training.checkpoints.staging import Staged
 
@@ -122,9 +122,8 @@ def read(saved: Saved, source: Path | None = None) -> Content:
     """
     path = source or saved.path
     try:
-        with path.open("rb") as file:
-            if check_of(file) != saved.check:
-                raise _damaged(saved, "bytes of another check")
+        if checksums.of_file(path) != saved.check:
+            raise _damaged(saved, "bytes of another check")
         with safe_open(path, framework="pt") as file:
             document = json.loads((file.metadata() or {})[_KEY])
             tensors: dict[str, Tensor] = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
@@ -134,14 +133,6 @@ def read(saved: Saved, source: Path | None = None) -> Content:
         return Content(train_step=document["train_step"], world_size=document["world_size"], parts=parts)
     except (SafetensorError, OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as cause:
         raise _damaged(saved, f"{type(cause).__name__}: {cause}") from cause
-
-
-def check_of(file: BinaryIO) -> str:
-    """xxh3 (64 bits) of all that is left of a file, in hexadecimal."""
-    found = xxhash.xxh3_64()
-    while piece := file.read(_PIECE_BYTES):
-        found.update(piece)
-    return found.hexdigest()
 
 
 def remove(files: Iterator[Saved]) -> None:

@@ -212,6 +212,13 @@ def test_what_is_no_report_is_refused(office: Office) -> None:
     wait(lambda: address.ask("PUT", "report", "{}")[0] == 400)
 
 
+@pytest.mark.parametrize("place", ["0/1" + "0" * 9, "9" * 5000 + "/1", "0/x"])
+def test_numbers_that_no_node_has_are_nowhere(office: Office, place: str) -> None:
+    office.note()
+    address = Address(url=office.url, group=f"default/{office.name}/{place}", token=office.token)
+    assert address.ask("GET", "orders")[0] == 404
+
+
 def test_a_pod_that_still_starts_a_round_when_the_next_ones_credentials_come_is_called_back(office: Office) -> None:
     """It waited for them until its patience was over, failed, and paid a retry for what another node had done."""
     office.note()

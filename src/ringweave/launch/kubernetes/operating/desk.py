@@ -102,13 +102,13 @@ class Desk:
     async def serve(self, host: str, port: int, certificate: ServerCertificate | None) -> web.AppRunner:
         """Begin to answer; the runner's `addresses` say where, its `cleanup` ends it."""
         app = web.Application(client_max_size=_MOST_BYTES)
-        path = r"/v1/{namespace}/{job}/{node:\d+}/{attempt:\d+}"
+        path = r"/v1/{namespace}/{job}/{node:\d{1,9}}/{attempt:\d{1,9}}"
         app.router.add_get(path + "/orders", self._give_orders)
         app.router.add_put(path + "/report", self._take_report)
-        app.router.add_put(path + r"/credentials/{round:\d+}", self._lodge)
-        app.router.add_get(path + r"/credentials/{round:\d+}", self._give_lodged)
-        app.router.add_put(path + r"/spares/{round:\d+}/{of:\d+}", self._lodge_spares)
-        app.router.add_post(path + r"/spares/{round:\d+}", self._give_spares)
+        app.router.add_put(path + r"/credentials/{round:\d{1,9}}", self._lodge)
+        app.router.add_get(path + r"/credentials/{round:\d{1,9}}", self._give_lodged)
+        app.router.add_put(path + r"/spares/{round:\d{1,9}}/{of:\d{1,9}}", self._lodge_spares)
+        app.router.add_post(path + r"/spares/{round:\d{1,9}}", self._give_spares)
         app.router.add_put(path + "/log", self._keep_log)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
