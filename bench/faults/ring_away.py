@@ -91,7 +91,7 @@ def one(options: Namespace, fault: str, folder: Path) -> tuple[Stall, dict[str, 
     is_whole = bool(stalls) and len(stalls) == len(found)
     back = {slot_of(name)[0] for name, each in steps.items() if each[-1].time_s > back_s}
     said = {"members": members, "slots_back": sorted(slots & back), "met_for_s": round(meeting_s, 3)}
-    said |= ring_runs.books(run, steps, len(members))
+    said |= ring_runs.books(run.run_dir, run.checks, steps, len(members))
     return Stall(victims=fault, at_s=at_s, stall_s=max(stalls) if is_whole else None), said, printed
 
 

@@ -173,7 +173,7 @@ def main() -> int:
             printed = run.end()
         steps = ring_runs.read(run.checks)
         stalls = [judge(*each, steps) for each in killed]
-        said = summary(stalls, steps) | ring_runs.books(run, steps, options.kills)
+        said = summary(stalls, steps) | ring_runs.books(run.run_dir, run.checks, steps, options.kills)
     ring_runs.conclude(options, said, stalls, printed)
     return lab_jobs.verdict(missed(said))
 

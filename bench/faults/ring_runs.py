@@ -187,11 +187,6 @@ class Run:
         path = self.checks / f"{member}.txt"
         return path.read_text(encoding="ascii").count("\n") if path.exists() else 0
 
-    def counted(self) -> int:
-        """Versions that the parameter server has made, as it said last."""
-        events = telemetry.read(self.run_dir / "events.jsonl")
-        return max((event["version"] for event in events if event["kind"] == "params_counted"), default=0)
-
     def __enter__(self) -> Self:
         return self
 
@@ -259,12 +254,19 @@ def num_pushes(steps: Mapping[str, Sequence[Done]]) -> int:
     return sum(by_ring.values())
 
 
-def books(run: Run, steps: Mapping[str, Sequence[Done]], num_gone: int) -> dict[str, Any]:
+def counted(run_dir: Path) -> int:
+    """Versions that the parameter server has made, as it said last."""
+    events = telemetry.read(run_dir / "events.jsonl")
+    return max((event["version"] for event in events if event["kind"] == "params_counted"), default=0)
+
+
+def books(run_dir: Path, checks: Path, steps: Mapping[str, Sequence[Done]], num_gone: int) -> dict[str, Any]:
     """What is counted of every run, and has to agree; `wrong`: what does not, in words.
 
     Args:
-        run: The job.
-        steps: Of its processes.
+        run_dir: Of the job.
+        checks: What its processes said of their steps.
+        steps: Those steps.
         num_gone: Workers that were killed or cut off.
     """
     num_alike = num_epochs = num_lost = None
@@ -274,12 +276,12 @@ def books(run: Run, steps: Mapping[str, Sequence[Done]], num_gone: int) -> dict[
     except AssertionError as error:
         wrong.append(str(error))
     try:
-        num_epochs, num_lost = check_accounts(run.checks, num_gone)
+        num_epochs, num_lost = check_accounts(checks, num_gone)
     except AssertionError as error:
         wrong.append(str(error))
     return {
         "pushes_of_rings": num_pushes(steps),
-        "versions_of_the_server": run.counted(),
+        "versions_of_the_server": counted(run_dir),
         "pushes_lost": lost_pushes(steps),
         "parameters_alike": num_alike,
         "epochs_accounted": num_epochs,
@@ -299,7 +301,9 @@ def missed(said: Mapping[str, Any]) -> list[str]:
     return found + (["no epoch of the data was complete, nothing was accounted"] if is_none else [])
 
 
-def parse(description: str | None, *, kills: int, workers: int = 8, repeat: int = 50) -> argparse.Namespace:
+def parse(
+    description: str | None, *, kills: int, workers: int = 8, repeat: int = 50, option: str = "--kills"
+) -> argparse.Namespace:
     """What is asked for, of a job of rings; that many kills, workers, rounds of the data in an epoch if nothing is."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=workers)
@@ -311,7 +315,7 @@ def parse(description: str | None, *, kills: int, workers: int = 8, repeat: int 
     )
     parser.add_argument("--rate", default="25Mbit/s", help="of every node's NIC in the lab")
     parser.add_argument("--rings", type=int, default=2)
-    parser.add_argument("--kills", type=int, default=kills)
+    parser.add_argument(option, dest="kills", type=int, default=kills)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--pause-s", type=float, default=0.15)
@@ -321,7 +325,7 @@ def parse(description: str | None, *, kills: int, workers: int = 8, repeat: int 
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     if asked.kills < 1:
-        raise UsageError(f"--kills: {asked.kills}, expected at least 1. Without a fault nothing is shown.")
+        raise UsageError(f"{option}: {asked.kills}, expected at least 1. Without a fault nothing is shown.")
     return asked
 
 

@@ -142,7 +142,7 @@ def main() -> int:
             printed = run.end()
         steps = ring_runs.read(run.checks)
         stalls = [judge(each, steps) for each in killed]
-        said = summary(stalls) | ring_runs.books(run, steps, num_gone=0)
+        said = summary(stalls) | ring_runs.books(run.run_dir, run.checks, steps, num_gone=0)
     ring_runs.conclude(options, said, stalls, printed)
     return lab_jobs.verdict(missed(said))
 

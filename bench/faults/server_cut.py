@@ -67,7 +67,8 @@ def one(options: argparse.Namespace, way: str, folder: Path) -> tuple[Stall, dic
     found = [(longest_s(each, at_s, at_s + CUT_S), usual_s(each)) for each in elsewhere if len(each) > 10]
     stalls = [max(0.0, longest - usual) for longest, usual in found if longest is not None]
     leaders = [each.leader for each in (before, newest, whole) if isinstance(each, Claim)]
-    said = {"leaders": leaders, **ring_runs.books(run, steps, num_gone=1)}  # the worker that is cut off with the server
+    num_gone = 1  # the worker that is cut off with the server
+    said = {"leaders": leaders, **ring_runs.books(run.run_dir, run.checks, steps, num_gone)}
     is_whole = bool(stalls) and len(stalls) == len(found)
     return Stall(victims=way, at_s=at_s, stall_s=max(stalls) if is_whole else None), said, printed
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,8 +33,8 @@ class Gloo:
         return SimpleNamespace(wait=lambda limit: None)
 
 
-def hosts(timeout: timedelta = timedelta(seconds=10)) -> Hosts:
-    store: Any = SimpleNamespace(clone=HashStore)
+def hosts(timeout: timedelta = timedelta(seconds=10), clone: Callable[[], Any] = HashStore) -> Hosts:
+    store: Any = SimpleNamespace(clone=clone)
     return Hosts(store, Members(RANKS, 0, b""), timeout, cut_own=lambda: None)
 
 
@@ -61,20 +62,26 @@ def test_a_peer_that_stops_before_it_connects_is_not_waited_for_long(
     assert limits == [timedelta(seconds=waited_s)]
 
 
-def test_a_lane_that_is_cut_while_it_connects_goes_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer was stopped just before: the next epoch's sums wait until this lane has let go of their memory."""
-    is_stopped, is_let_go, under = threading.Event(), threading.Event(), hosts()
+@pytest.mark.parametrize("waits_for", ["the store", "a peer"])
+def test_a_lane_that_is_cut_while_it_connects_goes_on_at_once(monkeypatch: pytest.MonkeyPatch, waits_for: str) -> None:
+    """A peer was stopped just before, or the one with the store is gone, for which torch looks for up to a minute.
 
-    def make(*_: object) -> Gloo:
+    The next epoch's sums wait until this lane has let go of their memory.
+    """
+    is_stopped, is_let_go = threading.Event(), threading.Event()
+
+    def stand_still(*_: object) -> Any:
         is_stopped.set()
         is_let_go.wait(60)
         return Gloo()
+
+    under = hosts(clone=stand_still) if waits_for == "the store" else hosts()
 
     def cut() -> None:
         is_stopped.wait(60)
         under.cut()
 
-    monkeypatch.setattr(hosting, "ProcessGroupGloo", make)
+    monkeypatch.setattr(hosting, "ProcessGroupGloo", stand_still)
     threading.Thread(target=cut).start()
     with pytest.raises(TransferFailedError, match="the connections of this group were cut"):
         under.prepare(0, lambda: None)

@@ -155,15 +155,17 @@ class Hosts:
         if self._is_cut:
             raise RuntimeError(_CUT)
         place = (self._members.group_rank, self._members.group_size)
-        # A connection to the store of our own: whoever waits for a key keeps all other users of its connection waiting,
-        # and ranks that are at different groups would wait for each other.
-        own: Any = self._store  # torch's stubs lack `clone`
-        store = PrefixStore(f"lane-host/{lane}/", own.clone())
         limit = min(self._timeout, _CONNECT_LIMIT)
-        try:  # nobody can end the constructor, which waits for a peer that was stopped or has died meanwhile
-            gloo: Any = in_time(
-                lambda: ProcessGroupGloo(store, *place, limit), math.inf, lambda: self._is_cut, "ringweave host"
-            )
+
+        def connect() -> Any:
+            """Nobody can end the search for a store that has gone meanwhile, nor the wait for a peer that has."""
+            # A connection to the store of our own: whoever waits for a key keeps all other users of its connection
+            # waiting, and ranks that are at different groups would wait for each other.
+            own: Any = self._store  # torch's stubs lack `clone`
+            return ProcessGroupGloo(PrefixStore(f"lane-host/{lane}/", own.clone()), *place, limit)
+
+        try:
+            gloo = in_time(connect, math.inf, lambda: self._is_cut, "ringweave host")
         except TimeoutError as cause:
             raise RuntimeError(_CUT) from cause
         with self._lock:
