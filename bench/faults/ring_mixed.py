@@ -86,7 +86,7 @@ def missed(said: Mapping[str, Any]) -> list[str]:
 
 def main() -> int:
     """So many faults; 1 if something is not as it has to be."""
-    options = ring_runs.parse(__doc__, kills=60, option="--faults")
+    options = ring_runs.parse(__doc__, kills=60, repeat=15, option="--faults")  # so that rings meet often
     out = Path(tempfile.mkdtemp(prefix="ringweave-rings-"))
     print(f"events and logs: {out}", file=sys.stderr, flush=True)
     happens = draw_all(options)
