@@ -114,5 +114,6 @@ chaos: setup
 	$(if $(SHORT),,run $(FAULTS)/goodput.py --every 60 --for 600;) \
 	$(if $(SHORT),,run $(FAULTS)/beside.py;) \
 	run $(FAULTS)/mixed.py --clocks $(if $(SHORT),--faults 30 --steps 400,--faults 250 --jobs 4 --steps 1600); \
+	run $(FAULTS)/ring_mixed.py $(if $(SHORT),--faults 30,--faults 250); \
 	run $(FAULTS)/overhead.py $(if $(SHORT),--rounds 2,--rounds 9); \
 	test -z "$$failed" || { echo "missed:$$failed"; exit 1; }
