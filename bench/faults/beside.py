@@ -8,19 +8,23 @@ off for 30 s, both ways, and then deaf; the first node cut off, where of each sy
 at: ringweave's coordinator that decides, the store of torchrun's rendezvous, torchft's lighthouse; and that first
 node's worker killed.
 
-The job is that of goodput.py. A wait is the longest time without a train step that any worker has finished, a usual
-step of which is printed too; of ringweave parameters have to be alike and samples those that the books know, as in all
-of these benches. The others are only compared with.
+The job is that of goodput.py. A wait is the longest time between two train steps of a worker whose node was not hit,
+a usual step included, which is printed too: where one worker goes on alone and the others stand still, they wait. Of
+ringweave parameters have to be alike and samples those that the books know, as in all of these benches. The others are
+only compared with.
 """
 
+import itertools
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import goodput
 import lab_jobs
 
-from ringweave.benchmarks.chaos import survivors
-from ringweave.benchmarks.chaos.accounts import Report
+from ringweave.benchmarks.chaos import faults, survivors
+from ringweave.benchmarks.chaos.accounts import HORIZON_S, Report
+from ringweave.telemetry import Event
 
 SCRIPT = (
     "at 20s kill worker 5",
@@ -45,22 +49,50 @@ def main() -> int:
     ends = {system: goodput.measure(options, happens, system) for system in options.systems.split(",")}
     document: dict[str, object] = {"faults": [str(each) for each in happens], "s_per_sample": options.s_per_sample}
     document.update({system: ended.report.to_document() for system, ended in ends.items()})
+    waited = {system: waits(ended.events) for system, ended in ends.items()}
+    document["longest_waits_s"] = waited
     found: list[str] = []
     if ringweave := ends.get("ringweave"):
         said = lab_jobs.summary(ringweave, survivors.tolls(ringweave.events))
         document["checked"] = {key: said[key] for key in ("checks_alike", "samples_counted", "samples_lost", "wrong")}
-        found = missed(said, ringweave.report)
-    lab_jobs.conclude(options, "beside", document, rows({system: ended.report for system, ended in ends.items()}))
+        found = missed(said, waited["ringweave"])
+    reports = {system: ended.report for system, ended in ends.items()}
+    lab_jobs.conclude(options, "beside", document, rows(reports, waited))
     return lab_jobs.verdict(found)
 
 
-def rows(reports: dict[str, Report]) -> Sequence[tuple[object, ...]]:
+def waits(events: Sequence[Event]) -> dict[str, float | None]:
+    """Fault -> longest time in s between two steps of a node that it did not hit; None: one made no step after it."""
+    node_of: dict[int, str] = {}
+    steps: dict[str, list[float]] = defaultdict(list)
+    hit: list[tuple[float, faults.Fault, str]] = []
+    for event in events:
+        if event["kind"] == "worker_watched":
+            node_of[event["rank"]] = event["node"]
+        elif event["kind"] == "train_step_done":
+            steps[node_of[event["rank"]]].append(event["time"])
+        elif event["kind"] == "fault_begun":
+            (fault,) = faults.parse(event["fault"])
+            hit.append((event["time"], fault, node_of[int(fault.target)] if fault.hits_worker else fault.target))
+    return {str(fault): _longest_s(time_s, fault, {**steps, node: []}) for time_s, fault, node in hit}
+
+
+def _longest_s(time_s: float, fault: faults.Fault, steps: Mapping[str, Sequence[float]]) -> float | None:
+    """Of any node that made steps before it."""
+    until_s = time_s + fault.lasts_s + HORIZON_S
+    there = [each for each in steps.values() if each and each[0] < time_s]
+    if not there or any(each[-1] < until_s for each in there):
+        return None
+    gaps = ((after, after - before) for each in there for before, after in itertools.pairwise(each) if before < until_s)
+    return round(max(gap_s for after, gap_s in gaps if after > time_s), 3)
+
+
+def rows(
+    reports: Mapping[str, Report], waited: Mapping[str, Mapping[str, float | None]]
+) -> Sequence[tuple[object, ...]]:
     """The table: a column for each system."""
-    head = ("longest time without a step, s", *reports)
-    waits = [
-        (line, *({each.fault: each.stall_s for each in said.recoveries}.get(line) for said in reports.values()))
-        for line in SCRIPT
-    ]
+    head = ("longest wait of one that was not hit, s", *reports)
+    lines = [(line, *(waited[system].get(line) for system in reports)) for line in SCRIPT]
     counts = (
         ("a usual step, s", lambda said: said.fault_free_steps_per_s and 1 / said.fault_free_steps_per_s),
         ("train steps that count", lambda said: said.steps),
@@ -68,13 +100,13 @@ def rows(reports: dict[str, Report]) -> Sequence[tuple[object, ...]]:
         ("samples lost", lambda said: said.samples_lost),
         ("goodput", lambda said: said.goodput),
     )
-    return [head, *waits, *((name, *map(take, reports.values())) for name, take in counts)]
+    return [head, *lines, *((name, *map(take, reports.values())) for name, take in counts)]
 
 
-def missed(said: dict[str, object], report: Report) -> list[str]:
+def missed(said: dict[str, object], waited: Mapping[str, float | None]) -> list[str]:
     """What was not as it has to be, in words."""
-    waits = [lab_jobs.over(f"{each.fault}: longest wait in s", each.stall_s, BAR_S) for each in report.recoveries]
-    return [*lab_jobs.missed(said), *(text for found in waits for text in found)]
+    late = [lab_jobs.over(f"{fault}: longest wait in s", waited.get(fault), BAR_S) for fault in SCRIPT]
+    return [*lab_jobs.missed(said), *(text for found in late for text in found)]
 
 
 if __name__ == "__main__":
