@@ -1,9 +1,10 @@
 """What the benches of faults demand, by results made up: good ones pass, and each bad one is said."""
 
 import importlib
+import itertools
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -202,3 +203,69 @@ def test_steps_that_are_not_there_have_no_length(bench: Callable[[str], ModuleTy
     assert overhead.step_s(steps) is None
     more = [{"kind": "train_step_done", "rank": 0, "time": overhead._WARM_STEPS + 0.5 * number} for number in range(3)]
     assert overhead.step_s([*steps, *more]) == 0.5
+
+
+def test_who_was_not_hit_waits_as_long_as_the_slowest_of_them(bench: Callable[[str], ModuleType]) -> None:
+    """One that goes on alone does not speak for the others, and who was hit does not count."""
+    beside = bench("beside")
+    nodes, line = ("a-0", "a-1", "a-2"), "at 20s cut a-2 for 30s"
+    events = [{"time": 0.0, "kind": "worker_watched", "rank": rank, "node": node} for rank, node in enumerate(nodes)]
+    events += [{"time": 20.0, "kind": "fault_begun", "fault": line, "target": "node a-2"}]
+    gone_s = {0: (20, 22), 1: (20, 55), 2: (20, 80)}
+    for rank, (first_s, last_s) in gone_s.items():
+        times = [float(second) for second in range(1, 100) if not first_s < second < last_s]
+        events += [{"time": time_s, "kind": "train_step_done", "rank": rank} for time_s in times]
+    in_order = sorted(events, key=lambda event: event["time"])
+    assert beside.waits(in_order) == {line: 35.0}
+    early = [event for event in in_order if event["time"] < 55 or event.get("rank") != 1]
+    assert beside.waits(early) == {line: None}, "one of them makes no step any more"
+    killed = "at 20s kill worker 2"
+    of_a_worker = [{**event, "fault": killed} if "fault" in event else event for event in in_order]
+    assert beside.waits(of_a_worker) == {killed: 35.0}
+
+
+def test_waits_beside_other_systems_have_a_bar(bench: Callable[[str], ModuleType]) -> None:
+    beside = bench("beside")
+    good = dict.fromkeys(beside.SCRIPT, 1.9)
+    assert beside.missed(said(), good) == []
+    assert beside.missed(said(**BAD), good) == WORDS
+    assert beside.missed(said(), {**good, beside.SCRIPT[1]: 2.1, beside.SCRIPT[2]: None}) == [
+        f"{beside.SCRIPT[1]}: longest wait in s: 2.1, the bar is 2",
+        f"{beside.SCRIPT[2]}: longest wait in s: not known, the bar is 2",
+    ]
+
+
+def test_random_faults_of_rings_leave_nothing_lost_and_nobody_behind(bench: Callable[[str], ModuleType]) -> None:
+    mixed = bench("ring_mixed")
+    good = books(silent=[], never_began=[], attempts=1, outcome="stopped")
+    assert mixed.missed(good) == []
+    bad = {"versions_of_the_server": 10, "silent": [3], "never_began": [PAUSE], "attempts": 2, "outcome": "done"}
+    assert mixed.missed({**good, **bad}) == [
+        "rings pushed 9 times, the server applied 10",
+        "workers [3] do not train any more",
+        f"{PAUSE}: never began",
+        "the job was started 2 times",
+        "the job ended by itself: done",
+    ]
+
+
+def test_faults_of_rings_leave_the_servers_time_to_recover(bench: Callable[[str], ModuleType]) -> None:
+    mixed = bench("ring_mixed")
+    options = SimpleNamespace(workers=8, rate="25Mbit/s", kills=60, seed=1)
+    happens = mixed.draw_all(options)
+    assert happens == mixed.draw_all(options), "the same seed, the same faults"
+    assert len(happens) == 60
+    assert [fault.at_s for fault in happens] == sorted(fault.at_s for fault in happens)
+    killed_s = [fault.at_s for fault in happens if fault.target == faults.SERVER]
+    assert len(killed_s) > 3
+    assert min(after - before for before, after in itertools.pairwise(killed_s)) > 19
+    assert not {fault.target for fault in happens if fault.kind == faults.CUT} & {"a-0", "a-1"}
+
+
+def test_who_trains_no_more_at_the_end_is_said(bench: Callable[[str], ModuleType]) -> None:
+    mixed = bench("ring_mixed")
+    of = {"0.0": 100.0, "1.0": 80.0, "1.1": 99.0, "2.0": 84.0}
+    steps = {
+        name: [mixed.Done(time_s=at_s, ring=0, num_pushed=1, epoch=0, digest="f" * 16)] for name, at_s in of.items()
+    }
+    assert mixed.silent(steps, 4) == [2, 3]

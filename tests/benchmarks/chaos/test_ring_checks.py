@@ -1,5 +1,6 @@
 """What the benches of rings check can fail: rings that hang or stop others, pushes and samples that are missing."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -128,25 +129,17 @@ def test_parameters_of_a_ring_are_compared_and_there_has_to_be_something_to_comp
         runs.check_alike({"0.0": steps(kills, 0, 1.0), "1.0": other})
 
 
-class FakeRun:
-    """Has counted so many versions."""
-
-    def __init__(self, checks: Path) -> None:
-        self.checks = checks
-
-    def counted(self) -> int:
-        return 3
-
-
 def test_what_is_wrong_in_the_books_is_said_with_the_figures(
     kills: ModuleType, runs: ModuleType, tmp_path: Path
 ) -> None:
     accounts(runs, tmp_path, "account 0 512 500 12")
+    counted = [{"time": 1.0, "kind": "params_counted", "version": version} for version in (2, 3, 1)]
+    (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in counted))
     of_two = {"0.0": steps(kills, 0, 1.0, 2.0, 3.0), "1.0": steps(kills, 0, 1.0, 2.0, 3.0)}
-    found = runs.books(FakeRun(tmp_path), of_two, 1)
+    found = runs.books(tmp_path, tmp_path, of_two, 1)
     assert (found["wrong"], found["parameters_alike"], found["samples_lost"]) == ([], 6, 12)
     assert runs.missed({**found, "never_went_on": 0}) == []
-    found = runs.books(FakeRun(tmp_path), {"0.0": of_two["0.0"]}, 0)
+    found = runs.books(tmp_path, tmp_path, {"0.0": of_two["0.0"]}, 0)
     assert runs.missed({**found, "never_went_on": 0}) == [
         "parameters: 3 checks of 3 pushes, none to compare with",
         "12 samples lost, though 0 workers were gone",
