@@ -51,13 +51,13 @@ def abort_before_the_first_use() -> str:
 
 def explain_to_one_that_aborts() -> str:
     """Rank 0 aborts while it looks for who is to blame, for longer than the test; how its collective ended."""
+    group: Any = dist.group.WORLD
     dist.all_reduce(torch.ones(_OTHER))
     if dist.get_rank() == 1:
-        return ""
+        time.sleep(300)  # it is killed
     from ringweave.comm import faults
 
     faults.GRACE_S = 1000.0
-    group: Any = dist.group.WORLD
     work: Any = dist.all_reduce(torch.ones(_OTHER), async_op=True)
     announce("reducing")
     while not group._store.check(["fault/0"]):
