@@ -1,4 +1,4 @@
-"""The same faults under ringweave, torchrun with checkpoints, and torchft: how long nobody trains, and what is lost.
+"""The same faults under ringweave, torchrun with checkpoints, and torchft: how long others wait, and what is lost.
 
     python bench/faults/beside.py                            # five minutes for each system
     python bench/faults/beside.py --systems ringweave        # that of ringweave alone
@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 import goodput
 import lab_jobs
 
-from ringweave.benchmarks.chaos import faults, survivors
+from ringweave.benchmarks.chaos import faults
 from ringweave.benchmarks.chaos.accounts import HORIZON_S, Report
 from ringweave.telemetry import Event
 
@@ -48,14 +48,10 @@ def main() -> int:
     happens = lab_jobs.parse(SCRIPT, options)
     ends = {system: goodput.measure(options, happens, system) for system in options.systems.split(",")}
     document: dict[str, object] = {"faults": [str(each) for each in happens], "s_per_sample": options.s_per_sample}
-    document.update({system: ended.report.to_document() for system, ended in ends.items()})
+    said = goodput.note(document, ends)
     waited = {system: waits(ended.events) for system, ended in ends.items()}
     document["longest_waits_s"] = waited
-    found: list[str] = []
-    if ringweave := ends.get("ringweave"):
-        said = lab_jobs.summary(ringweave, survivors.tolls(ringweave.events))
-        document["checked"] = {key: said[key] for key in ("checks_alike", "samples_counted", "samples_lost", "wrong")}
-        found = missed(said, waited["ringweave"])
+    found = missed(said, waited["ringweave"]) if said else []
     reports = {system: ended.report for system, ended in ends.items()}
     lab_jobs.conclude(options, "beside", document, rows(reports, waited))
     return lab_jobs.verdict(found)

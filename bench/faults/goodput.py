@@ -53,13 +53,9 @@ def main() -> int:
     document: dict[str, object] = {"every_s": options.every, "seconds": options.until_s, "seed": options.seed}
     document |= {"formula": FORMULA, "s_per_sample": options.s_per_sample}
     ends = {system: measure(options, happens, system) for system in options.systems.split(",")}
-    document.update({system: ended.report.to_document() for system, ended in ends.items()})
     rows = [HEAD, *(row(system, ended.report, slept_s(options)) for system, ended in ends.items())]
-    found = []
-    if ringweave := ends.get("ringweave"):
-        said = lab_jobs.summary(ringweave, survivors.tolls(ringweave.events))
-        document["checked"] = {key: said[key] for key in ("checks_alike", "samples_counted", "samples_lost", "wrong")}
-        found = missed(said, ringweave.report.goodput, options.every)
+    said = note(document, ends)
+    found = missed(said, ends["ringweave"].report.goodput, options.every) if said else []
     print(f"goodput = {FORMULA}")
     lab_jobs.conclude(options, f"goodput-{options.every:g}", document, rows)
     return lab_jobs.verdict(found)
@@ -92,6 +88,16 @@ def measure(options: argparse.Namespace, happens: Sequence[faults.Fault], system
         more=["--s-per-sample", str(options.s_per_sample)],
         name=system,
     )
+
+
+def note(document: dict[str, object], ends: Mapping[str, lab_jobs.Ended]) -> dict[str, Any] | None:
+    """Add to a document what each system did; returns what is said of ringweave, if it is among them."""
+    document.update({system: ended.report.to_document() for system, ended in ends.items()})
+    if "ringweave" not in ends:
+        return None
+    said = lab_jobs.summary(ends["ringweave"], survivors.tolls(ends["ringweave"].events))
+    document["checked"] = {key: said[key] for key in ("checks_alike", "samples_counted", "samples_lost", "wrong")}
+    return said
 
 
 def slept_s(options: argparse.Namespace) -> float:

@@ -56,8 +56,7 @@ def draw_all(options: argparse.Namespace) -> tuple[Fault, ...]:
 
 def plan_of(options: argparse.Namespace, happens: Sequence[Fault], out: Path) -> Plan:
     """The job of these rings, under these faults."""
-    script = [str(ring_runs.JOB), "--checks", str(out / "checks"), "--rings", str(options.rings)]
-    script += ["--width", str(options.width), "--pause-s", str(options.pause_s), "--repeat", str(options.repeat)]
+    script = ring_runs.script(options, out / "checks")
     flags = [f"--elastic=1:{options.workers}", "--mode=ps-hra", "--standby"]
     until_s = happens[-1].at_s + happens[-1].lasts_s + BACK_S
     return Plan(system="ringweave", script=script, faults=happens, out=out, options=flags, until_s=until_s)

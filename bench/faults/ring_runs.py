@@ -4,6 +4,8 @@ Every process leaves a line for each of its steps: when it was done, by which pu
 data, and a check of the parameters; and the account of each epoch.
 """
 
+# Longer than a file should be: all that the benches of rings share, from the job to the books.
+
 import argparse
 import contextlib
 import itertools
@@ -134,6 +136,12 @@ def lost_pushes(steps: Mapping[str, Sequence[Done]]) -> int:
     return sum(max(pushes) - min(pushes) + 1 - len(pushes) for pushes in seen.values())
 
 
+def script(options: argparse.Namespace, checks: Path) -> list[str]:
+    """Path of the job's script, and its arguments."""
+    asked = ["--rings", str(options.rings), "--width", str(options.width), "--pause-s", str(options.pause_s)]
+    return [str(JOB), "--checks", str(checks), *asked, "--repeat", str(options.repeat)]
+
+
 class Run:
     """The job, in a lab of its own or on this machine as it is, and who is in it now."""
 
@@ -146,9 +154,7 @@ class Run:
         self.lab = lab.up(cluster or lab_jobs.cluster(options), f"rings-{os.getpid()}") if options.lab else None
         where = ["lab", "run", "--lab", self.lab.name] if self.lab else ["run", "--workers", str(options.workers)]
         command = [sys.executable, "-m", "ringweave", *where, "--elastic", f"1:{options.workers}", "--mode", "ps-hra"]
-        command += [*flags, "--run-dir", str(self.run_dir), str(JOB), "--checks", str(self.checks)]
-        command += ["--rings", str(options.rings), "--width", str(options.width), "--pause-s", str(options.pause_s)]
-        command += ["--repeat", str(options.repeat)]
+        command += [*flags, "--run-dir", str(self.run_dir), *script(options, self.checks)]
         self._log = (folder / "run.log").open("w")
         self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
 

@@ -178,8 +178,13 @@ def load_wrongly(directory: Path) -> list[str]:
         try:
             checkpoints.load(make_pipeline(Case(widths=widths)), place)
         except RingweaveError as error:
-            texts.append(re.sub(r"-[0-9a-f]{16}\.", "-CHECK.", str(error).replace(str(directory), "DIR")))
+            texts.append(without_checks(str(error).replace(str(directory), "DIR")))
     return texts
+
+
+def without_checks(text: str) -> str:
+    """Names of files with CHECK in the place of the check that each holds."""
+    return re.sub(r"-[0-9a-f]{16}\.", "-CHECK.", text)
 
 
 def _train_with(pipeline: Pipeline, scheduler: LambdaLR, steps: range) -> None:

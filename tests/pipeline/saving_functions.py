@@ -3,7 +3,6 @@
 import errno
 import functools
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from ringweave.errors import TrainingError
 from ringweave.pipeline import Pipeline, Settings, checkpoints, profiling
 from ringweave.pipeline import blocks as pipeline_blocks
-from tests.pipeline.pipeline_functions import Case, batch_of, fingerprints, make_pipeline
+from tests.pipeline.pipeline_functions import Case, batch_of, fingerprints, make_pipeline, without_checks
 
 MOMENTS = (
     "the new one half written",
@@ -28,7 +27,6 @@ MOMENTS = (
     "the new one has its name",
     "the old one half deleted",
 )
-_CHECK = re.compile(r"-[0-9a-f]{16}\.")
 
 
 class Crash(BaseException):
@@ -66,7 +64,7 @@ def watch_saving(directory: Path) -> list[str]:
         fsync(descriptor)
 
     def watched_rename(path: Path, target: Path) -> Path:
-        done.append(f"rename {path.name} {_CHECK.sub('-CHECK.', target.name)}")
+        done.append(f"rename {path.name} {without_checks(target.name)}")
         return rename(path, target)
 
     with mock.patch.object(os, "fsync", watched_fsync), mock.patch.object(Path, "rename", watched_rename):
